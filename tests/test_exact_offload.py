@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.optim import SGD
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -43,20 +42,18 @@ from .zoo.blocks import Block, Chain, chain
 
 # one way or another, what these save is special: views, masks, buffers, several graphs, changes in place, checkpoints
 ENTRIES = [
-    "gpt2-tied", "llama-tied", "bert", "albert", "t5", "mixtral", "lstm", "nn-transformer-encoder",
-    "gpt2-checkpoint-plain", "vit", "swin", "resnet50", "vgg", "channels-last", "unet", "llava",
-    "chain", "siamese", "input-gradient-penalty", "weight-gradient-penalty", "lora", "stochastic-depth",
-    "frozen-encoder", "shuffled-order", "checkpointed-blocks-plain", "checkpoint-inside-plain",
-    "checkpoint-inside-reentrant", "two-losses", "two-graphs", "gan", "inplace-residual-on-view", "inplace-on-input",
-    "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "spectral-norm-parametrization",
-    "multihead-attention", "embedding-max-norm", "complex-and-float64", "module-hooks",
+    "gpt2-tied", "bert", "t5", "mixtral", "lstm", "nn-transformer-encoder", "gpt2-checkpoint-plain", "vit", "swin",
+    "resnet50", "channels-last", "unet", "siamese", "input-gradient-penalty", "lora", "stochastic-depth",
+    "frozen-encoder", "checkpoint-inside-reentrant", "two-graphs", "gan", "inplace-residual-on-view",
+    "inplace-on-input", "weight-on-ctx-and-inplace-view", "structured-outputs", "maml",
+    "spectral-norm-parametrization", "embedding-max-norm", "complex-and-float64",
 ]  # fmt: skip
 
 # what is special about these are their inputs: shared, changed in place, no tensors, several calls, other graphs
 INPUTS = [
-    "gpt2-tied", "t5", "mixtral", "lstm", "gpt2-checkpoint-plain", "swin", "resnet50", "unet", "llava", "siamese",
-    "input-gradient-penalty", "stochastic-depth", "checkpoint-inside-reentrant", "two-graphs", "gan",
-    "inplace-on-input", "structured-outputs", "maml", "multihead-attention", "complex-and-float64", "module-hooks",
+    "gpt2-tied", "t5", "lstm", "gpt2-checkpoint-plain", "resnet50", "unet", "siamese", "input-gradient-penalty",
+    "checkpoint-inside-reentrant", "two-graphs", "gan", "inplace-on-input", "structured-outputs", "maml",
+    "multihead-attention",
 ]  # fmt: skip
 
 
@@ -242,33 +239,11 @@ def three_steps(run: Run) -> None:
         run.normal_step(f"step {step}", None, seed=step)
 
 
-class AddsLater(nn.Module):
-    """Adds to the inputs of blocks once they have left: plain training allows it, as nobody saved them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Tripled() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inputs = []
-        for block in self.blocks:
-            inputs.append(x)
-            x = block(x)
-            if len(inputs) > 4:
-                with torch.no_grad():
-                    inputs[-5].add_(1)
-        return x
-
-
 class Tripled(Block):
     """What it saves is not its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(3 * x)
-
-
-def test_inputs_that_change_once_they_have_left_are_those_of_the_first_forward() -> None:
-    assert_same_story(three_steps, AddsLater, activations="recompute_offload", units="Tripled")
 
 
 def test_inputs_that_change_before_they_have_left_are_an_error() -> None:
@@ -349,28 +324,6 @@ def test_offloaded_bytes_are_those_of_saved_tensors() -> None:
             assert pipe.stats.host_syncs <= 1
         gradients = sum(parameter.nbytes for parameter in pipe.module.parameters())
         assert 0 <= pipe.stats.bytes_to_host - pipe.stats.offloaded_bytes - gradients < 0.1 * gradients
-
-
-class Masked(nn.Module):
-    """A large causal mask as a buffer, as GPT-2's, of which a view is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 12)
-        self.register_buffer("mask", torch.rand(40, 12) > 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.where(self.mask[: len(x)], self.linear(x), 0.0)
-
-
-def test_buffers_do_not_travel() -> None:
-    """Nor do views of them."""
-    with attached(nn.Sequential(*[Masked() for _ in range(4)]), units=Masked, activations="offload") as pipe:
-        for _ in range(2):
-            pipe.stats.clear()
-            x = torch.randn(5, 12)
-            pipe.module(x).sum().backward()
-            assert pipe.stats.offloaded_bytes == 4 * x.nbytes  # each linear's input
 
 
 # ------------------------------------------------------------------------------------------------------------- stories
@@ -496,18 +449,3 @@ def test_activations_changed_in_place_raise() -> None:
             assert run.pipe.stats.offloaded_bytes > 0
 
     assert_same_story(story, lambda: Chain([EditsOutput(), *(Block() for _ in range(5))]), activations="offload")
-
-
-def test_backward_outside_of_the_step_of_its_forward() -> None:
-    """Plain loops do so: the forward is one step, backward another."""
-
-    def story(run: Run) -> None:
-        optimizer = SGD(run.model.parameters(), lr=0.1)
-        for step in range(3):
-            loss = run.model(run.rows(step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.note(f"step {step}", loss)
-
-    assert_same_story(story, partial(chain, 6), k=2, activations="offload")

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.footprint import Footprint, Measured
-from sp_lightning.pipeline.activations.link import Link
+from sp_lightning.pipeline.activations.footprint import Footprint, Link, Measured
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak

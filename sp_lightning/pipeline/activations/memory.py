@@ -76,8 +76,9 @@ class Activation:
         self.views.append(view)
         return view
 
+    @property
     def source(self) -> Tensor:
-        """Return its bytes where they were computed."""
+        """Its bytes where they were computed."""
         tensor = self.views[0].tensor
         assert tensor is not None
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

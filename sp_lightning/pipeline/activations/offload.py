@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -71,21 +70,8 @@ class Bundle:
         return [activation for found in self._activations.values() if (activation := found()) is not None]
 
 
-class _Leaving(NamedTuple):
-    """A copy to the host that was started, and the memory that it reads."""
-
-    activation: Activation
-    source: Tensor
-
-
 class Offloader:
     """Sends saved activations to the host and fetches them for backward.
-
-    Args:
-        backend: Allocates and copies.
-        pool: Lends host memory.
-        meter: Counts what is held on the device, and knows what stays there in any case.
-        stats: Counters.
 
     Attributes:
         open: The bundles of the calls that are under way, innermost last; None for those without a graph.
@@ -100,7 +86,7 @@ class Offloader:
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
         self.open: list[Bundle | None] = []
         self._last_bundle: Bundle | None = None
-        self._leaving: list[_Leaving] = []
+        self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[Leftover] = deque()
         self._closed = False
 
@@ -116,12 +102,7 @@ class Offloader:
         return self.open[-1] if self.open else None
 
     def enter(self, member: Member, leaves: bool) -> None:
-        """Note that a call of a unit begins.
-
-        Args:
-            member: The member that is called.
-            leaves: Whether what it saves is to be offloaded.
-        """
+        """Note that a call of a unit begins, and whether what it saves leaves."""
         with self._lock:
             is_forward = torch.is_grad_enabled() and not in_backward()  # what a recomputation saves is used at once
             around = [bundle for bundle in self.open if bundle is not None]
@@ -145,22 +126,21 @@ class Offloader:
             if activation.stage is not Stage.DEVICE or not activation.is_worth_a_copy():
                 continue
             activation.host = self._pool.take(activation.nbytes)
-            source = activation.source()
-            activation.ticket = self._backend.download(activation.host.bytes, source)
+            activation.ticket = self._backend.download(activation.host.bytes, activation.source)
             self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
             activation.stage = Stage.LEAVING
-            self._leaving.append(_Leaving(activation, source))
+            self._leaving.append(activation)
             self._stats.bytes_to_host += activation.nbytes
             self._stats.offloaded_bytes += activation.nbytes
 
     def _release_sent(self, needed: set[Activation]) -> None:
         """Free the device memory of what was sent, except what is needed; computing, not the host, waits for copies."""
-        for activation, _ in self._leaving:
+        for activation in self._leaving:
             if activation not in needed:
                 assert activation.ticket is not None
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.release()
-        self._leaving = [sent for sent in self._leaving if sent.activation.stage is Stage.LEAVING]
+        self._leaving = [activation for activation in self._leaving if activation.stage is Stage.LEAVING]
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
@@ -261,7 +241,7 @@ class Offloader:
         with self._lock:
             self.open.clear()
             self._last_bundle = None
-            for activation, _ in self._leaving:
+            for activation in self._leaving:
                 if activation.stage is Stage.LEAVING:
                     activation.stay()
             self._leaving.clear()

@@ -29,11 +29,7 @@ class Activations:
     """Decides, for each call of a unit, what happens to the tensors that autograd saves.
 
     Args:
-        policy: The user's choice.
-        saved: The engine's saved-tensor hooks.
-        backend: Times what runs again.
-        stats: Counters.
-        checks: Whether to verify that recomputed tensors equal those that were dropped, and to count in all steps.
+        checks: Whether to verify in all calls that recomputed tensors equal those that were dropped.
 
     Attributes:
         chooses: Whether the choice is left to `auto`.
@@ -119,7 +115,7 @@ class Activations:
         if call is not None and call.recorded is not None:
             self.second_forwards.conclude(call.recorded, output, warns=self.auto is None)
             if self.auto is not None and call.recorded.footprint is not None:
-                self.auto.note(call.member, call.size, call.recorded.footprint)
+                self.auto.note(call.member, call.input_bytes, call.recorded.footprint)
 
     def end(self) -> None:
         """End the current call, also after an exception."""
@@ -151,16 +147,9 @@ class Activations:
 
 @dataclass
 class _CallUnderWay:
-    """The outermost call of a unit that is under way.
-
-    Attributes:
-        member: The member that is called.
-        policy: What happens to what it saves.
-        size: The bytes of its inputs.
-        recorded: What can run again; None if it need not.
-    """
+    """The outermost call of a unit that is under way."""
 
     member: Member
     policy: Policy
-    size: int
+    input_bytes: int
     recorded: UnitCall | None = None

@@ -84,13 +84,8 @@ class History:
 class SecondForwards:
     """Records calls of units, and runs their forwards again in backward.
 
-    Args:
-        saved: The engine's saved-tensor hooks.
-        backend: Times second forwards.
-        stats: Counters.
-        checks: Whether to compare what all calls save, and not only those with a look.
-
     Attributes:
+        checks: Whether to compare what all calls save, and not only those with a look.
         histories: Of members, by their names.
         timed: Whether second forwards are timed.
         times: The members whose forwards have run again while they were timed, and the marks before and after.
@@ -172,17 +167,9 @@ class SecondForwards:
 
 
 class UnitCall(Recording):
-    """One call of a unit: what its forward saved, and how to run it again.
-
-    Args:
-        runner: Runs it again.
-        member: The member that is called.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
-        looks: Whether to look at what the forward changes.
+    """One call of a member: what its forward saved, and how to run it again.
 
     Attributes:
-        member: The member that is called.
         looks: Whether to look at what the forward changes.
         is_packed: Whether its inputs were packed.
         is_dropped: Whether what it saved was dropped when it was over.
@@ -247,7 +234,7 @@ class UnitCall(Recording):
             for kept in self.alive():
                 if kept is not None:
                     kept.drop()
-            self._inputs.release()
+            self._inputs.tensors.clear()
             return None
         del self._inputs, self._surroundings, self._buffers
         return obstacle if is_possible else None

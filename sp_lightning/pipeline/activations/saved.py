@@ -98,8 +98,6 @@ class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted.
 
     Args:
-        tensor: The tensor.
-        meter: Counts it.
         recording: Fills it again after it was dropped; None if it never is.
     """
 
@@ -119,11 +117,7 @@ class Kept:
         return self.tensor is not None and self.tensor._version != self.version
 
     def get(self) -> Tensor:
-        """Return the tensor as it was when it was saved.
-
-        Raises:
-            RuntimeError: If it has been changed in place since then.
-        """
+        """Return the tensor as it was when it was saved, or raise if it has been changed in place since then."""
         if self.tensor is None:
             assert self._recording is not None
             self._recording.repeat()
@@ -168,8 +162,6 @@ class SavedTensors:
 
     Args:
         require: Called with a twin before backward reads it.
-        meter: Counts the device memory that saved tensors hold.
-        offloader: Takes the tensors that may be offloaded.
 
     Attributes:
         twins: Twins by the identity of their memory.
@@ -252,12 +244,8 @@ class SavedTensors:
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read.
 
-        Args:
-            packed: What `pack` has returned.
-
         Raises:
-            RuntimeError: If it was changed in place in the meantime, or belongs to an arrangement that no longer
-                exists.
+            RuntimeError: If it was changed in place in the meantime, or is a weight of an earlier arrangement.
         """
         if type(packed) is tuple:
             tensor: Tensor

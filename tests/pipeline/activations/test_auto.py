@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations import auto
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.footprint import Footprint, Measured
-from sp_lightning.pipeline.activations.link import Link
+from sp_lightning.pipeline.activations.footprint import Footprint, Link, Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.pool import HostPool
@@ -84,11 +82,6 @@ def test_activations_of_units_that_cannot_run_again_are_kept(monkeypatch: pytest
     chooser = policy(300, SLOW, monkeypatch)
     with pytest.warns(UserWarning, match="activations take"):
         assert set(measure(chooser, repeatable=False, large=0).values()) == {"keep"}
-
-
-def test_a_host_without_room_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "available_host_memory", lambda: 100)
-    assert "offload" not in measure(policy(400, FAST, monkeypatch)).values()
 
 
 def test_a_larger_call_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,21 +214,6 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
     chooser.conclude_step()
     chooser.begin_step()
     assert [chooser.policy(unit, 8, []) for unit in units].count("keep") == 1  # 130 and 250: two are 480
-
-
-def test_the_probe_of_the_link_fits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    class Small(RecordingBackend):
-        def free_memory(self) -> int:
-            return 1 << 20
-
-        def allocate(self, nbytes: int) -> torch.Tensor:
-            sizes.append(nbytes)
-            return super().allocate(nbytes)
-
-    Link.measured(Small(), pin=False)
-    assert sizes == [1 << 18]
 
 
 def test_costs() -> None:

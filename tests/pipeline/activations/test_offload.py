@@ -155,25 +155,6 @@ def test_tensors_that_autograd_drops_are_freed(scene: Scene) -> None:
     ]  # nobody read it, yet it must not be overtaken
 
 
-def test_device_memory_is_counted_and_free_at_once(scene: Scene) -> None:
-    """As autograd frees node by node: on its way back, too, memory is not held by who brought it."""
-    x = large()
-    y, bundle = scene.call(exp(x))
-    scene.call(lambda: large().sum())
-    assert scene.stats.activation_bytes == 0
-    scene.offloader.reach(bundle)
-    assert scene.stats.activation_bytes == x.nbytes
-    device = bundle.alive()[0].device
-    assert device is not None
-    memory = weak_storage(device)
-    del device
-    scene.packed.clear()
-    y.sum().backward()
-    assert memory.expired()
-    assert scene.stats.activation_bytes == 0
-    assert scene.stats.activation_peak_bytes == x.nbytes
-
-
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     """Autograd frees what a CUDA graph saved in a thread of its own: nothing is touched there."""
     y, _ = scene.call(exp(large()))
@@ -227,21 +208,6 @@ def test_two_units_that_save_the_same_send_it_once(scene: Scene) -> None:
     (b + c).sum().backward()
     assert torch.allclose(x.grad, expected)
     assert scene.backend.said("upload") == ["upload"]
-
-
-def test_another_tensor_in_memory_that_was_freed_is_another_activation(scene: Scene) -> None:
-    """An address is used again, an identity is not."""
-    x = large()
-    keys = []
-    graph = []
-    for number in range(20):
-        y, _ = scene.call(lambda number=number: (x * number).exp())
-        keys.append(storage_key(y))
-        graph.append(y.sum())
-        del y
-    assert len(set(keys)) == len(keys)
-    sum(graph).backward()
-    assert torch.allclose(x.grad, sum(n * (x * n).exp() for n in range(20)).detach())
 
 
 def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) -> None:
@@ -316,12 +282,6 @@ def test_memory_that_is_not_plain_stays(scene: Scene, kind: str) -> None:
     assert saved_by(scene, STAYING[kind]()) is None
 
 
-def test_tensors_on_another_device_are_not_offloaded(scene: Scene) -> None:
-    """A scalar or an index on the host."""
-    scene.backend.device = torch.device("cuda", 0)
-    assert saved_by(scene, torch.randn(ROWS)) is None
-
-
 def test_buffers_and_their_views_stay(scene: Scene) -> None:
     buffer = torch.randn(4, ROWS)
     scene.meter.uncounted = {storage_key(buffer)}
@@ -359,28 +319,7 @@ def test_a_later_change_cannot_reach_the_copy(scene: Scene) -> None:
     assert torch.equal(scene.unpack(packed), before)
 
 
-def test_a_changed_tensor_is_offloaded_anew(scene: Scene) -> None:
-    """The same memory holds something else now."""
-    tensor = torch.randn(ROWS)
-    first = saved_by(scene, tensor)
-    before = tensor.clone()
-    tensor.add_(1)
-    second = saved_by(scene, tensor)
-    assert torch.equal(scene.unpack(first), before)
-    assert torch.equal(scene.unpack(second), tensor)
-
-
 # ------------------------------------------------------------------------------------------------ calls and their order
-
-
-def test_a_member_called_again_is_another_bundle(scene: Scene) -> None:
-    """Shared layers: each call's activations come back in their turn."""
-    member = scene.unit()[0]
-    x = large()
-    a, first = scene.call(exp(x), member)
-    b, second = scene.call(exp(a), member)
-    assert first is not second
-    assert second.before is first
 
 
 def test_a_unit_inside_of_another(scene: Scene) -> None:

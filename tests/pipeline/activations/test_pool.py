@@ -72,13 +72,6 @@ def test_neighbors_that_are_free_are_one_piece(pool: HostPool) -> None:
         pool.give_back(whole)
 
 
-def test_a_large_piece_gets_a_slab_of_its_own_size(pool: HostPool) -> None:
-    pool.take(10 * SLAB)
-    assert pool.held == 10 * SLAB
-    pool.take(ALIGNMENT)  # the next slab is an eighth of what there is: their number stays small
-    assert pool.held == 10 * SLAB + 10 * SLAB // 8
-
-
 def test_growing_steps_do_not_pile_up(pool: HostPool) -> None:
     """Other sizes each step, as with sentences of any length: what has become useless makes room."""
     most = 0
@@ -88,33 +81,6 @@ def test_growing_steps_do_not_pile_up(pool: HostPool) -> None:
         for loan in loans:
             pool.give_back(loan)
     assert pool.held <= 1.5 * most
-
-
-def test_varying_steps_do_not_pile_up(pool: HostPool) -> None:
-    chance = random.Random(0)
-    most = 0
-    for _ in range(100):
-        length = chance.randint(1, 40)
-        loans = [pool.take(length * chance.choice([100, 400, 900])) for _ in range(30)]
-        most = max(most, pool.in_use)
-        for loan in reversed(loans):
-            pool.give_back(loan)
-    assert pool.held <= 1.5 * most
-
-
-def test_no_more_is_given_up_than_needed(pool: HostPool) -> None:
-    """As much may be held as was in use at once: the sizes of before may come again."""
-    for loan in [pool.take(2 * SLAB) for _ in range(5)]:
-        pool.give_back(loan)
-    pool.take(3 * SLAB)
-    assert pool.held == 9 * SLAB
-
-
-def test_a_slab_that_is_given_up_frees_its_share_of_page_locked_memory(pool: HostPool) -> None:
-    pool.pinnable = 4 * SLAB
-    for loan in [pool.take(2 * SLAB) for _ in range(2)]:
-        pool.give_back(loan)
-    assert pool.take(4 * SLAB).slab.buffer.pinned
 
 
 def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backend: RecordingBackend) -> None:
