@@ -11,7 +11,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import plot_k
 import pytest
+import sweep_k
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
@@ -248,30 +250,19 @@ def test_cli_as_a_script():
     assert "`max_steps=2` reached" in run("cli.py", "fit", f"--config={config}", *small, strategy)
 
 
-def test_the_overhead_benchmark_measures(tmp_path):
-    output = run(
-        "benchmarks/overhead.py", "--blocks=4", "--rounds=1", "--block-ms=1", f"--json={tmp_path / 'out.json'}"
-    )
-    results = json.loads((tmp_path / "out.json").read_text())
-    assert results["ratio"] > 0
-    assert results["block_ms"] >= 1
-    assert f"{results['ratio']:.3f}" in output
-
-
-def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path):
+def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path, monkeypatch):
     """The more units are on the device, the more memory they take; and the picture has every point."""
     small = ["--device=cpu", "--blocks=4", "--width=8", "--rows=2", "--steps=1", "--warm-up=2", "--rounds=1"]
-    printed = run("benchmarks/sweep_k.py", *small, f"--output={tmp_path / 'k.json'}")
+    monkeypatch.setattr(sys, "argv", ["sweep_k.py", *small, f"--output={tmp_path / 'k.json'}"])
+    sweep_k.main()
     result = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
     points = result["points"]
     assert [point["k"] for point in points] == [1, 2, 4]
     assert all(point["step_seconds"] > 0 for point in points)
     memory = [point["device_bytes"] for point in points]
     assert memory == sorted(set(memory))
-    assert printed.count("ms a step") == 3
-    run("benchmarks/plot_k.py", str(tmp_path / "k.json"), f"--output={tmp_path / 'k.svg'}")
+    monkeypatch.setattr(sys, "argv", ["plot_k.py", str(tmp_path / "k.json"), f"--output={tmp_path / 'k.svg'}"])
+    plot_k.main()
     drawn = (tmp_path / "k.svg").read_text(encoding="utf-8")
     assert drawn.count('rx="5"') == 2 * 3 + 1, "a dot for each point, and one in the legend"
     assert result["title"] in drawn
-    output = run("benchmarks/plot_k.py", str(tmp_path / "k.json"), "--output=k.pdf", code=2)
-    assert "--output k.pdf must end in .svg" in output
