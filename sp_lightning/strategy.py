@@ -187,7 +187,8 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
-            self.setup_optimizers(trainer)
+            with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
+                self.setup_optimizers(trainer)
             warn_of_optimizer_memory(self.optimizers, self.num_processes, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())

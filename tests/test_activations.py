@@ -595,36 +595,6 @@ def test_unusual_backwards(kind: type[nn.Module]) -> None:
     assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations="recompute")
 
 
-class SometimesTwice(Chain):
-    """Uses its blocks once or twice."""
-
-    uses = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.uses):
-            x = torch.tanh(super().forward(x))
-        return x
-
-
-def test_weights_that_are_lowered_for_the_first_forward_only() -> None:
-    """A weight that is used once is sent lowered; when it is used twice after all, it is sent as it is in mid-step."""
-
-    def story(run: Run) -> None:
-        for step, uses in enumerate([1, 1, 2, 2, 1]):
-            run.model.uses = uses
-            with run.step():
-                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-                    loss = run.model(run.rows(step)).square().mean()
-                loss.backward()
-            run.note(f"step {step}", loss)
-            for name, parameter in run.model.named_parameters():
-                run.note(f"step {step} / {name}", parameter.grad)
-        if run.pipe is not None:
-            assert run.pipe.stats.recomputed > 0
-
-    assert_same_story(story, lambda: SometimesTwice(Block() for _ in range(3)), activations="recompute")
-
-
 # ---------------------------------------------------------------------------------------------------------- exceptions
 
 bomb: list[type[BaseException]] = []  # a global variable

@@ -242,7 +242,7 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
             optimizer.step()
 
         step()
-        monkeypatch.setattr(Guard, "redirect", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
+        monkeypatch.setattr(Guard, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
         for _ in range(3):
             step()
 

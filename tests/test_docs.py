@@ -117,7 +117,7 @@ def test_troubleshooting_quotes_messages_that_exist():
     """A message that was reworded would not be found by whoever got it."""
     table = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(quoted) > 20
+    assert len(quoted) > 15
     package = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "sp_lightning").rglob("*.py")))
     package = re.sub(r'"\s*f?"', "", package)  # messages are written in several lines
     package = re.sub(r"`?\{[^}]*\}`?", "", package)

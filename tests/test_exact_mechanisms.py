@@ -336,23 +336,6 @@ def test_weights_in_a_checkpoint_when_gradients_are_asked_for(how: str, mixed: b
     assert_same_story(story, GainInACheckpoint)
 
 
-def test_gradients_that_no_graph_gives_may_be_zeros() -> None:
-    """``materialize_grads=True``, for weights, views of them and other tensors."""
-
-    def story(run: Run) -> None:
-        used, skipped = run.model.blocks[0].up, run.model.blocks[1].up
-        with run.step():
-            x = run.rows(1).requires_grad_()
-            wanted = [used.weight, skipped.weight, x, torch.ones(3, requires_grad=True)]
-            loss = run.model.blocks[0](x).square().mean()
-            found = torch.autograd.grad(loss, wanted, materialize_grads=True, create_graph=True)
-        for index, gradient in enumerate(found):
-            run.note(f"gradient {index}", gradient)
-        assert [gradient.requires_grad for gradient in found] == [True] * 4
-
-    assert_same_story(story, partial(chain, 3))
-
-
 def test_gradients_by_name() -> None:
     """Newer versions of torch take a dict of what to differentiate with respect to, and return one."""
     x = torch.ones(2, requires_grad=True)

@@ -99,11 +99,11 @@ class Reinitializing(Base):
 
     def on_train_epoch_start(self) -> None:
         kinds = {Block: 1, nn.Linear: 2}
-        self.note("kinds", torch.tensor([kinds.get(type(module), 0) for module in self.modules()]))
+        self.note("kinds", torch.tensor([kinds.get(module.__class__, 0) for module in self.modules()]))
         self.apply(self.reinitialize)
 
     def reinitialize(self, module: nn.Module) -> None:
-        if type(module) == nn.Linear:  # noqa: E721 - as in many tutorials
+        if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
 
 

@@ -89,6 +89,7 @@ class Arranger:
             masters = (weight.master for weight in self.arrangement.weights)
             with without_torch_function():
                 self._learned.note_trained(chain(masters, self.arrangement.parameters_on_device))
+        self.assembly.outside.conclude_watching()
         if self._learned.conclude(self.arrangement.units):
             self.rearrange()
         self._follow_plan()
@@ -104,7 +105,7 @@ class Arranger:
             Whether everything was arranged anew for it.
         """
         if self.arrangement.unused_in_step and not (self._graphs.waiting() or self._is_lent_out()):
-            self.assembly.guard.disarm()
+            self.assembly.guard.in_step = False
             self._rearrange_for(autocast)
             self.assembly.arm_guard()
             return True
@@ -184,7 +185,7 @@ class Arranger:
         )
         assembly = Assembly(arrangement, lasting, self._in_step, self._keeper)
         try:
-            assembly.install(is_used=self.arrangements > 0)
+            assembly.install()
         except BaseException:
             arrangement.release_host_memory()
             raise

@@ -27,10 +27,8 @@ from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.first_call import stop_watching_for_first_call, watch_for_first_call
-from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, register_gate, remove_gate
+from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
 from sp_lightning.pipeline.weights.order import Order
-from sp_lightning.pipeline.weights.resting import put_to_rest
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.weights.write_back import WriteBack
@@ -68,7 +66,6 @@ class Assembly:
         self._lasting = lasting
         self._in_step = in_step
         self._keeper = keeper
-        self._has_gates = False
         backend, stats = lasting.backend, lasting.stats
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
@@ -158,11 +155,8 @@ class Assembly:
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 
-    def install(self, is_used: bool) -> None:
+    def install(self) -> None:
         """Take over the module.
-
-        Args:
-            is_used: Whether the pipeline has been used. If not, modules keep their classes until `install_gates`.
 
         Raises:
             torch.OutOfMemoryError: If the units that should live on the device do not fit; the module is not taken over
@@ -191,21 +185,18 @@ class Assembly:
         if lasting.options.compile:
             for member in arrangement.streamed_members:
                 member.compiled = compiled_call(member.module)
-        for member in arrangement.members:
-            register_gate(member, self._keeper)
-        if is_used:
-            self.install_gates()
-        else:
-            watch_for_first_call(self._keeper)
+        self.guard.install()
+        self.install_gates()
 
     def install_gates(self) -> None:
-        """Have modules surround their calls, as the pipeline is used now."""
-        if self._has_gates:
-            return
-        self._has_gates = True
-        stop_watching_for_first_call(self._keeper)
+        """Have modules surround their calls."""
         for member in self.arrangement.members:
-            install_gate(member)
+            install_gate(member, self._keeper)
+
+    def remove_gates(self) -> None:
+        """Undo `install_gates`."""
+        for member in self.arrangement.members:
+            remove_gate(member)
 
     def _settle_on_device(self) -> None:
         """Move the units that live on the device there, or move them all back if memory runs out."""
@@ -220,12 +211,11 @@ class Assembly:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
         self.backward.closed = True
-        stop_watching_for_first_call(self._keeper)
         self.overlap.close()
         self.steps.settle()
         for member in arrangement.members:
             swap_out(member)  # the call of a module that looks into a unit may still be running
-            remove_gate(member)
+        self.remove_gates()
         for twin in arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
@@ -233,7 +223,7 @@ class Assembly:
         lasting.backend.drain()
         arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
         self.gradient_return.close()
-        self.guard.disarm()
+        self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(lasting.module)])
         on_device.move(moving, _HOST, lasting.optimizers.seen)
@@ -242,20 +232,16 @@ class Assembly:
 
     def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
-        if not self.guard.redirects:
+        if not self.guard.in_step:
             self.window.suspect_all()
-            self.guard.arm()
+            self.guard.in_step = True
 
     def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
-        for weight in self.arrangement.weights:
-            put_to_rest(weight.twin)
-        if self.overlap.settled and self.gradients.settled and self.window.settled:
-            self.guard.disarm()
-        else:
-            self.guard.watch()
+        self.guard.in_step = False
+        self.guard.settled = self.overlap.settled and self.gradients.settled and self.window.settled
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

@@ -16,11 +16,10 @@ import torch
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends
-from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order, Pass
-from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin
@@ -135,13 +134,8 @@ class BackwardPass:
             self.note()
             self._graphs.add(graph)
 
-    def is_uncompiled(self, member: Member) -> bool:
-        """Tell whether backward runs through a graph in which the member's calls were not compiled."""
-        return any(member in graph.uncompiled for graph in self._graphs)
-
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
-        wake(twin)
         group = twin.group
         is_expected = group.has_own_place or group in self.in_use
         if self.running and is_expected and _is_valid(group):

@@ -7,7 +7,6 @@ made its output gets a hook that announces its backward.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +21,11 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
-from sp_lightning.pipeline.weights.compiled import run_uncompiled
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.hooks import before_backward
 from sp_lightning.pipeline.weights.order import Order, Pass
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
@@ -80,7 +76,6 @@ class Calls:
         self._write_back = write_back
         self._gradient_return = gradient_return
         self._in_step = in_step
-        self._under_autocast = UnderAutocast(arrangement, lasting, outside)
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
     def run(
@@ -133,32 +128,18 @@ class Calls:
         autocast: torch.dtype | None,
     ) -> Any:
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
-            forward = without_autocast_cache(forward)
-        number = self._enter(member)
+            forward = _without_autocast_cache(forward)
+        number = self._enter(member, autocast)
         pushed = False
         try:
             self._begin(member)
             pushed = self._saved.push()
             # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-            return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
+            return self._announce(member, forward(*args, **kwargs), number)
         finally:
             if pushed:
                 self._saved.pop()
             self._leave(member)
-
-    def _compute(
-        self,
-        member: Member,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        autocast: torch.dtype | None,
-    ) -> Any:
-        if autocast is not None and self._under_autocast.needs_watching(member):
-            return self._under_autocast.run_watched(member, forward, args, kwargs)
-        if member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
-            return run_uncompiled(forward, *args, **kwargs)
-        return forward(*args, **kwargs)
 
     def abandon(self) -> None:
         """Clean up after an exception has ended all calls."""
@@ -174,7 +155,7 @@ class Calls:
             for group in member.groups:
                 self._window.finish_optimizer(group)
 
-    def _enter(self, member: Member) -> int:
+    def _enter(self, member: Member, autocast: torch.dtype | None) -> int:
         """Bring what a call needs, and return the call's number."""
         with self._at_work:
             number = self._graphs.number_call()
@@ -186,7 +167,8 @@ class Calls:
             if member.is_streamed:
                 self._order.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
-            self._under_autocast.begin_call(member)
+            if self._arrangement.compiled and autocast is not None:
+                self._outside.note_compiled_call(member)
             self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)
@@ -222,8 +204,6 @@ class Calls:
             self._write_back.write(entry.weight for entry in member.entries)
             for entry in member.entries:
                 self._gradient_return.adopt_requires_grad(entry.weight.twin)
-            if member.entered == 1 and not is_backward:
-                _warn_of_kept_views(member)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -297,20 +277,20 @@ class Calls:
             self._offloader.reach(bundle)
 
 
-def _warn_of_kept_views(member: Member) -> None:
-    # bitsandbytes keeps views of quantized weights for its backward, and what else happens to these is rare
-    twins = [entry.weight.twin for entry in member.entries if not isinstance(entry.weight, QuantizedWeight)]
-    kept = [twin.weight.name for twin in twins if twin.group.conflicts and twin.is_aliased]
-    if kept:
-        warnings.warn(
-            f"The forward of {member.name!r} has ended, and somebody still holds a view of weight {kept[0]!r} (in an "
-            "attribute, in a list, through a hook). Backward may use it. Other code may not: it would read what lies "
-            "in its place by then. Keep the weight itself, or a clone. `debug=True` finds code that reads such a view.",
-            stacklevel=2,
-        )
-
-
 def _direction() -> Pass:
     if in_backward():
         return Pass.BACKWARD
     return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
+
+
+def _without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a forward that builds no graph cast weights for each use: the cache would keep those of all units."""
+
+    def uncached(*args: Any, **kwargs: Any) -> Any:
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    return uncached

@@ -7,16 +7,18 @@ without it on either.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.torch_private import run_as_without_mode, storage_key
-from sp_lightning.pipeline.weights.lowering import is_view, tensors_among
+from sp_lightning.pipeline.weights.operands import instances_in
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,3 +66,17 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
         if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
             raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Tell whether an operation only makes an alias of its operand."""
+    if isinstance(func, HigherOrderOperator):
+        return False
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def tensors_among(args: Any) -> list[Tensor]:
+    """Return all dense tensors among an operation's arguments."""
+    return [tensor for tensor in instances_in(args, Tensor) if tensor.layout is torch.strided]

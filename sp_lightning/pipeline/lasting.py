@@ -18,8 +18,8 @@ from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.graphs import Graphs
+from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.weight import Twin
 

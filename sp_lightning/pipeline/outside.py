@@ -8,7 +8,6 @@ is right. The next arrangement makes the former resident, and sends the latter i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +17,16 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
-from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, running_node
+from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import Guard
 from sp_lightning.pipeline.weights.hooks import hold_while_needed
-from sp_lightning.pipeline.weights.lowered import guard_lowered
-from sp_lightning.pipeline.weights.resting import wake
+from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.weights.write_back import WriteBack
-
-_CASTS = "superpipeline casts"  # a key in the metadata of a node
 
 
 class OutsideUse:
@@ -69,7 +65,6 @@ class OutsideUse:
         self._graphs = lasting.graphs
         self._stats = lasting.stats
         self._at_work = lasting.at_work
-        self._activations = lasting.activations
         self._window = window
         self._gradient_return = gradient_return
         self._gradients = gradient_return.gradients
@@ -79,9 +74,19 @@ class OutsideUse:
         self._settle = settle
         self.guard = Guard(self, arrangement.weights)
         self._reach_leaf = self._graphs.announce(self._note_leaf)
-        for weight in arrangement.weights:
-            if weight.lowered:
-                guard_lowered(weight, self, compiled=arrangement.compiled)
+        self._watched: list[Lowering] = []
+        lowered = [weight for weight in arrangement.weights if weight.lowered]
+        for weight in lowered if arrangement.compiled else ():
+            hide_dtype(weight)
+        if not (arrangement.compiled or arrangement.autocast is None):
+            for weight in lowered:
+                watch_leaf(weight, self, arrangement.autocast)
+            self._watched = [watch_leaf(weight, self, arrangement.autocast) for weight in arrangement.watched]
+
+    @property
+    def graph_number(self) -> int:
+        """The number of the graph that is being built."""
+        return self._graphs.current.number
 
     # -------------------------------------------------------------------------------------------- what the guard asks
 
@@ -96,7 +101,6 @@ class OutsideUse:
                 twin = self.make_resident(weight)
                 self._learned.touched_outside.append(weight)
             self._window.bring(twin.group)
-            wake(twin)
             return twin.parameter
 
     def _twin_as_is(self, weight: Weight) -> Twin:
@@ -139,7 +143,7 @@ class OutsideUse:
 
     def before_access(self, weight: Weight) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
-        if self.guard.redirects:
+        if self.guard.in_step:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
@@ -149,6 +153,8 @@ class OutsideUse:
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
+        if self._backward.running:
+            self._backward.forget_failed()
         self._check_not_used(weight)
         if self._gradient_return.has_arrived(weight):
             raise RuntimeError(
@@ -176,25 +182,34 @@ class OutsideUse:
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
-        self.note_alias(weight)
-
-    def note_alias(self, weight: Weight) -> None:
-        """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.note_write(group)
 
-    def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
-        """Return which elements of a weight a graph that is being built in backward casts, to add to; None if none is.
+    # --------------------------------------------------------------------------------------------------- autocast
 
-        A reentrant checkpoint builds one each time that its node runs. Other checkpoints, and the engine, run a forward
-        again only for what it saves.
+    def conclude_watching(self) -> None:
+        """Note how the weights that are watched were used; autocast's are sent lowered from the next arrangement on."""
+        for lowering in [each for each in self._watched if each.is_cast or each.as_is]:
+            self._watched.remove(lowering)
+            weight = lowering.weight()
+            assert weight is not None
+            if lowering.as_is:
+                self._learned.used_as_is.add(id(weight.master))
+            else:
+                self._learned.lowered.add(id(weight.master))
+                self._learned.outdated = True
+
+    def note_compiled_call(self, member: Member) -> None:
+        """Note a call of code that torch compiles, which shows no uses: each call casts each weight anew.
+
+        The gradients of a second cast add up in the weight's own dtype, unless it comes out of autocast's cache.
         """
-        node = running_node()
-        if node is None or not torch.is_grad_enabled() or self._activations.runs_again():
-            return None
-        metadata: Any = node.metadata
-        casts: dict[int, list[range]] = metadata.setdefault((_CASTS, graph_task()), {})
-        return casts.setdefault(id(weight), [])
+        if not torch.is_grad_enabled() or torch.is_autocast_cache_enabled() or in_backward():
+            return
+        for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.master.requires_grad):
+            if weight.lowered and weight.last_graph == self.graph_number and not weight.twin.group.users:
+                self.keep_as_is(weight)
+            weight.last_graph = self.graph_number
 
     # ------------------------------------------------------------------------------------------- memory of their own
 

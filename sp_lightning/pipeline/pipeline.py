@@ -40,13 +40,8 @@ from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_ca
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
+from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping, optimizer_waits
 from sp_lightning.pipeline.weights.quantized import bring_states_home
-from sp_lightning.pipeline.weights.suspension import (
-    forget_ended_steps,
-    guards_resumed,
-    guards_suspended,
-    resume_all_guards,
-)
 from sp_lightning.pipeline.weights.units import Member
 
 _HOST = torch.device("cpu")
@@ -148,7 +143,7 @@ class Pipeline:
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with guards_resumed(), self._scope(look_for_new_parameters=True):
+        with optimizer_waits(), self._scope(look_for_new_parameters=True):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -190,8 +185,8 @@ class Pipeline:
             self._arranger.stop_planning()
             self._depth = 0
             self._graphs.begin()
-            resume_all_guards()
-            self._assembly.guard.disarm()
+            forget_optimizer_steps()
+            self._assembly.relax_guard()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -219,7 +214,6 @@ class Pipeline:
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         bring_states_home(self.arrangement.weights)
         move_all_but_parameters(self.module, _HOST)
-        forget_ended_steps()
         self._backend.close()
         if failed is not None:
             raise failed
@@ -247,7 +241,7 @@ class Pipeline:
     @contextmanager
     def step_goes_on(self) -> Iterator[None]:
         """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with guards_resumed(), self._scope(goes_on=True):
+        with optimizer_waits(), self._scope(goes_on=True):
             yield
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -256,6 +250,15 @@ class Pipeline:
             weights = self.arrangement.weights_by_master
             leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
         return [leaf for each in leaves for leaf in each]
+
+    @contextmanager
+    def plain_classes(self) -> Iterator[None]:
+        """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
+        self._assembly.remove_gates()
+        try:
+            yield
+        finally:
+            self._assembly.install_gates()
 
     def share_buffers(self) -> None:
         """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
@@ -277,7 +280,6 @@ class Pipeline:
     def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         if self._depth == 0:
             self._open(look_for_new_parameters, goes_on)
-            self._assembly.install_gates()
         pushed = self._saved.push(ahead=True)
         self._depth += 1
         try:
@@ -307,7 +309,7 @@ class Pipeline:
         # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
         if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
             return AccessCheck(
-                lambda: self.arrangement, lambda: bool(self._at_work) or guards_suspended(), self.device.type
+                lambda: self.arrangement, lambda: bool(self._at_work) or optimizer_is_stepping(), self.device.type
             )
         return nullcontext()
 
@@ -316,6 +318,7 @@ class Pipeline:
             self.reset()  # a backward outside of any scope ended with an exception
 
     def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
+        forget_optimizer_steps()
         if in_backward():
             self._assembly.backward.note()
             return
@@ -331,7 +334,8 @@ class Pipeline:
             self._lasting.meter.begin_step()
             self._assembly.order.begin_step()
             if torch.is_grad_enabled():
-                self._assembly.gradient_return.reserve()
+                with self._at_work:
+                    self._assembly.gradient_return.reserve()
         self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
         self._assembly.arm_guard()
@@ -354,8 +358,8 @@ class Pipeline:
                 "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
                 "`torch.autograd.grad`."
             )
-        if guards_suspended():
-            with guards_resumed():
+        if optimizer_is_stepping():
+            with optimizer_waits():
                 return self.call(member, forward, args, kwargs)
         return self._call(member, forward, args, kwargs)
 

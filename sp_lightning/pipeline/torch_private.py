@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
@@ -32,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -125,22 +123,6 @@ def is_capturing() -> bool:
     return bool(torch._C._is_tracing() or by_fx)
 
 
-def is_undecomposed(func: Any, device_type: str) -> bool:
-    """Tell whether a `TorchDispatchMode` gets a composite operation whole, whose parts autocast has yet to see.
-
-    This happens only in inference mode: elsewhere autograd decomposes composite operations first. Autocast has applied
-    its rule for an operation before a mode gets it, and leaves the parts alone; but it has no rule for `einsum` or
-    `lstm`, nor does it touch operations with `out=`.
-    """
-    return (
-        torch.is_inference_mode_enabled()
-        and isinstance(func, OpOverload)
-        and not func._schema.is_mutable
-        and _has_kernel(func, "CompositeImplicitAutograd")
-        and not _has_kernel(func, _autocast_key(device_type))
-    )
-
-
 def _autocast_key(device_type: str) -> str:
     if device_type == torch._C._get_privateuse1_backend_name():
         return "AutocastPrivateUse1"
@@ -155,20 +137,6 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
     name = str(func.name())  # type: ignore[no-untyped-call]
     is_known = torch._C._dispatch_has_kernel(name)  # not `prim::layout` or `aten::sym_size`, of nested tensors
     return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-def decompose_under_mode(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:
-    """Decompose an operation as autograd would, and run its parts under the mode that got it.
-
-    Torch disables autocast while a mode handles an operation; here it is restored. `OpOverload.decompose` would prefer
-    Python decompositions, which round differently.
-    """
-    with torch._C._RestorePythonTLSSnapshot(), torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
-        TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
-        try:
-            return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        finally:
-            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
 
 
 _CALLER = {torch.ops.aten._euclidean_dist.default: torch.ops.aten.cdist.default}  # a mode gets the former alone
@@ -375,11 +343,6 @@ def call_before_compiling(action: Callable[[], None]) -> None:
             yield
 
     torch.compiler._compile_session_context = session_after_action
-
-
-def is_dynamo_at_work() -> bool:
-    """Tell whether dynamo is compiling in this thread; torch's public question is for the code that is compiled."""
-    return CompileContext.try_get() is not None
 
 
 def explain_graph_break(function: Callable[..., Any], reason: str) -> None:

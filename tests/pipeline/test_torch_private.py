@@ -29,7 +29,6 @@ from sp_lightning.pipeline.torch_private import (
     brings_gradient,
     call_before_compiling,
     contains_others,
-    decompose_under_mode,
     explain_graph_break,
     graph_task,
     has_foreign_step_hooks,
@@ -38,8 +37,6 @@ from sp_lightning.pipeline.torch_private import (
     in_transform,
     is_capturing,
     is_compiled,
-    is_dynamo_at_work,
-    is_undecomposed,
     parts_of,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
@@ -326,28 +323,6 @@ def test_graph_capture_is_noticed(capture: Callable[[nn.Module, Tensor], Any]) -
     assert not is_capturing()
 
 
-def test_is_dynamo_at_work() -> None:
-    """While it traces, and not in code that runs, compiled or not."""
-    seen: list[bool] = []
-
-    class Asked(type):
-        def __eq__(cls, other: object) -> bool:
-            seen.append(is_dynamo_at_work())
-            return cls is other
-
-        __hash__ = type.__hash__
-
-    class Base(torch.nn.Linear, metaclass=Asked):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)
-
-    layer = type("Derived", (Base,), {})(2, 2)
-    torch.compile(layer, backend="eager")(torch.ones(1, 2))
-    assert seen, "dynamo finds what `super()` means by comparing classes"
-    assert all(seen)
-    assert not is_dynamo_at_work()
-
-
 def test_scopes_that_end_before_backward() -> None:
     layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
     assert scope_that_ends_before_backward() is None
@@ -479,44 +454,16 @@ def test_compiled_modules_are_known() -> None:
     assert [is_compiled(module) for module in modules] == [False, True, True, True]
 
 
-class Parts(TorchDispatchMode):
-    """Takes apart what arrives whole, and writes down what it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        if is_undecomposed(func, "cpu"):
-            return decompose_under_mode(func, args, kwargs or {}, self)
-        return func(*args, **(kwargs or {}))
-
-
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: torch.einsum("ab,bc->ac", x, x),
     "gru_cell": nn.GRUCell(8, 8),
     "linear": nn.Linear(8, 8),
     "cdist": lambda x: torch.cdist(x, x),
     "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None, :, :4], attn_mask=x),
     "autocast off": lambda x: torch.autocast("cpu", enabled=False)(torch.einsum)("ab,bc->ac", x, x),
+    "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+    "distances": lambda x: torch.cdist(x.repeat(4, 1), x.repeat(4, 1) + 1),  # so many that they are multiplied
 }
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("enabled", [False, True])
-def test_operations_are_taken_apart_as_without_a_mode(name: str, enabled: bool) -> None:
-    x = torch.randn(8, 8)
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        expected = OPERATIONS[name](x)
-        with Parts() as parts:
-            actual = OPERATIONS[name](x)
-    assert actual.dtype == expected.dtype
-    assert torch.equal(actual, expected)
-    if name == "einsum":
-        assert parts.seen[0] == "aten.einsum.default"
-        assert ("aten._to_copy.default" in parts.seen) == enabled
-        assert "aten.bmm.default" in parts.seen
 
 
 class Whole(TorchDispatchMode):
@@ -524,13 +471,6 @@ class Whole(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_as_without_mode(func, args, kwargs or {}, "cpu")
-
-
-WHOLE = {
-    **OPERATIONS,
-    "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
-    "distances": lambda x: torch.cdist(x.repeat(4, 1), x.repeat(4, 1) + 1),  # so many that they are multiplied
-}
 
 
 @pytest.mark.parametrize("name", WHOLE)

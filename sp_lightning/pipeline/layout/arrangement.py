@@ -24,8 +24,8 @@ from sp_lightning.pipeline.torch_private import is_compiled, storage_key, withou
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.lowering import weights_under_autocast
 from sp_lightning.pipeline.weights.places import overlaps, place_in_arena
-from sp_lightning.pipeline.weights.resting import put_to_rest, wake
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -61,6 +61,7 @@ class Arrangement:
         k: Units on the device at once, not counting kept ones.
         k_prime: Units that travel together.
         staging_buffers: How many gradients of a unit are on their way to the host at once.
+        watched: Weights that autocast may lower, which shows when they are used.
         unused_in_step: Whether nothing of it has been used yet in this step.
 
     Raises:
@@ -80,6 +81,7 @@ class Arrangement:
         self.autocast = autocast
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True
+        self.watched: list[Weight] = []
         self._memory = memory
         self._backend = backend
         device_bytes = backend.total_memory()
@@ -101,7 +103,7 @@ class Arrangement:
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(learned, averaged=replicas is not None)
+        self._choose_dtypes(module, learned, averaged=replicas is not None)
         self._layout = choose_device_layout(
             division,
             options,
@@ -128,21 +130,27 @@ class Arrangement:
         self.weights_by_memory: dict[int, Weight] = {}
         self._note_memory()
 
-    def _choose_dtypes(self, learned: Learned, averaged: bool) -> None:
+    def _choose_dtypes(self, module: nn.Module, learned: Learned, averaged: bool) -> None:
         """Decide in which dtype each weight is sent, and its gradient comes back."""
         if self.autocast is not None:
-            lowered = learned.lowered - learned.used_as_is
+            by_table, unknown = weights_under_autocast(module, self._backend.device.type)
+            if torch.is_autocast_cache_enabled() and not self.compiled:
+                # one cast for several uses, or several in several regions: how often layers are called has to be seen
+                by_table, unknown = set(), by_table | unknown
+            lowered = (by_table | learned.lowered) - learned.used_as_is
             for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
                 casts = [weight for weight in segment if id(weight.master) in lowered]
                 if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
                     for weight in casts:
                         weight.compute_dtype = self.autocast
+                if not self.compiled:
+                    unknown -= lowered | learned.used_as_is
+                    self.watched += [weight for weight in segment if id(weight.master) in unknown]
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = averaged
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
-        wake(weight.twin)
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
@@ -162,9 +170,7 @@ class Arrangement:
         return weight.twin
 
     def give_up(self) -> None:
-        """Make way for another arrangement, or for none: whoever has kept a leaf uses its master from now on."""
-        for twin in self.twins.values():
-            put_to_rest(twin)
+        """Make way for another arrangement, or for none."""
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
@@ -180,10 +186,8 @@ class Arrangement:
             group.place = self.arena
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
-                wake(twin)
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
                 twin.lay_leaf()
-                put_to_rest(twin)
         self.twins.clear()  # twins are known by their memory, which others may get now
 
     def find_masters(self) -> None:
@@ -228,8 +232,6 @@ class Arrangement:
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
-            masters = sorted({id(entry.weight.master) for entry in member.entries})
-            member.observed = learned.observed.setdefault((id(member.module), *masters), set())
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "

@@ -24,7 +24,6 @@ class Learned:
         divided: Modules that are not called themselves; only their children are.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
-        observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         plan: The planner's choice for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
         trained: Parameters that have required a gradient in some step, by identity.
@@ -38,7 +37,6 @@ class Learned:
         self.divided: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
-        self.observed: dict[tuple[int, ...], set[bool]] = {}
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
         self.trained: set[int] = set()
@@ -47,13 +45,11 @@ class Learned:
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note, as a step with gradients begins, which parameters it trains.
 
-        If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for, and
-        forwards have to be watched again: frozen weights may be sent lowered however often they are cast.
+        If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
         """
         trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         if self.trained and not trained <= self.trained:
             self.outdated = True
-            self.observed.clear()
         self.trained |= trained
 
     def note_call(self, unit: str) -> None:
@@ -67,16 +63,6 @@ class Learned:
         self.lowered &= alive
         self.used_as_is &= alive
         self.trained &= alive
-        self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
-
-    def note_uses_under_autocast(self, lowered: set[Weight], used_as_is: set[Weight]) -> None:
-        """Note how watched weights were used under autocast; some may have to be sent in another dtype from now on."""
-        self.lowered |= {id(weight.master) for weight in lowered}
-        self.used_as_is |= {id(weight.master) for weight in used_as_is}
-        to_lower = any(
-            not (weight.lowered or weight.unit.resident or id(weight.master) in self.used_as_is) for weight in lowered
-        )
-        self.outdated |= to_lower or any(weight.lowered for weight in used_as_is)
 
     def conclude(self, units: Sequence[Unit]) -> bool:
         """Draw the conclusions for the next arrangement; called between steps.

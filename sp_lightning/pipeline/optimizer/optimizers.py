@@ -8,7 +8,6 @@ offers in return: steps unit by unit while the device computes (overlap.py), and
 from __future__ import annotations
 
 import enum
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,8 +26,12 @@ from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.optimizer.stepping import parameters_of
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.at_work import EngineAtWork
-from sp_lightning.pipeline.weights.suspension import guards_resumed, resume_guards, suspend_guards
+from sp_lightning.pipeline.weights.guard import (
+    EngineAtWork,
+    begin_optimizer_step,
+    end_optimizer_step,
+    optimizer_waits,
+)
 from sp_lightning.pipeline.weights.window import Window
 
 
@@ -312,7 +315,7 @@ def stop_listening(listener: _Listener) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    suspend_guards(sys._getframe(1))  # the frame of torch's wrapper around `step`
+    begin_optimizer_step()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     if closure is None:
         _tell(optimizer)
@@ -327,7 +330,7 @@ def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[],
     def closure_and_more() -> Any:
         for listener in list(_listeners):
             listener.before_closure()
-        with guards_resumed():  # the closure computes, and may do so outside of modules
+        with optimizer_waits():  # the closure computes, and may do so outside of modules
             result = closure()
         _tell(optimizer)
         return result
@@ -341,6 +344,6 @@ def _tell(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    resume_guards()
+    end_optimizer_step()
     for listener in list(_listeners):
         listener.after_step(optimizer)

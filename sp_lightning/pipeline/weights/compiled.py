@@ -72,22 +72,12 @@ def _drain_backends() -> None:
         backend.drain()
 
 
-def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function as if nothing in it, and nothing around it, were compiled."""
-
-    def run() -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return function(*args, **kwargs)
-
-    return torch.compiler.disable(run)()  # type: ignore[no-untyped-call]
-
-
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for modules of the same classes with weights of the same shapes and dtypes."""
-    classes = tuple((name, type(inner)) for name, inner in module.named_modules())
+    classes = tuple((name, inner.__class__) for name, inner in module.named_modules())
     shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
     return classes, shapes

@@ -20,14 +20,12 @@ class Graph:
         number: The number of the step.
         has_calls: Whether units were called in it, so that their nodes tell when backward runs through it.
         done: Whether a backward has run through it.
-        uncompiled: Members whose calls in it run uncompiled; a checkpoint's recomputation of them has to, too.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.has_calls = False
         self.done = False
-        self.uncompiled: set[object] = set()
 
 
 class Announcement:
@@ -92,8 +90,6 @@ class Graphs:
         """Refer to the module no longer: it is given back, and no backward may run through these graphs."""
         for announcement in self._announcements:
             announcement.cut()
-        for graph in self._alive:
-            graph.uncompiled.clear()
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward."""

@@ -1,54 +1,60 @@
-"""Guarded masters: a weight that is touched outside of its unit is noticed at once, and served correctly.
+"""Guarded masters: whoever touches a weight outside of its unit finds it finished, or gets it on the device.
 
-`F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a child's weight,
-`module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters, which lie on
-the host. While a step runs, masters therefore have a class with `__torch_function__`: an operation on one is redirected
-to the weight on the device, which the pipeline makes resident from then on. Reading attributes and writing in place
-(`p.grad`, `p.data.clamp_()`, `p.copy_()`) still go to the master. Outside of steps masters are ordinary Parameters.
+Masters have a class with `__torch_function__` from attach to detach, and the guard has two verbs.
 
-[Note: masters that are not finished]
-After a backward or an optimizer step, gradients may still be on their way, and weights still be stepped. Until that is
-done, masters keep the guarded class, now only to notice accesses: the first access to any master waits, and from then
-on all of them are ordinary. So nobody sees half a step, and only code that looks has to wait.
+*Between steps, settle.* After a backward or an optimizer step, gradients may still be on their way, and weights still
+be stepped. The first access to any master waits for all of it, so nobody sees half a step, and only code that looks has
+to wait.
+
+*In a step, serve.* `F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a weight
+of its child, `module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters,
+which lie on the host. An operation on one gets the weight on the device, which is a device parameter from then on.
+Reading attributes and writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all
+that happens while an optimizer steps.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from sp_lightning.pipeline.torch_private import sees_torch_functions, without_torch_function
-from sp_lightning.pipeline.weights.inner_gradients import DIFFERENTIATING, differentiate
+from sp_lightning.pipeline.torch_private import (
+    sees_torch_functions,
+    tensor_hooks,
+    without_torch_function,
+)
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.suspension import guards_suspended
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight_hooks import run_hooks
 
-_DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
-_COMPUTED_PROPERTIES = {"T", "H", "mT", "mH", "real", "imag"}
-_RUN_ON_MASTER = {
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
-    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size",
-    "is_set_to", "data_ptr", "storage", "untyped_storage", "storage_type", "register_hook",
-    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "detach", "numpy",
-    "tolist", "__len__", "__repr__", "__format__", "__hash__", "__deepcopy__", "__reduce_ex__", "__setstate__",
-    "__array__", "__dlpack__", "__dlpack_device__", "__set__", "__delete__", "has_names",
-}  # fmt: skip
-_ALIASES = {"detach", "numpy", "__array__", "storage", "untyped_storage", "data_ptr", "__dlpack__"}
-
-
-_ACCESSORS = ("__get__", "__set__", "__delete__")
-_GRADIENT: Any = torch.Tensor.grad
+ON_DEVICE = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
+"""What transformers' `model.device` and the like ask to place inputs: in a step, the answer is the device."""
 METADATA = {
     "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
     "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
     "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
     "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *_DEVICE_PROPERTIES,
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *ON_DEVICE,
 }  # fmt: skip
+"""What can be asked of a weight that is not finished, and is true on the host and on the device."""
+_ALIASES = {"data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__"}
+_OF_THE_MASTER = METADATA | _ALIASES | {
+    "_version", "is_pinned", "is_shared", "is_same_size", "is_set_to", "storage_type", "retain_grad", "share_memory_",
+    "tolist", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "__setstate__", "__dlpack_device__",
+    "has_names",
+}  # fmt: skip
+_NOT_IN_PLACE = ("__invert__", "__index__", "__int__")
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+_GRADIENT: Any = Tensor.grad
+_NAMED_MEMBERS = nn.Module._named_members.__code__
 
 
 class Owner(Protocol):
@@ -68,92 +74,63 @@ class Owner(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, for an operation outside of its unit."""
 
-    def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
-        """Return which elements of a weight a graph that is being built in backward casts; None if none is."""
-
     def note_use(self, weights: Iterable[Weight]) -> None:
         """Note that an operation outside of their units has used weights, as they were served."""
 
     def note_write(self, weight: Weight) -> None:
-        """Note that the master may be written to now."""
-
-    def note_alias(self, weight: Weight) -> None:
-        """Note that somebody gets an alias of the master, and may write to that."""
-
-
-class GoesFirst:
-    """A kind of guarded tensor that is replaced among the operands of an operation before masters are."""
+        """Note that somebody writes to the master, or gets an alias to write to."""
 
 
 class Guard:
-    """Turns masters into guarded Parameters and back.
+    """Guards the masters of an arrangement.
 
     Args:
         owner: Decides what follows from an access.
         weights: All weights.
 
     Attributes:
-        armed: Whether masters are guarded.
-        redirects: Whether operations on them are redirected; otherwise accesses are only noticed.
+        in_step: Whether a step or a backward pass is under way, so that operations on masters get the device's weights.
+        settled: Whether nothing is under way that writes masters or their gradients.
     """
 
     def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
         self.owner = owner
-        self._entries = {id(w.master): (self, w) for w in weights if not isinstance(w, QuantizedWeight)}
-        self.armed = False
-        self.redirects = False
+        self.in_step = False
+        self.settled = True
+        self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
 
-    def arm(self) -> None:
-        """Redirect operations on masters from now on."""
-        self.redirects = True
-        self._guard_masters()
+    def install(self) -> None:
+        """Guard the masters."""
+        for weight in self._weights:
+            _guarded[id(weight.master)] = (self, weight)
+            weight.master.__class__ = HostParameter
 
-    def watch(self) -> None:
-        """Only notice operations on masters from now on, and run them as they are."""
-        self.redirects = False
-        self._guard_masters()
+    def remove(self) -> None:
+        """Turn the masters back into ordinary Parameters. Idempotent."""
+        for weight in self._weights:
+            weight.master.__class__ = nn.Parameter
+            _guarded.pop(id(weight.master), None)
 
-    def _guard_masters(self) -> None:
-        if not self.armed:
-            self.armed = True
-            _guarded.update(self._entries)
-            for _, weight in self._entries.values():
-                weight.master.__class__ = HostParameter
-
-    def disarm(self) -> None:
-        """Turn masters back into ordinary Parameters."""
-        self.redirects = False
-        if self.armed:
-            for _, weight in self._entries.values():
-                weight.master.__class__ = nn.Parameter
-            for master in self._entries:
-                _guarded.pop(master, None)  # an interrupt may have come in the middle of either
-            self.armed = False
-
-    def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
-        name = getattr(func, "__name__", "")
-        if not self.redirects or guards_suspended():
-            return self._on_the_host(func, args, kwargs, writes=False)
-        if name == "__get__":
-            return self._read_property(func, args)
-        if name in _DEVICE_PROPERTIES or (name == "type" and len(args) + len(kwargs) == 1):
-            return self._ask_the_device(func, args)
-        writes = _writes_to_a_master(func, args, kwargs)
-        on_host = self._computes_on_host(name, args, kwargs)
-        if writes or name in _RUN_ON_MASTER or (on_host and not _needs_gradient(args, kwargs)):
-            return self._on_the_host(func, args, kwargs, writes)
-        if name == "clone" and not torch.is_grad_enabled():
-            # mostly of all weights, which somebody is about to swap for others: they need not stay on the device
-            return self._on_the_host(func, args, kwargs, writes=False).to(self.owner.device)
-        if func in DIFFERENTIATING:
-            return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)
+        name = func.__name__
+        subject = func.__self__.__name__ if name in _ACCESSORS else name  # type: ignore[attr-defined]
+        if not self.in_step or optimizer_is_stepping():
+            return self._run_on_host(func, subject, args, kwargs)
+        if subject in ON_DEVICE or (name == "type" and len(args) == 1):
+            probe = torch.empty(0, dtype=_weight_of(args[0]).host.dtype, device=self.owner.device)
+            return func(probe, *args[1:])
+        if subject in _OF_THE_MASTER or name == "__set__" or _is_written_to(name, args, kwargs):
+            return self._run_on_host(func, subject, args, kwargs)
+        if func is torch.autograd.grad:
+            return _differentiate(*args, **kwargs)
+        if func is torch.autograd.backward:  # of versions of torch that ask what is in `inputs=`
+            return func(*args, **{**kwargs, "inputs": _leaves_for(kwargs["inputs"])})
+        weights = [_weight_of(master) for master in instances_in((args, kwargs), HostParameter)]
         with without_torch_function():
-            new_args, new_kwargs = replace_instances(
-                (args, kwargs), HostParameter, lambda master: self.owner.serve(_weight_of(master))
-            )
-        result = func(*new_args, **new_kwargs)
-        self.owner.note_use([_weight_of(master) for master in _masters_in((args, kwargs))])
+            args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.owner.serve(_weight_of(p)))
+        result = func(*args, **kwargs)
+        self.owner.note_use(weights)
         return result
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
@@ -165,51 +142,25 @@ class Guard:
         with without_torch_function():
             return accessor(*args)
 
-    def _read_property(self, func: Any, args: tuple[Any, ...]) -> Any:
-        name = subject_of(func)
-        if name in _DEVICE_PROPERTIES:
-            return self._ask_the_device(func, args)
-        if name in _COMPUTED_PROPERTIES:
-            result = func(self.owner.serve(_weight_of(args[0])))
-            self.owner.note_use([_weight_of(args[0])])
-            return result
-        return self._on_the_host(func, args, {}, writes=name == "data")
-
-    def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:
-        # transformers' `model.device` asks the first parameter where to place inputs: in a step, on the device
-        probe = torch.empty(0, dtype=_weight_of(args[0]).host.dtype, device=self.owner.device)
-        return func(probe, *args[1:])
-
-    def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
-        name = subject_of(func)
-        for master in args[:1] if is_accessor(func) else _masters_in((args, kwargs)):
-            weight = _weight_of(master)
-            if name not in METADATA:
-                self.owner.before_access(weight)
-            if writes:
-                self.owner.note_write(weight)
-            elif name in _ALIASES:
-                self.owner.note_alias(weight)
+    def _run_on_host(
+        self, func: Callable[..., Any], subject: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if subject not in METADATA:
+            for master in list(instances_in((args, kwargs), HostParameter)):
+                weight = _weight_of(master)
+                if self.in_step or not self.settled:
+                    self.owner.before_access(weight)
+                if self.in_step and (subject in _ALIASES or _is_written_to(subject, args, kwargs)):
+                    self.owner.note_write(weight)
         with without_torch_function():
             return func(*args, **kwargs)
-
-    def _computes_on_host(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether an operation is one on the host, as other operands are there: a hand-made EMA, an anchor."""
-        if name == "cpu":
-            return True
-        if self.owner.device.type == "cpu" or name == "__getitem__":  # an index may be on the host
-            return False
-        return any(
-            not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
-            for value in instances_in((args, kwargs), Tensor)
-        )
 
 
 _guarded: dict[int, tuple[Guard, Weight]] = {}
 
 
 class HostParameter(nn.Parameter):
-    """The class of masters while a step runs: same object, same memory, and `isinstance(p, nn.Parameter)` holds."""
+    """The class of masters: same object, same memory, and `isinstance(p, nn.Parameter)` holds."""
 
     @classmethod
     def __torch_function__(
@@ -221,7 +172,7 @@ class HostParameter(nn.Parameter):
     ) -> Any:
         """Hand the operation to the guard of the first master among its arguments."""
         # mostly, an attribute is read or written
-        master = args[0] if args and type(args[0]) is cls else next(_masters_in((args, kwargs or {})), None)
+        master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs or {}), cls), None)
         found = _guarded.get(id(master))
         if found is None:
             with without_torch_function():
@@ -229,76 +180,149 @@ class HostParameter(nn.Parameter):
         guard, weight = found
         if getattr(func, "__self__", None) is _GRADIENT:
             return guard.access_gradient(func, args, weight)
-        if any(issubclass(kind, GoesFirst) for kind in types):
-            return NotImplemented
-        return guard.redirect(func, args, kwargs or {})
+        return guard.run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy it as an ordinary Parameter: in a step to the device, where code in a step computes with the copy."""
-        copied = self._as_ordinary(lambda: self.__deepcopy__(memo))
-        found = _guarded.get(id(self))
-        if found is not None and found[0].redirects and not guards_suspended():
-            with torch.inference_mode(False), torch.no_grad():
-                copied.data = copied.data.to(found[0].owner.device)
+        """Copy it as an ordinary Parameter."""
+        self._finish()
+        with without_torch_function():
+            copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            copied.__class__ = nn.Parameter
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as an ordinary Parameter."""
-        return self._as_ordinary(lambda: self.__reduce_ex__(protocol))
+        self._finish()
+        with without_torch_function():
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        found = _guarded.get(id(self))
-        if found is not None and not found[0].redirects and sees_torch_functions():
-            found[0].owner.before_access(found[1])
+        guard, _ = _guarded.get(id(self), (None, None))
+        if guard is None or guard.settled or guard.in_step or not sees_torch_functions():
+            return id(self)
+        if sys._getframe(1).f_code is not _NAMED_MEMBERS:  # `parameters()` looks up what it has yielded already
+            self._finish()
         return id(self)
 
-    def _as_ordinary(self, action: Callable[[], Any]) -> Any:
-        found = _guarded.get(id(self))
-        if found is not None:
-            found[0].owner.before_access(found[1])
-        guarded = type(self)
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            return action()
-        finally:
-            self.__class__ = guarded
-
-
-def is_accessor(func: Callable[..., Any]) -> bool:
-    """Tell whether a function reads, sets or deletes an attribute of its first argument."""
-    return getattr(func, "__name__", "") in _ACCESSORS
-
-
-def subject_of(func: Callable[..., Any]) -> str:
-    """Return the name of an operation or, if that is to access an attribute, the attribute's name."""
-    subject = getattr(func, "__self__", None) if is_accessor(func) else func
-    return getattr(subject, "__name__", "")
+    def _finish(self) -> None:
+        guard, weight = _guarded.get(id(self), (None, None))
+        if guard is not None and weight is not None and (guard.in_step or not guard.settled):
+            guard.owner.before_access(weight)
 
 
 def _weight_of(master: HostParameter) -> Weight:
     return _guarded[id(master)][1]
 
 
-def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return torch.is_grad_enabled() and any(master.requires_grad for master in _masters_in((args, kwargs)))
-
-
-def _masters_in(value: Any) -> Iterator[Any]:
-    return instances_in(value, HostParameter)
-
-
-def _writes_to_a_master(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in METADATA:  # `requires_grad_`
-        return False
-    first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
-    sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
-    targets = (first if sets_data or _writes_in_place(name) else None, kwargs.get("out"))
-    return next(_masters_in(targets), None) is not None
-
-
-def _writes_in_place(name: str) -> bool:
+def _is_written_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation writes to a master: in place, or as `out=`."""
     if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
-    return name.endswith("_")
+        in_place = name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        )
+    else:
+        in_place = name.endswith("_")
+    first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
+    return next(instances_in((first if in_place else None, kwargs.get("out")), HostParameter), None) is not None
+
+
+def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` with the leaves in place of masters; gradients get the masters' dtype.
+
+    The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
+    """
+    if isinstance(inputs, dict):
+        found = _differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    gradients = list(torch.autograd.grad(outputs, _leaves_for(inputs), *args, **kwargs))
+    for index, each in enumerate(inputs):
+        if isinstance(each, HostParameter) and gradients[index] is not None:
+            with without_torch_function():
+                gradients[index] = run_hooks(tensor_hooks(each), gradients[index].to(each.dtype))
+    return tuple(gradients)
+
+
+def _leaves_for(inputs: Any) -> Any:
+    with without_torch_function():
+        return replace_instances(inputs, HostParameter, lambda master: _leaf_of(_weight_of(master)))
+
+
+def _leaf_of(weight: Weight) -> Any:
+    """Return what stands for a weight in the graph: an edge if the leaf has a `__torch_function__` of its own."""
+    leaf, *others = weight.leaves()
+    if others:
+        raise RuntimeError(
+            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
+            "used it both as autocast casts it and as it is. From the next step on it can."
+        )
+    if leaf is weight.master:  # no graph has the weight
+        return weight.twin.data.detach().requires_grad_(leaf.requires_grad)
+    return get_gradient_edge(leaf) if weight.lowered and leaf.requires_grad else leaf
+
+
+# ------------------------------------------------------------------------------------- who is exempt from the guard
+
+
+class EngineAtWork:
+    """Scope around the engine's own work in a step: one thread at a time, unseen by the guard.
+
+    It takes a lock because backward on an accelerator runs in a thread of autograd's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._scopes: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        scope = without_torch_function()
+        scope.__enter__()
+        self._scopes.append(scope)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._scopes.pop().__exit__(*exc_info)
+        self._lock.release()
+
+    def __bool__(self) -> bool:
+        return bool(self._scopes)
+
+
+class _Stepping(threading.local):
+    """How many optimizer steps this thread is in, one inside of the other."""
+
+    depth = 0
+
+
+_stepping = _Stepping()
+
+
+def optimizer_is_stepping() -> bool:
+    """Tell whether an optimizer is stepping in this thread: it operates on the masters themselves."""
+    return _stepping.depth > 0
+
+
+def begin_optimizer_step() -> None:
+    """Note that an optimizer begins to step."""
+    _stepping.depth += 1
+
+
+def end_optimizer_step() -> None:
+    """Note that an optimizer has stepped."""
+    _stepping.depth = max(0, _stepping.depth - 1)
+
+
+def forget_optimizer_steps() -> None:
+    """Note that no optimizer is stepping: torch tells nobody of a step that ended with an exception."""
+    _stepping.depth = 0
+
+
+@contextmanager
+def optimizer_waits() -> Iterator[None]:
+    """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again."""
+    depth, _stepping.depth = _stepping.depth, 0
+    try:
+        yield
+    finally:
+        _stepping.depth = depth

@@ -21,6 +21,16 @@ _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 
 
+def refuse_to_set_data(leaf: nn.Parameter, values: Tensor) -> None:
+    """Raise if a forward gives a weight other memory; nothing happens where `module.float()` has nothing to convert."""
+    if values is leaf or (values.data_ptr() == leaf.data_ptr() and values.dtype is leaf.dtype):
+        return
+    raise RuntimeError(
+        f"A forward gives weight {leaf.__dict__['twin_of']!r} other memory (`weight.data = ...`, or a conversion of "
+        "its module) while it is on the device. Write into it (`weight.data.copy_(...)`), or convert it between steps."
+    )
+
+
 class TwinParameter(nn.Parameter):
     """A Parameter that counts what is written to its `.data`."""
 
@@ -41,8 +51,7 @@ class TwinParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self.drop_alias()
-        _DATA.__set__(self, values)
+        refuse_to_set_data(self, values)
 
     def drop_alias(self) -> None:
         """Let go of the alias before the leaf gets other memory."""

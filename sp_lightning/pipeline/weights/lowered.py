@@ -1,9 +1,10 @@
-"""Lowered weights on the device: autocast's operations compute with them, all others with the weight as it is.
+"""Leaves of weights that autocast lowers: its operations compute with them, all others with the weight as it is.
 
-How autocast treats a weight is seen in a first forward (lowering.py), and may change: a module begins to read the norm
-of a weight after a warm-up, or in evaluation only, or calls a layer twice. So the leaves of lowered weights get a class
-with `__torch_function__`, as masters do (guard.py). It lets through what autocast casts, marks views of weights in the
-same way, and has everything else served with the weight in its own dtype.
+The leaf of a lowered weight lies in the lower dtype, and says that it has its master's. What autocast casts passes,
+views of it are marked in the same way, and everything else gets the weight in its own dtype, which is how the weight is
+sent from then on. So lowering.py may decide by the class of a layer, whatever a program does with the layer's weights.
+
+A leaf that is to be watched is of the same class, in the weight's own dtype: what happens to it is only noted.
 
 Code that torch compiles is not served: it computes with the leaf as with any Parameter. So that it can, this is one of
 the files that `torch.compile` may look into.
@@ -14,23 +15,24 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import get_gradient_edge
 
-from sp_lightning.pipeline.torch_private import in_backward, storage_key, without_torch_function
-from sp_lightning.pipeline.weights.guard import (
-    METADATA,
-    GoesFirst,
-    Owner,
-    subject_of,
+from sp_lightning.pipeline.torch_private import (
+    graph_task,
+    in_backward,
+    running_node,
+    storage_key,
+    without_torch_function,
 )
-from sp_lightning.pipeline.weights.inner_gradients import DIFFERENTIATING, differentiate
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, StandsIn, TwinParameter
+from sp_lightning.pipeline.weights.guard import METADATA, HostParameter
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, StandsIn, TwinParameter, refuse_to_set_data
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 
 # What autocast casts on every device, and once, whatever the other operands are
 _CAST = {
@@ -44,150 +46,139 @@ _VIEWS = {
     "split", "tensor_split", "unbind", "contiguous",
 }  # fmt: skip
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
-ALL_ELEMENTS = range(sys.maxsize)  # of any weight
-_DATA: Any = Tensor.data
-_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
-_OF_THE_LEAF = METADATA - {"element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
+_OF_THE_LEAF = METADATA - {"dtype", "element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
+_CASTS = "superpipeline casts"  # a key in the metadata of a node
 
 
-def guard_lowered(weight: Weight, owner: Owner, compiled: bool) -> None:
-    """Give the leaf of a lowered weight a class that hides its dtype, and has it served where it must not be lowered.
+class Owner(Protocol):
+    """What a leaf knows of the object that serves its weight."""
+
+    @property
+    def graph_number(self) -> int:
+        """The number of the graph that is being built."""
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """Return the weight on the device, in its own dtype from now on."""
+
+    def note_use(self, weights: Iterable[Weight]) -> None:
+        """Note that an operation outside of their units has used weights, as they were served."""
+
+
+def watch_leaf(weight: Weight, owner: Owner, dtype: torch.dtype) -> Lowering:
+    """Give the leaf of a weight the class that serves it, or that only watches if the weight is not lowered."""
+    leaf = weight.twin.parameter
+    leaf.__dict__["lowering"] = found = Lowering(weight, owner, dtype)
+    leaf.__class__ = LoweredParameter
+    return found
+
+
+def hide_dtype(weight: Weight) -> None:
+    """Give the leaf of a lowered weight of a model that is compiled the class that dynamo can follow."""
+    if CAN_COMPILE_SUBCLASSES:
+        weight.twin.parameter.__class__ = LoweredInGraphs
+
+
+class Lowering:
+    """How a leaf, and views of it, are used under autocast. The leaf may outlive the weight and its owner.
 
     Args:
         weight: The weight.
         owner: Serves it.
-        compiled: Whether the model is compiled, and so the class must not do more than dynamo can follow.
+        dtype: The dtype that autocast lowers to.
+
+    Attributes:
+        is_cast: Whether autocast has cast it, in a graph if it is trained.
+        as_is: Whether it was used in another way, or cast several times in one graph, whose gradients add up in the
+            weight's own dtype.
     """
-    leaf = weight.twin.parameter
-    if not compiled:
-        leaf.__dict__["lowering"] = _Lowering(weight, owner)
-        leaf.__class__ = LoweredParameter
-    elif CAN_COMPILE_SUBCLASSES:
-        leaf.__class__ = LoweredInGraphs
 
-
-def begin_call(twin: Twin) -> None:
-    """Note that a call of a weight's unit begins."""
-    if (lowering := twin.parameter.__dict__.get("lowering")) is not None:
-        lowering.begin_call()
-
-
-class _Lowering:
-    """What is known of a lowered leaf, and of views of it. The leaf may outlive the weight and its owner."""
-
-    def __init__(self, weight: Weight, owner: Owner) -> None:
+    def __init__(self, weight: Weight, owner: Owner, dtype: torch.dtype) -> None:
         leaf = weight.twin.parameter
         self.weight = weakref.ref(weight)
         self.owner = weakref.ref(owner)
-        self.original = torch.empty(0, dtype=weight.master.dtype, device=leaf.device)
-        self.dtype = weight.compute_dtype
-        self._device_type = leaf.device.type
-        self._elements = range(leaf.storage_offset(), leaf.storage_offset() + leaf.numel())
+        self.original = torch.empty(0, dtype=weight.dtype, device=leaf.device)
+        self.is_cast = self.as_is = False
+        self._dtype = dtype
+        self._is_lower = leaf.dtype is not weight.dtype
+        self._start = leaf.storage_offset()
+        self._graph = -1
         self._casts: list[range] = []
-        self._is_cached = False
 
-    def begin_call(self) -> None:
-        """Begin a call of its unit: forget what was cast in calls before."""
-        self._casts.clear()
-        self._is_cached = False
-
-    def admits(self, operand: Tensor, casts_views: bool) -> bool:
-        """Note that autocast is about to cast an operand; tell whether that is what was done to the weight.
-
-        Args:
-            operand: The leaf or a view of it.
-            casts_views: Whether the operation makes views, which are cast then; autocast's cache holds none.
-        """
-        is_on = torch.is_autocast_enabled(self._device_type)
-        if not is_on or torch.get_autocast_dtype(self._device_type) is not self.dtype:
+    def must_be_served(self, operand: Tensor, may_be_cast: bool) -> bool:
+        """Note an operation on the leaf, or on a view of it; tell whether that has to get the weight as it is."""
+        device_type = operand.device.type
+        is_on = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is self._dtype
+        if is_on and may_be_cast and self._is_first_cast(operand):
+            self._note_cast(operand)
             return False
-        if torch.is_autocast_cache_enabled() and isinstance(operand, LoweredParameter) and not casts_views:
-            self._is_cached = self._is_cached or self.note_cast(operand)
-            return self._is_cached
-        return self.note_cast(operand)
+        self.as_is = True
+        return self._is_lower
 
-    def note_cast(self, operand: Tensor) -> bool:
+    def _is_first_cast(self, operand: Tensor) -> bool:
         """Note a cast; tell whether gradients may leave it in the lower dtype, as no others are added to them."""
-        owner, weight = self._parts()
-        if not weight.lowered:  # it was served, and may have been changed since; what runs again computes as before
-            return in_backward() and owner.casts_in_new_graph(weight) is None
-        if not (operand.requires_grad and torch.is_grad_enabled()):
-            return True
-        casts = self._casts
-        if not weight.twin.group.users:  # a checkpoint within the unit runs again in backward
-            in_new_graph = owner.casts_in_new_graph(weight)
-            if in_new_graph is None:
-                return True
-            casts = in_new_graph
-        if isinstance(operand, LoweredParameter) and not casts:
-            casts.append(self._elements)
+        weight, casts = self.weight(), self._casts_in_graph()
+        if self._is_lower and weight is not None and not weight.lowered:
+            return casts is None  # it was served, and may have been changed since; what runs again computes as before
+        if casts is None or not (operand.requires_grad and torch.is_grad_enabled()):
             return True
         return note_elements(operand, casts)
 
+    def _note_cast(self, operand: Tensor) -> None:
+        weight = self.weight()
+        is_frozen = weight is not None and not weight.master.requires_grad
+        self.is_cast = self.is_cast or is_frozen or (operand.requires_grad and torch.is_grad_enabled())
+
+    def converted(self, operand: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a conversion of an operand makes of it, as of the weight as it is; None if it takes the values.
+
+        Nothing, if it has the dtype that is wanted; or the user casts it as autocast would.
+        """
+        if "memory_format" in kwargs:
+            return None
+        others = replace_instances((args[1:], kwargs), _Served, lambda each: each.lowering.original)
+        as_in_plain = func(self.original, *others[0], **others[1])
+        if as_in_plain is self.original:
+            return operand
+        if not isinstance(as_in_plain, Tensor):
+            return as_in_plain  # `weight.type()` is a name
+        is_cast = as_in_plain.dtype is self._dtype and as_in_plain.device == operand.device
+        if not (is_cast and self._is_first_cast(operand)):
+            return None
+        self._note_cast(operand)
+        result: Tensor = func(operand, *others[0], **others[1])
+        return operand.view_as(operand) if result is operand else result
+
+    def _casts_in_graph(self) -> list[range] | None:
+        """Return what was cast in the graph that is being built; None where a forward runs again for what it saves."""
+        if in_backward():
+            node = running_node()
+            if node is None or type(node).__name__ != "CheckpointFunctionBackward":
+                return None
+            metadata: Any = node.metadata  # a reentrant checkpoint builds a graph each time that its node runs
+            found: list[range] = metadata.setdefault((_CASTS, graph_task(), id(self)), [])
+            return found
+        owner = self.owner()
+        if owner is not None and self._graph != owner.graph_number:
+            self._graph, self._casts = owner.graph_number, []
+        return self._casts
+
     def serve(self, operand: Tensor) -> Tensor:
         """Return the weight, or the same view of it, in its own dtype."""
-        owner, weight = self._parts()
+        owner, weight = self.owner(), self.weight()
+        assert owner is not None
+        assert weight is not None  # it lives as long as its owner
         served = owner.serve(weight)
         if isinstance(operand, LoweredParameter):
             return served
         values = served if operand.grad_fn is not None else served.detach()
-        offset = operand.storage_offset() - self._elements.start + served.storage_offset()
+        offset = operand.storage_offset() - self._start + served.storage_offset()
         return values.as_strided(operand.size(), operand.stride(), offset)
 
-    def note_use(self) -> None:
-        """Note that an operation has used the weight as it is."""
-        owner, weight = self._parts()
-        owner.note_use([weight])
 
-    def leaves(self) -> list[Tensor]:
-        """Return all leaves that stand for the weight in the graph."""
-        return self._parts()[1].leaves()
-
-    def _parts(self) -> tuple[Owner, Weight]:
-        owner, weight = self.owner(), self.weight()
-        assert owner is not None
-        assert weight is not None  # it lives as long as its owner
-        return owner, weight
-
-
-def note_elements(operand: Tensor, earlier: list[range]) -> bool:
-    """Tell whether no element of an operand is cast twice, here or in the earlier ranges of elements; add to these."""
-    end = operand.storage_offset() + 1
-    for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
-        if size > 1 and stride < end - operand.storage_offset():
-            return False  # it repeats elements
-        end += (size - 1) * stride
-    elements = range(operand.storage_offset(), end)
-    again = any(elements.start < other.stop and other.start < elements.stop for other in earlier)
-    earlier.append(elements)
-    return not again
-
-
-_SEE_THE_DTYPE = ("torch._", "torch.utils.checkpoint", "torch.fx")  # beginnings of names of modules
-
-
-class _HidesDtype:
-    """Models ask for the dtype before the cast: `x.to(self.weight.dtype)`, and then dropout. Only fp32 is lowered.
-
-    A checkpoint gets the true dtype, because it compares what was saved with a copy that is no Parameter, and so do
-    those parts of torch that follow code.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The master's dtype, or for parts of torch the true one."""
-        asks = "" if torch.compiler.is_compiling() else sys._getframe(1).f_globals.get("__name__", "")
-        return cast("torch.dtype", super().dtype) if asks.startswith(_SEE_THE_DTYPE) else torch.float32  # type: ignore[misc]
-
-
-class LoweredInGraphs(_HidesDtype, TwinParameter):  # type: ignore[override]
-    """The leaf of a lowered weight in a model that is compiled."""
-
-
-class Served(_HidesDtype, GoesFirst):
+class _Served:
     """What leaves of lowered weights and views of them have in common."""
 
-    lowering: _Lowering
+    lowering: Lowering
 
     @classmethod
     def __torch_function__(
@@ -198,68 +189,100 @@ class Served(_HidesDtype, GoesFirst):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation with the lowered values if that is right, else with the weight as it is."""
+        if HostParameter in types:
+            return NotImplemented  # the master is replaced first
         if torch.compiler.is_compiling():
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         return _run(func, args, kwargs or {}, among_others=not _SERVED.issuperset(types))
 
 
-class LoweredParameter(StandsIn, Served, nn.Parameter):  # type: ignore[override]
-    """The leaf of a lowered weight."""
+class LoweredParameter(StandsIn, _Served, nn.Parameter):
+    """The leaf of a lowered weight, or of one that is watched."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values in the weight's own dtype: they may be written to, which the weight counts."""
+        with without_torch_function():
+            return self.lowering.serve(self).data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        refuse_to_set_data(self, values)
 
 
-class LoweredView(Served, Tensor):  # type: ignore[override]
+class LoweredView(_Served, Tensor):
     """A view of a lowered weight."""
+
+
+class LoweredInGraphs(TwinParameter):
+    """The leaf of a lowered weight in a model that is compiled: it hides its dtype, but from torch's own modules."""
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The master's dtype, for models that ask before the cast: `x.to(self.weight.dtype)`. Only fp32 is lowered."""
+        asks = "" if torch.compiler.is_compiling() else sys._getframe(1).f_globals.get("__name__", "")
+        is_torch = asks.startswith(("torch._", "torch.utils.checkpoint", "torch.fx"))
+        return super().dtype if is_torch else torch.float32
 
 
 _SERVED = frozenset({LoweredParameter, LoweredView})
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
-    name = subject_of(func)
-    if func in DIFFERENTIATING:
-        return differentiate(func, Served, _leaves_of, args, kwargs)
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__
+    if func is torch.autograd.grad:
+        return _differentiate(*args, **kwargs)
+    if func is torch.autograd.backward:
+        return func(*args, **{**kwargs, "inputs": _edges_of(kwargs["inputs"])})
     with without_torch_function():
-        operands = list(instances_in((args, kwargs), Served))
-        if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
+        operands = [each for each in instances_in((args, kwargs), _Served) if _has_owner(each)]
+        if not operands or name in _OF_THE_LEAF or name.startswith("is_"):
             return func(*args, **kwargs)
-        if func == _SET_DATA and args[0] is args[1]:
-            return None  # as `module.float()` does, when there is nothing to convert
-        if func == _GET_DATA:  # it may be written to, which the weight counts
-            return operands[0].lowering.serve(operands[0]).data
+        if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does
+            return func(*args, **kwargs)
+        if name == "dtype":
+            return operands[0].lowering.original.dtype
         is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
         if is_view and _mark(result := func(*args, **kwargs), operands[0]):
             return result
-        converts, is_itself = name in _CONVERSIONS, operands[0] is args[0]
-        if converts and is_itself and (result := _convert(func, args, kwargs)) is not None:
-            return result
-        if converts and not is_itself:  # `x.to(weight)` asks for its dtype and device
-            served = []
-            substitutes = {id(operand): operand.lowering.original for operand in operands}
+        served, converts, first = [], name in _CONVERSIONS, operands[0]
+        if converts and first is args[0] and (made := first.lowering.converted(first, func, args, kwargs)) is not None:
+            return made
+        if converts and first is not args[0]:  # `x.to(weight)` asks for its dtype and device
+            replaced = {id(operand): operand.lowering.original for operand in operands}
         else:
-            served = _not_cast(operands, func, name, args, kwargs)
+            # functions of others may have such a name, too; autocast leaves `out=` alone
+            of_others = isinstance(func, OpOverloadPacket | torch.jit.ScriptFunction) or "out" in kwargs
+            served = [each for each in operands if each.lowering.must_be_served(each, name in _CAST and not of_others)]
             if not served and not among_others:
                 return func(*args, **kwargs)
-            substitutes = {id(operand): operand.view_as(operand) for operand in operands}
-            substitutes |= {id(operand): operand.lowering.serve(operand) for operand in served}
-        new_args, new_kwargs = replace_instances((args, kwargs), Served, lambda operand: substitutes[id(operand)])
-    result = func(*new_args, **new_kwargs)
+            replaced = {id(operand): operand.view_as(operand) for operand in operands}
+            replaced |= {id(operand): operand.lowering.serve(operand) for operand in served}
+        args, kwargs = replace_instances((args, kwargs), _Served, lambda each: replaced.get(id(each), each))
+    result = func(*args, **kwargs)
     for operand in served:
-        operand.lowering.note_use()
+        owner, weight = operand.lowering.owner(), operand.lowering.weight()
+        if owner is not None and weight is not None:
+            owner.note_use([weight])
     return result
 
 
-def _asks_the_leaf(func: Callable[..., Any], name: str) -> bool:
-    if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does with saved weights
-        return True
-    return name in _OF_THE_LEAF or name.startswith("is_")
+def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` with edges of the graph, which have no class; gradients get the dtype they should."""
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    gradients = torch.autograd.grad(outputs, _edges_of(inputs), *args, **kwargs)
+    pairs = zip(gradients, inputs, strict=True)
+    return tuple(gradient if gradient is None else gradient.to(each.dtype) for gradient, each in pairs)
 
 
-def _leaves_of(operand: Any) -> list[Tensor]:
-    """Return what stands for a weight in the graph, or a view of one, which is in the graph itself."""
-    return operand.lowering.leaves() if isinstance(operand, LoweredParameter) and _has_owner(operand) else [operand]
+def _edges_of(inputs: Any) -> Any:
+    with without_torch_function():
+        return replace_instances(inputs, _Served, get_gradient_edge)
 
 
-def _has_owner(operand: Served) -> bool:
+def _has_owner(operand: Any) -> bool:
     lowering = operand.__dict__.get("lowering")  # a copy of a leaf has none
     return lowering is not None and lowering.owner() is not None
 
@@ -277,54 +300,14 @@ def _mark(views: Any, source: Any) -> bool:
     return True
 
 
-def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Convert a weight from the dtype that it would have in plain training; return None if that takes its values."""
-    operand, *others = args
-    lowering = operand.lowering
-    others, kwargs = replace_instances((others, kwargs), Served, lambda other: other.lowering.original)
-    if any(instances_in((others, kwargs), torch.memory_format)):
-        return None
-    as_in_plain = func(lowering.original, *others, **kwargs)
-    if as_in_plain is lowering.original:
-        return operand
-    if not isinstance(as_in_plain, Tensor):
-        return as_in_plain  # `weight.type()` is a name
-    is_cast = as_in_plain.dtype is lowering.dtype and as_in_plain.device == operand.device
-    if not (is_cast and lowering.note_cast(operand)):
-        return None
-    result = func(operand, *others, **kwargs)
-    return operand.view_as(operand) if result is operand else result
-
-
-def _not_cast(
-    operands: list[Any], func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
-    """Return the operands that autocast does not cast, or not as their weights were: they need the weight as it is."""
-    is_cast, casts_views = _is_cast(func, name, args, kwargs)
-    return [each for each in operands if not (is_cast and each.lowering.admits(each, casts_views))]
-
-
-def _is_cast(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
-    """Tell whether autocast casts the operands, and if so, whether it casts views of them."""
-    if isinstance(func, OpOverloadPacket | torch.jit.ScriptFunction) or "out" in kwargs:
-        return False, False  # functions of others may have such a name, too; autocast leaves `out=` alone
-    is_einsum = name == "einsum" and _multiplies_matrices(*args)
-    return name in _CAST or is_einsum, is_einsum
-
-
-def _multiplies_matrices(equation: Any, *operands: Any) -> bool:
-    """Tell whether `einsum` gives its operands to `bmm`, and does not multiply or sum their elements itself."""
-    if len(operands) == 1 and isinstance(operands[0], tuple | list):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
-        return False
-    inputs, output = equation.replace(" ", "").split("->")
-    summed = []
-    for letters, operand in zip(inputs.split(","), operands, strict=False):
-        first, dots, last = letters.partition("...")
-        if len(set(first + last)) < len(first + last) or (dots and dots not in output):
-            return False
-        sizes = (*operand.shape[: len(first)], *operand.shape[operand.dim() - len(last) :])
-        known = zip(first + last, sizes, strict=False)
-        summed.append({letter: size for letter, size in known if letter not in output})
-    return summed[0] == summed[-1] and any(size > 1 for size in summed[0].values())
+def note_elements(operand: Tensor, earlier: list[range]) -> bool:
+    """Tell whether no element of an operand is cast twice, here or in the earlier ranges of elements; add to these."""
+    start = operand.storage_offset()
+    end = start + 1
+    for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
+        if size > 1 and stride < end - start:
+            return False  # it repeats elements
+        end += (size - 1) * stride
+    again = any(start < other.stop and other.start < end for other in earlier)
+    earlier.append(range(start, end))
+    return not again

@@ -55,13 +55,9 @@ def bring_states_home(weights: Iterable[Weight]) -> None:
 
 
 class QuantizedTwin(Twin):
-    """A quantized weight on the device.
-
-    At rest, its leaf lies over the master's memory: whoever has kept it finds the values there, on the host.
-    """
+    """A quantized weight on the device."""
 
     _places: Sequence[Tensor]
-    _is_at_rest = False
 
     def _make_leaf(self, compiled: bool) -> nn.Parameter:
         leaf = _copy_on(self.data.device, self.weight.master)
@@ -70,35 +66,21 @@ class QuantizedTwin(Twin):
         return leaf
 
     def lay_leaf(self) -> None:
-        """Lay the leaf over the twin's memory; if that was given up, the leaf is put to rest next."""
-        self._places = []
-        if self.data.numel():
-            self._places = _divide(self.data, parts_of(self.parameter))
-            _lay(self.parameter, self._places)
-
-    def put_to_rest(self) -> None:
-        """Lay the leaf over the master's memory."""
-        if not self._is_at_rest:
-            self._is_at_rest = True
-            _lay(self.parameter, parts_of(self.weight.master))
-
-    def wake(self) -> None:
-        """Lay the leaf over the twin's memory again."""
-        if self._is_at_rest:
-            self._is_at_rest = False
-            _lay(self.parameter, self._places)
+        """Lay the leaf over the twin's memory, or over the master's if that was given up."""
+        self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
+        _lay(self.parameter, self._places or parts_of(self.weight.master))
 
     @property
     def is_aliased(self) -> bool:
         """Whether others hold its memory without a handle."""
-        own_users = 1 + len(self._places) * (1 if self._is_at_rest else 2)
+        own_users = 1 + len(self._places) * 2
         return users_of_storage(self.data) > own_users + self.saved_views
 
     @property
     def is_replaced(self) -> bool:
         """Whether a forward has given a part of the leaf other memory."""
         pairs = zip(parts_of(self.parameter), self._places, strict=True)
-        return not self._is_at_rest and any(part.data_ptr() != place.data_ptr() for part, place in pairs)
+        return any(part.data_ptr() != place.data_ptr() for part, place in pairs)
 
     def adopt_replacement(self) -> None:
         """Copy what a forward has given the leaf to the twin's own memory: on a CPU, bitsandbytes packs weights anew.

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import nn
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.resting import RestingLeaf, master_of, put_to_rest, wake
 from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -23,7 +22,6 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         for entry in member.entries:
             weight = entry.weight
             twin = weight.twin
-            wake(twin)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 prepare(twin)
             if entry.current is weight.master:  # else `functional_call` has put another tensor there
@@ -40,12 +38,6 @@ def swap_out(member: Member) -> None:
         current = entry.current
         if current is not None and current is not weight.master and _is_twin(current, weight, member):
             entry.current = weight.master
-        if not weight.twin.group.resident:
-            put_to_rest(weight.twin)
-    for parameters in {id(entry.parameters): entry.parameters for entry in member.entries}.values():
-        for key, parameter in parameters.items():
-            if type(parameter) is RestingLeaf:  # the forward has given it another name: `self.alias = self.weight`
-                parameters[key] = master_of(parameter)
     for module, weights in member.recurrent:
         module._flat_weights = [weight.master for weight in weights]
 

@@ -53,8 +53,6 @@ class Member:
         called_in: Groups of other calls that its calls were inside of.
         running_calls: How many of its calls are under way.
         entered: How many times it has been called since it was attached.
-        observed: The modes in which its forward has been watched under autocast: without a graph (False), with one
-            (True).
         compiled: The compiled function that runs its forward; None if `compile=True` does not apply to it.
         looks_into: A member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`).
         parameters_on_device: Parameters that its call may use and that live on the device.
@@ -72,7 +70,6 @@ class Member:
         self.called_in: set[Group] = set()
         self.running_calls = 0
         self.entered = 0
-        self.observed: set[bool] = set()
         self.compiled: Callable[..., Any] | None = None
         self.looks_into: Member | None = None
         self.parameters_on_device: list[nn.Parameter] = []

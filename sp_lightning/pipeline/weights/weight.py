@@ -49,7 +49,6 @@ class Twin:
         data: Its values as a tensor outside of autograd.
         parameter: The leaf that graphs are built on.
         key: The identity of its memory.
-        awake_class: The leaf's class while the unit computes (see resting.py).
         required_gradient: Whether the leaf required a gradient when the engine last set that.
         saved_views: How many saved tensors of live graphs are views of it.
         gradient_hook: Collects its gradients, once it requires one.
@@ -63,7 +62,6 @@ class Twin:
             self.parameter = self._make_leaf(compiled)
         self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
         self.key = storage_key(data)
-        self.awake_class = type(self.parameter)
         self.required_gradient = False
         self.saved_views = 0
         self.gradient_hook: RemovableHandle | None = None
@@ -189,8 +187,7 @@ class Weight:
         compute_dtype: The dtype in which it is sent: its own, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
-        last_graph: The number of the graph that last used it under autocast.
-        last_region: The number of the `with torch.autocast(...)` in which it did; None without autocast's cache.
+        last_graph: The number of the graph that last used it in code that torch compiles.
         replacements: How often the master was found in other memory.
         lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
         twin: Its current twin.
@@ -208,7 +205,6 @@ class Weight:
         self.compute_dtype = master.dtype
         self.averaged = False
         self.last_graph = -1
-        self.last_region: int | None = None
         self.replacements = 0
         self.lowered_leaves: list[nn.Parameter] = []
 

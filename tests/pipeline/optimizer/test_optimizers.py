@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
-from sp_lightning.pipeline.weights.suspension import guards_suspended, resume_all_guards
+from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping
 
 
 class Listener:
@@ -51,11 +51,12 @@ class Listener:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
+    forget_optimizer_steps()
     made = Listener()
     listen_to_optimizers(made)
     yield made
     stop_listening(made)
-    assert not guards_suspended()
+    assert not optimizer_is_stepping()
 
 
 def test_listeners_hear_of_a_step_before_and_after(listener: Listener) -> None:
@@ -113,14 +114,14 @@ def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> Non
 
     class Looking(SGD):
         def step(self, closure: Any = None) -> Any:
-            seen.append(guards_suspended())
+            seen.append(optimizer_is_stepping())
             loss = super().step(closure)
-            seen.append(guards_suspended())
+            seen.append(optimizer_is_stepping())
             return loss
 
     Looking([listener.weight], lr=0.1).step(listener.closure)
     assert seen == [True, True]
-    assert not guards_suspended()
+    assert not optimizer_is_stepping()
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -129,13 +130,13 @@ def test_a_closure_computes(listener: Listener, step: Callable[[Optimizer, Calla
     seen: list[bool] = []
 
     def closure() -> Tensor:
-        seen.append(guards_suspended())
+        seen.append(optimizer_is_stepping())
         return listener.closure()
 
     step(LBFGS([listener.weight], max_iter=3), closure)
     assert len(seen) > 1
     assert not any(seen)
-    assert not guards_suspended()
+    assert not optimizer_is_stepping()
 
 
 def test_a_closure_that_raises(listener: Listener) -> None:
@@ -148,10 +149,9 @@ def test_a_closure_that_raises(listener: Listener) -> None:
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(fail)
     assert listener.told == []
-    assert not guards_suspended()
+    forget_optimizer_steps()
     optimizer.step(listener.closure)
     assert [what for what, *_ in listener.told] == ["before", "after"]
-    resume_all_guards()
 
 
 def test_all_listeners_hear_of_a_step() -> None:

@@ -43,22 +43,6 @@ def test_writes_to_any_alias_are_counted(leaf: TwinParameter) -> None:
     assert leaf.alias is not None
 
 
-def test_given_other_memory(leaf: TwinParameter) -> None:
-    """What was counted before still is, and the old memory is released."""
-    leaf.data.mul_(2)
-    given = torch.zeros(4, 4)
-    leaf.data = given
-    assert leaf.data_ptr() == given.data_ptr()
-    assert leaf.alias is None
-    assert writes_to_data(leaf) == 1
-    leaf.data.add_(1)
-    assert given.sum() == 16
-    assert writes_to_data(leaf) == 2
-    with torch.no_grad():
-        leaf.set_(torch.ones(2))
-    assert leaf.data.shape == (2,)
-
-
 def test_inference_mode(leaf: TwinParameter) -> None:
     """Aliases are ordinary tensors there as well, as those of Parameters are."""
     with torch.inference_mode():
