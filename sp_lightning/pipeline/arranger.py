@@ -60,7 +60,7 @@ class Arranger:
         self._planner = planner
         self._keeper = keeper
         self._in_step = in_step
-        self.survey = Survey(lasting, lambda: self.arrangement, lambda: self.assembly.gradient_return.device_bytes())
+        self.survey = Survey(lasting, lambda: self.arrangement, lambda: self.assembly.stream.device_bytes())
         self.arrangements = 0
         self._is_arranged = False
         self._arrange()

@@ -157,7 +157,7 @@ class Pipeline:
         yield
         if self.replicas is not None and self.replicas.passes == before:
             with self._at_work:
-                self._assembly.gradient_return.finish(takes_part=True)
+                self._assembly.stream.finish(takes_part=True)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
@@ -335,7 +335,7 @@ class Pipeline:
             self._assembly.order.begin_step()
             if torch.is_grad_enabled():
                 with self._at_work:
-                    self._assembly.gradient_return.reserve()
+                    self._assembly.stream.reserve()
         self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
         self._assembly.arm_guard()

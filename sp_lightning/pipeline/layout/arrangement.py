@@ -109,7 +109,6 @@ class Arrangement:
             options,
             learned.plan,
             budget=self.budget,
-            averaged=replicas is not None,
         )
         self.plan = self._layout.plan
         self.k, self.k_prime = self._layout.k, self._layout.k_prime
