@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import superpipeline
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from ..helpers import CAPTURES
 from ..zoo.blocks import WIDTH, Block, chain
-from .parts import RecordingBackend
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -124,24 +123,6 @@ def test_the_least_budget_that_works(options: dict[str, Any], k: int) -> None:
     pipeline.detach()
 
 
-class SmallDevice(HostBackend):
-    """A device of 40 kB."""
-
-    def total_memory(self) -> int:
-        return 40_000
-
-
-@pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.1, False)])
-def test_a_fraction_is_of_the_device(fraction: float, fits: bool) -> None:
-    module = model()
-    options = PipelineOptions(k=2, units=Block, memory_budget=fraction)
-    if fits:
-        Pipeline(module, "cpu", options=options, backend=SmallDevice()).detach()
-        return
-    with unchanged(module), pytest.raises(ValueError, match="`memory_budget=0.1` is too small"):
-        Pipeline(module, "cpu", options=options, backend=SmallDevice())
-
-
 def test_a_share_of_unknown_memory_warns() -> None:
     with pytest.warns(UserWarning, match=r"`memory_budget=0.5` is a share .*cpu does not tell.* there is no budget"):
         superpipeline(model(), "cpu", memory_budget=0.5).detach()
@@ -189,14 +170,6 @@ def run_a_step(pipeline: Pipeline) -> None:
     with pipeline.step():
         x = pipeline.module(torch.randn(3, 16))
         pipeline.module.head(x).square().mean().backward()
-
-
-def test_a_refused_module_closes_the_backend() -> None:
-    """Streams and threads of a pipeline that never came to be are given back."""
-    backend = RecordingBackend()
-    with pytest.raises(ValueError, match="matches no module"):
-        Pipeline(model(), "cpu", options=PipelineOptions(units="Nothing"), backend=backend)
-    assert backend.said("drain") == ["drain"]
 
 
 def test_rebuilt_parameters_belong_to_the_pipeline() -> None:

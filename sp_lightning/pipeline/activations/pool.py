@@ -35,9 +35,6 @@ class Loan(NamedTuple):
 class HostPool:
     """Lends host memory.
 
-    Args:
-        backend: Page-locks the memory.
-
     Attributes:
         pinnable: How many bytes may be page-locked; None for any number.
         held: Bytes of host memory that the pool holds.
@@ -110,18 +107,16 @@ class HostPool:
         return slab
 
     def _drop_idle_slabs(self, coming: int) -> None:
-        """Give up slabs of which nothing is on loan, as far as needed, because sizes are not those of before."""
-        drained = False
-        for slab in [slab for slab in self._slabs if slab.is_idle]:
-            if self.held + coming <= max(self._most_in_use, self.in_use + coming):
-                return
-            if not drained:  # the device may still be reading what was given back
-                self._backend.drain()
-                drained = True
+        """Give up slabs of which nothing is on loan, if more is held than was ever needed: sizes have changed."""
+        idle = [slab for slab in self._slabs if slab.is_idle]
+        if not idle or self.held + coming <= max(self._most_in_use, self.in_use + coming):
+            return
+        self._backend.drain()  # the device may still be reading what was given back
+        for slab in idle:
             self._pinned -= slab.size * slab.buffer.pinned
+            self.held -= slab.size
             slab.buffer.release()
             self._slabs.remove(slab)
-            self.held -= slab.size
 
 
 class _Slab:

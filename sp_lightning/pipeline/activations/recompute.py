@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -221,8 +219,7 @@ class UnitCall(Recording):
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_wrong = any(kept is not None and kept.is_changed for kept in self.alive())
-        has_new_twins = any(twin.weight.twin is not twin for twin, *_ in self._weights)  # no longer lowered, say
-        is_possible = may_repeat and is_worth_it and not (is_wrong or has_new_twins)
+        is_possible = may_repeat and is_worth_it and not is_wrong
         self.is_dropped = obstacle is None and is_possible
         if self._meter.counts:
             self.footprint = self._measure_footprint(tensors)
@@ -249,7 +246,7 @@ class UnitCall(Recording):
         if self._inputs.are_changed:
             return "changes its input in place"
         if self._weights_are_changed():
-            return "changes its weights in place"
+            return "changes its weights in place, or how they are sent"
         if self._buffers.obstacle is not None or self._buffers.are_changed:
             return self._buffers.obstacle or "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
@@ -267,8 +264,9 @@ class UnitCall(Recording):
 
     def _weights_are_changed(self) -> bool:
         with without_torch_function():
+            # another twin: the weight is no longer lowered, say
             return any(
-                twin.changes() != changes or twin.weight.master.requires_grad != trained
+                twin.weight.twin is not twin or twin.changes() != changes or twin.weight.master.requires_grad != trained
                 for twin, changes, trained in self._weights
             ) or any(parameter._version != version for parameter, version in self._on_device)
 
@@ -295,8 +293,8 @@ class UnitCall(Recording):
         name = repr(self.member.name)
         if self._inputs.are_changed or self._buffers.are_changed or self._weights_are_changed():
             raise CannotRunAgain(
-                f"an input, a buffer or a weight of {name} has been modified by an inplace operation, or frozen, "
-                "between forward and backward, so its forward cannot run again"
+                f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
+                "in another dtype, between forward and backward, so its forward cannot run again"
             )
         if self.member.module.training != self._training:
             raise CannotRunAgain(f"{name} is in another mode in backward (`train()`, `eval()`) than in its forward")
@@ -305,7 +303,6 @@ class UnitCall(Recording):
         with (
             self._surroundings.restored(),
             self._buffers.put_back(),
-            self._with_original_leaves(),
             torch.enable_grad(),
             saved_tensors_hooks(refill.pack, lambda tensor: tensor),
         ):
@@ -325,21 +322,3 @@ class UnitCall(Recording):
                 "of it has changed in between"
             )
         return not self._samples or are_close(self._samples, sample(self, self._saved.twins))
-
-    @contextmanager
-    def _with_original_leaves(self) -> Iterator[None]:
-        """Put back the leaves that the first forward used: a weight lowered then may be sent as it is by now."""
-        others = {
-            id(twin.weight): twin for twin, *_ in self._weights if twin.parameter is not twin.weight.twin.parameter
-        }
-        entries = [entry for entry in self.member.entries if id(entry.weight) in others]
-        now = [entry.current for entry in entries]
-        for entry in entries:
-            twin = others[id(entry.weight)]
-            self._saved.require(twin)
-            entry.current = twin.parameter
-        try:
-            yield
-        finally:
-            for entry, parameter in zip(entries, now, strict=True):
-                entry.current = parameter

@@ -124,19 +124,6 @@ def test_an_upload_after_work_is_issued_before_other_work(scene: Scene) -> None:
     assert issued == [True]
 
 
-@pytest.mark.parametrize("second_waits", [True, False])
-def test_a_place_that_is_given_away_again_holds_what_came_last(scene: Scene, second_waits: bool) -> None:
-    """Computing has waited for the first copy; see [Note: ordering of copies]."""
-    slot, steps = scene.on_device(0), [PendingTicket(), PendingTicket()]
-    first = scene.backend.upload(slot, scene.on_host(1), steps[0])
-    steps[0].finish()
-    scene.backend.wait(first)
-    second = scene.backend.upload(slot, scene.on_host(2), steps[1] if second_waits else None)
-    steps[1].finish()
-    second.join()
-    assert slot.plain.tolist() == [2]
-
-
 def test_an_upload_behind_work_does_not_wait_for_computing_that_came_later(scene: Scene) -> None:
     """Another copy may wait for that already; in one stream it would hold this one up."""
     first, second, step, computed = scene.on_device(0), scene.on_device(0), PendingTicket(), list[int]()
@@ -296,27 +283,6 @@ def test_buffers_that_are_sent_are_page_locked_and_released(runtime: FakeRuntime
     assert backend.cleared == 0
 
 
-def run_out_of_memory(nbytes: int) -> Tensor:
-    if nbytes:
-        raise torch.OutOfMemoryError(f"{nbytes} bytes")
-    return torch.empty(0, dtype=torch.uint8)
-
-
-def test_a_failed_arrangement_leaves_nothing_page_locked(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowered copies are made before places on the device, for which there may be no memory."""
-    pipe, backend = attach(chain(), pin_memory=True)
-    x = torch.ones(1, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        pipe.module(x).sum().backward()
-        with monkeypatch.context() as patch:
-            patch.setattr(backend, "allocate", run_out_of_memory)
-            with pytest.raises(torch.OutOfMemoryError):
-                pipe.module(x)
-        pipe.module(x).sum().backward()
-    pipe.detach()
-    assert not runtime.registered
-
-
 def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) -> None:
     """cudaHostRegister leaves an error that the next kernel launch would raise."""
     runtime.limit = 3000
@@ -327,13 +293,6 @@ def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) ->
     assert 0 < sum(runtime.registered.values()) <= 3000
     pipe.detach()
     assert not runtime.registered
-
-
-def test_pinning_can_be_switched_off(runtime: FakeRuntime) -> None:
-    pipe, _ = attach(chain(), pin_memory=False)
-    assert not runtime.registered
-    assert not pipe.summary().pinned
-    pipe.detach()
 
 
 @pytest.mark.parametrize(("pin_memory", "pinned"), [("auto", False), (True, True)])
@@ -372,9 +331,3 @@ def test_bytes_that_may_be_page_locked_besides(
     locked = weights + sum(map(gradient_bytes, plan.all_units)) if pipe.summary().pinned else 0
     pipe.detach()
     assert pinnable == (left and left - locked)
-
-
-def test_devices_other_than_cuda_page_lock_nothing(scene: Scene) -> None:
-    """Only CUDA gains by it."""
-    assert not scene.backend.can_pin
-    assert not scene.backend.pin(torch.zeros(8, dtype=torch.uint8))

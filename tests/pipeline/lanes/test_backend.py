@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.emulated import copy_memory
 from sp_lightning.pipeline.lanes.worker import Worker
 
 from ..parts import DoneTicket, PendingTicket, host_backend
@@ -129,13 +128,6 @@ def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
         assert not memory.any()
 
 
-def test_without_poison_memory_is_left_alone() -> None:
-    with host_backend() as backend:
-        memory = filled(7)
-        backend.invalidate(memory)
-        assert set(memory.tolist()) == {7}
-
-
 def test_delays_are_those_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A race that shows with one seed shows again."""
     slept: list[float] = []
@@ -147,11 +139,6 @@ def test_delays_are_those_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept[:4] == slept[4:]
     assert len(set(slept)) == 4
     assert all(0 <= delay <= 0.5 for delay in slept)
-
-
-def test_memory_made_under_inference_mode_can_train() -> None:
-    with host_backend() as backend, torch.inference_mode():
-        assert not backend.allocate(8).is_inference()
 
 
 def test_threads_are_there_from_the_first_copy_until_close() -> None:
@@ -169,15 +156,6 @@ def test_threads_are_there_from_the_first_copy_until_close() -> None:
             assert names() == set()
             assert set(target.tolist()) == {value}
             assert worked == [1]
-
-
-@pytest.mark.parametrize("count", [0, 1, 1000])
-def test_memory_is_copied_byte_by_byte(count: int) -> None:
-    """Not `Tensor.copy_`, which in a second thread would start a second pool of OpenMP threads."""
-    source = torch.randn(count)
-    target = torch.full((count,), float("nan"))
-    copy_memory(target, source)
-    assert torch.equal(target, source)
 
 
 def test_defaults_of_a_backend() -> None:
@@ -206,27 +184,6 @@ def test_a_copy_after_failed_work_fails() -> None:
         assert set(slot.tolist()) == {0}
         backend.upload(slot, filled(2)).join()
         assert set(slot.tolist()) == {2}
-
-
-def test_work_waits_for_copies_and_is_done_in_order() -> None:
-    """Gradients land, are added, and step: in one thread, which is not the one that computes."""
-    with host_backend(poison=True, max_delay=0.003) as backend:
-        total, threads = filled(0), set[str]()
-        for value in range(1, 6):
-            arrived = filled(0)
-            ticket = backend.download(arrived, filled(value))
-
-            def add(arrived: Tensor = arrived) -> None:
-                threads.add(threading.current_thread().name)
-                total.mul_(2).add_(arrived)
-
-            last = backend.work(add, [ticket])
-        last.join()
-        expected = 0
-        for value in range(1, 6):
-            expected = 2 * expected + value
-        assert set(total.tolist()) == {expected}
-        assert threads == {"superpipeline-host"}
 
 
 def test_drain_waits_for_chains_of_copies_and_work() -> None:

@@ -16,7 +16,6 @@ from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes import cores
 from sp_lightning.pipeline.lanes.cores import HostCores, choose_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
-from sp_lightning.pipeline.lanes.worker import Worker
 
 DEVICE = torch.device("meta")  # any device that is not the CPU
 
@@ -68,13 +67,6 @@ def test_cores_near_the_device_that_the_process_may_use(machine: Machine, allowe
     assert choose_cores(torch.device("cpu"), "auto") == HostCores(None, frozenset())  # sums are rounded as elsewhere
 
 
-@pytest.mark.parametrize("node", ["-1\n", "", None])
-def test_where_the_system_does_not_tell(machine: Machine, node: str | None) -> None:
-    path = machine.root / "bus/pci/devices/0000:3b:00.0/numa_node"
-    path.unlink() if node is None else path.write_text(node)
-    assert choose_cores(DEVICE, "auto") == HostCores(6, frozenset())
-
-
 @pytest.mark.parametrize(("launched", "expected"), [(False, 1), (True, 3)])
 def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, launched: bool, expected: int
@@ -85,14 +77,6 @@ def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert torch.get_num_threads() == 1
     assert choose_cores(DEVICE, "auto").threads == expected
-
-
-@pytest.mark.parametrize("name", cores._BOUND_BY_USER)
-def test_threads_that_the_user_has_bound_stay_where_they_are(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "1")
-    assert choose_cores(DEVICE, "auto") == HostCores(6, frozenset())
 
 
 def seen_by(backend: Any) -> int:
@@ -117,25 +101,6 @@ def test_the_number_holds_in_one_thread_alone() -> None:
         assert seen_by(backend) == usual + 2
     finally:
         backend.close()
-
-
-@linux
-def test_threads_that_bound_threads_start_are_bound_too() -> None:
-    allowed = os.sched_getaffinity(0)
-    one = frozenset({min(allowed)})
-    seen: list[Any] = []
-
-    def job() -> None:
-        seen.append(os.sched_getaffinity(0))
-        child = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
-        child.start()
-        child.join()
-
-    worker = Worker("test", HostCores(None, one).occupy)
-    worker.submit(job).join()
-    worker.close()
-    assert seen == [one, one]
-    assert os.sched_getaffinity(0) == allowed
 
 
 @linux

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import AcceleratorBackend, HostBackend, Kind, Lane, Pipeline, PipelineOptions, Recording
 
 from ...helpers import attached
-from ...simulated import Lane as Clock
 from ...simulated import SimulatedBackend, TimedBlock
 from ...zoo.blocks import Chain, chain, rows
 from ..fake_device import DeviceTensor, FakeDeviceModule
@@ -107,23 +105,6 @@ def test_times_and_bytes_are_those_of_the_machine(scene: Scene) -> None:
         assert {(round(span.end - span.begin, 6), span.nbytes) for span in of(recording, kind)} == {numbers}
 
 
-def test_lanes_do_one_thing_at_a_time(scene: Scene) -> None:
-    recording = scene.recorded(steps=2)
-    for lane in (Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST):
-        spans = sorted((span.begin, span.end) for span in recording.spans if span.lane is lane)
-        assert all(left[1] <= right[0] + 1e-9 for left, right in zip(spans, spans[1:], strict=False)), lane
-
-
-def test_a_slow_link_shows_as_stalls() -> None:
-    scene = Scene()
-    scene.backend._rates[Clock.UP] = UNIT_BYTES / 20
-    recording = scene.recorded()
-    stalled = sum(span.end - span.begin for span in of(recording, Kind.STALL) if span.name == "weights")
-    begin, end = recording.steps[0]
-    assert stalled == pytest.approx(end - begin - UNITS * 9.0, rel=0.1)
-    scene.pipeline.detach()
-
-
 def test_accumulation_is_work_on_the_host() -> None:
     model = chain()
     with attached(model) as pipeline, pipeline.record() as recording:
@@ -148,39 +129,6 @@ def test_recordings_do_not_know_of_each_other(scene: Scene) -> None:
     assert [span.begin + begin for span in of(inner, Kind.FORWARD)] == pytest.approx(
         [span.begin for span in of(outer, Kind.FORWARD)[UNITS : 2 * UNITS]]
     )
-
-
-def test_an_exception_ends_the_recording(scene: Scene) -> None:
-    def fail() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError), scene.pipeline.record() as recording:  # noqa: PT012
-        scene.step()
-        fail()
-    assert len(recording.steps) == 1
-    assert of(recording, Kind.FORWARD)
-
-
-def test_recording_changes_no_number() -> None:
-    def train(recorded: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = chain()
-        with attached(model) as pipeline:
-            optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-            for step in range(4):
-                if recorded and step in (1, 3):
-                    with pipeline.record():
-                        train_step(model, optimizer)
-                else:
-                    train_step(model, optimizer)
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        model(*rows()).square().mean().backward()
-        optimizer.step()
-
-    assert all(map(torch.equal, train(False), train(True)))
 
 
 # ------------------------------------------------------------------------------------------------------ real devices
@@ -217,17 +165,6 @@ def test_without_a_recording_events_take_no_times(monkeypatch: pytest.MonkeyPatc
     ticket = backend.upload(slot, torch.ones(4, dtype=torch.uint8))
     assert ticket.interval(backend.origin()) is None
     assert [what for what, stream in api.log if stream == "up"] == ["wait for compute", "copy", "record"]
-    backend.close()
-
-
-def test_a_moment_on_a_device_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for it when it asks for the time, and not before."""
-    api, backend = accelerator(monkeypatch)
-    begin = backend.mark()
-    api.compute(lambda: None)
-    end = backend.mark()
-    assert not end.query()
-    assert backend.seconds(begin, end) == 0.001
     backend.close()
 
 

@@ -14,7 +14,6 @@ import transformers as hf
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
-from sp_lightning.pipeline.torch_private import without_compile
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Division
 
@@ -119,21 +118,6 @@ def test_real_models(name: str) -> None:
     assert max(size(division)) <= max(0.26 * total, largest_layer)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vgg16", "unet"])
-def test_models_on_the_meta_device(name: str) -> None:
-    """The same units, for whoever asks before there are values."""
-    _, division = real(name)
-    with torch.device("meta"):
-        model = REAL[name][0]()
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-    with pytest.raises(ValueError, match="is on the meta device"):
-        find_units(model)
-    on_meta = find_units(model, on_meta=True)
-    check_division(model, on_meta)
-    assert (names(on_meta), size(on_meta)) == (names(division), size(division))
-
-
 def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
     """Blocks are not merged with something far away: that would be one unit of nearly everything."""
     model = chain(8)
@@ -142,15 +126,6 @@ def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
     division = find_units(model)
     check_division(model, division)
     assert unit_of(division, model.head.weight) == "resident"
-
-
-def test_a_weight_that_a_parent_owns_too_is_resident() -> None:
-    """The parent may read it outside of every unit."""
-    model = chain(8)
-    model.register_parameter("alias", model.blocks[3].down.weight)
-    division = find_units(model)
-    assert unit_of(division, model.alias) == "resident"
-    check_division(model, division)
 
 
 def test_attention_stays_whole() -> None:
@@ -211,23 +186,6 @@ def test_modules_that_are_never_called_are_split() -> None:
     check_division(model, division)
     assert "blocks.1" not in names(division)
     assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(division))
-
-
-def test_a_flat_model_of_many_small_layers_streams() -> None:
-    """Layers that are small one by one add up."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for index in range(100):
-                setattr(self, f"layer{index}", nn.Linear(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    division = find_units(Model())
-    assert not division.resident.weights
-    assert len(division.units) > 8
 
 
 @pytest.mark.parametrize(
@@ -329,20 +287,6 @@ def test_compiled_blocks_are_units(policy: Any) -> None:
     assert names(division) == [f"blocks.{index}" for index in range(12)]
 
 
-@pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model)])
-def test_compiled_models_are_looked_through(around: Callable[[nn.Module], nn.Module]) -> None:
-    """To their blocks, also where those are compiled as well; what the model owns itself is its wrapper's."""
-    inner = chain(12)
-    inner.blocks[3] = torch.compile(inner.blocks[3])
-    inner.scale = nn.Parameter(torch.ones(1))
-    model = around(torch.compile(inner))
-    division = find_units(model)
-    check_division(model, division)
-    assert [member.module for unit in division.units for member in unit.members] == list(inner.blocks)
-    owners = [member.module for member in division.resident.members]
-    assert owners == [module for module in model.modules() if without_compile(module) is inner]
-
-
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> None:
     """Each way to call it enters the unit."""
@@ -354,24 +298,6 @@ def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> Non
         members = [{id(member.module) for member in unit.members} for unit in division.units]
         assert members == [{id(a), id(b)} for a, b in zip(*(parts["compiled"], plain.blocks), strict=True)]
         assert not division.resident.weights
-
-
-def test_a_module_around_parts_of_units_does_not_place_them() -> None:
-    """A second module around parts of units would need all of these units at once; it only opens a step."""
-
-    class Again(nn.Module):
-        def __init__(self, parts: list[nn.Module]) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(parts)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model = chain(12)
-    model.again = Again([block.up for block in model.blocks])
-    division = find_units(model)
-    assert [member.name for member in division.callers] == ["", "again"]
-    assert all(len({entry.weight.unit.name for entry in member.entries}) <= 1 for member in division.resident.members)
 
 
 def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:

@@ -19,43 +19,19 @@ def tree() -> nn.Sequential:
     return layers
 
 
-def append(layers: nn.Sequential) -> None:
-    layers[2].append(nn.Linear(2, 2))
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "append": lambda layers: layers[2].append(nn.Linear(2, 2)),
+    "remove": lambda layers: layers[2].pop(0),
+    "replace": lambda layers: layers[2].__setitem__(0, nn.Linear(2, 2)),
+    "child of a leaf": lambda layers: setattr(layers[1], "inner", nn.Linear(2, 2)),
+    "parameter": lambda layers: setattr(layers[1], "scale", nn.Parameter(torch.ones(2))),
+    "parametrize": lambda layers: parametrizations.spectral_norm(layers[0]),
+    "unparametrize": lambda layers: remove_parametrizations(layers[2][1], "weight"),
+}
 
 
-def remove(layers: nn.Sequential) -> None:
-    del layers[2][0]
-
-
-def replace(layers: nn.Sequential) -> None:
-    layers[2][0] = nn.Linear(2, 2)
-
-
-def swap(layers: nn.Sequential) -> None:
-    layers[0], layers[2] = layers[2], layers[0]
-
-
-def child_of_a_leaf(layers: nn.Sequential) -> None:
-    layers[1].inner = nn.Linear(2, 2)
-
-
-def parameter(layers: nn.Sequential) -> None:
-    layers[1].scale = nn.Parameter(torch.ones(2))
-
-
-def parametrize(layers: nn.Sequential) -> None:
-    parametrizations.spectral_norm(layers[0])
-
-
-def unparametrize(layers: nn.Sequential) -> None:
-    remove_parametrizations(layers[2][1], "weight")
-
-
-CHANGES = [append, remove, replace, swap, child_of_a_leaf, parameter, parametrize, unparametrize]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_noticed(change: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_noticed(change: Callable[[nn.Sequential], object]) -> None:
     """Whatever comes, goes or moves."""
     layers = tree()
     shape = Shape(layers)
