@@ -467,8 +467,8 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def is_on_host(self, address: int) -> bool:
-        found = self.pipe._assembly.gradient_return._homes
-        homes = [home.memory for home in [*found._homes.values(), *found._lower.values()]]
+        units = self.pipe._assembly.stream.units.values()
+        homes = [buffer.bytes for unit in units for buffer in (unit._own, unit.sums) if buffer is not None]
         slabs = [slab.buffer.bytes for slab in self.pipe._lasting.pool._slabs]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
 

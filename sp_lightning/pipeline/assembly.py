@@ -12,14 +12,13 @@ import torch
 
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.averaging import Averaging
+from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
-from sp_lightning.pipeline.optimizer.host_steps import HostSteps
+from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import OptimizerParts
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
@@ -49,8 +48,7 @@ class Assembly:
         arrangement: The units, and where their weights lie.
         order: Predicts which use comes next.
         window: Brings groups to the device.
-        gradient_return: Moves gradients to the host.
-        gradients: The gradients that are on the host.
+        stream: Brings gradients to the host.
         steps: The optimizers' work on the host.
         overlap: Steps units while the device computes.
         backward: Follows backward passes.
@@ -79,42 +77,31 @@ class Assembly:
             stats,
             self.write_back,
         )
-        self.gradient_return = GradientReturn(
+        self.stream = GradientStream(
             arrangement.all_units,
+            self.window,
             backend,
             stats,
             arrangement.host_share.pin_gradients,
-            on_arrival=lambda: self.backward.note(),
-            on_departure=self.write_back.write_again,
-            finish_optimizer=self.window.finish_optimizer,
-            replicated=self._replicated_weights(),
+            self._averaging(),
         )
-        self.gradients = self.gradient_return.gradients
-        self.steps = HostSteps(self.window, backend, on_first_step=lasting.optimizers.watch_state)
-        stepper = EarlyStepper(
-            self.steps,
-            self.gradient_return.shipping.take_back,
-            stats,
-            is_nested=lambda: self.backward.is_nested(),
-        )
-        self.gradient_return.shipping.stepper = stepper
+        fused = lasting.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
+        self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.overlap = Overlap(
             arrangement.weights_by_master,
             self.steps,
-            self.gradient_return,
-            stepper,
-            stats,
+            self.stream,
             overlaps=lasting.options.overlap_optimizer is not False,
-            fused=lasting.device.type != "cpu",  # on the CPU the user's choice stands, as in plain training
         )
         self.backward = BackwardPass(
             window=self.window,
             order=self.order,
-            gradient_return=self.gradient_return,
+            stream=self.stream,
+            overlap=self.overlap,
+            write_back=self.write_back,
             resident=arrangement.resident,
             stats=stats,
             at_work=lasting.at_work,
-            write_back=self.write_back,
             on_begin=self._begin_backward,
             on_end=self._end_backward,
         )
@@ -122,8 +109,7 @@ class Assembly:
             arrangement,
             lasting,
             window=self.window,
-            gradient_return=self.gradient_return,
-            stepper=stepper,
+            stream=self.stream,
             backward=self.backward,
             write_back=self.write_back,
             settle=self.settle,
@@ -137,21 +123,16 @@ class Assembly:
             backward=self.backward,
             outside=self.outside,
             write_back=self.write_back,
-            gradient_return=self.gradient_return,
             in_step=in_step,
         )
-        self._clipping = Clipping(
-            arrangement.weights_by_master, arrangement.parameters_on_device, backend, self.gradients, stepper
-        )
+        self._clipping = Clipping(arrangement.weights_by_master, arrangement.parameters_on_device, backend, self.stream)
 
-    def _replicated_weights(self) -> ReplicatedWeights | None:
-        lasting, weights = self._lasting, self.arrangement.weights_by_master
-        replicas, optimizers = lasting.replicas, lasting.optimizers
+    def _averaging(self) -> Averaging | None:
+        replicas, optimizers = self._lasting.replicas, self._lasting.optimizers
         if replicas is None:
             return None
-        in_order = [weights[id(parameter)] for parameter in lasting.module.parameters() if id(parameter) in weights]
-        elsewhere = list(self.arrangement.unmanaged.values())
-        return ReplicatedWeights(replicas, in_order, elsewhere, lambda: optimizers.steps_taken - replicas.steps_alone)
+        unmanaged = list(self.arrangement.unmanaged.values())
+        return Averaging(replicas, unmanaged, lambda: optimizers.steps_taken - replicas.steps_alone)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 
@@ -169,7 +150,7 @@ class Assembly:
             OptimizerParts(
                 overlap=self.overlap,
                 clipping=self._clipping,
-                gradient_return=self.gradient_return,
+                stream=self.stream,
                 window=self.window,
                 parameters=frozenset(map(id, lasting.module.parameters())),
                 write_back=self.write_back.write_served,
@@ -181,7 +162,7 @@ class Assembly:
         stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         lasting.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():
-            self.gradient_return.follow_requires_grad(twin)
+            self.backward.follow_requires_grad(twin)
         if lasting.options.compile:
             for member in arrangement.streamed_members:
                 member.compiled = compiled_call(member.module)
@@ -210,7 +191,7 @@ class Assembly:
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
-        self.backward.closed = True
+        self.backward.close()
         self.overlap.close()
         self.steps.settle()
         for member in arrangement.members:
@@ -222,7 +203,7 @@ class Assembly:
             twin.refuse_gradients()
         lasting.backend.drain()
         arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
-        self.gradient_return.close()
+        self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(lasting.module)])
@@ -241,13 +222,13 @@ class Assembly:
         if self._in_step() or self.backward.running:
             return
         self.guard.in_step = False
-        self.guard.settled = self.overlap.settled and self.gradients.settled and self.window.settled
+        self.guard.settled = self.overlap.settled and self.stream.settled and self.window.settled
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""
         with self._lasting.at_work:
             self.steps.settle()
-            self.gradients.settle()
+            self.stream.settle()
             self.relax_guard()
 
     def abandon(self) -> None:

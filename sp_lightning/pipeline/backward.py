@@ -12,17 +12,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends
+from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork
+from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Member, Unit
-from sp_lightning.pipeline.weights.weight import Twin
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.weights.write_back import WriteBack
 
@@ -33,11 +38,12 @@ class BackwardPass:
     Args:
         window: Brings groups to the device.
         order: Records the order in which units are used.
-        gradient_return: Brings gradients to the host.
+        stream: Brings gradients to the host.
+        overlap: Steps units in backward.
+        write_back: Copies what is written to weights on the device to the masters.
         resident: The unit of resident weights.
         stats: Counters.
         at_work: Context entered around the engine's own work.
-        write_back: Copies what was written to weights on the device to masters.
         on_begin: Called when a pass opens.
         on_end: Called when a pass has ended.
 
@@ -53,11 +59,12 @@ class BackwardPass:
         *,
         window: Window,
         order: Order,
-        gradient_return: GradientReturn,
+        stream: GradientStream,
+        overlap: Overlap,
+        write_back: WriteBack,
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
-        write_back: WriteBack,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -66,11 +73,14 @@ class BackwardPass:
         self.task = -1
         self._window = window
         self._order = order
-        self._gradient_return = gradient_return
+        self._stream = stream
+        self._overlap = overlap
+        self._write_back = write_back
+        self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
+        self._watched: set[Weight] = set()
         self._resident = resident
         self._stats = stats
         self._at_work = at_work
-        self._write_back = write_back
         self._on_begin = on_begin
         self._on_end = on_end
         self.in_use: list[Group] = []
@@ -99,6 +109,57 @@ class BackwardPass:
         if self.running and self._callback() is None:
             self.abandon()
 
+    # ---------------------------------------------------------------------------------------------- gradients
+
+    def follow_requires_grad(self, twin: Twin) -> None:
+        """Let a twin require a gradient if its master does, and collect its gradients."""
+        with torch.inference_mode(False):
+            twin.parameter.requires_grad_(twin.weight.master.requires_grad)
+            twin.required_gradient = twin.parameter.requires_grad
+            if twin.parameter.requires_grad and twin.gradient_hook is None:
+                self._watch(twin)
+
+    def adopt_requires_grad(self, twin: Twin) -> None:
+        """Let a master require a gradient, or no longer, if a forward has changed that of its twin."""
+        if twin.parameter.requires_grad != twin.required_gradient:
+            twin.weight.master.requires_grad_(twin.parameter.requires_grad)
+            self.follow_requires_grad(twin)
+
+    def _watch(self, twin: Twin) -> None:
+        """Collect the gradients of a twin from now on; those of graphs on the master itself are an error."""
+
+        def collect(_: Tensor) -> None:
+            with without_torch_function():
+                self._collect(twin)
+
+        register = twin.parameter.register_post_accumulate_grad_hook
+        twin.gradient_hook = register(collect)  # type: ignore[no-untyped-call]
+        weight = twin.weight
+        if weight not in self._watched:
+            self._watched.add(weight)
+            with without_torch_function():
+                node = get_gradient_edge(weight.master).node
+            self._direct.append((node, node.register_prehook(partial(_refuse, weight))))
+
+    def _collect(self, twin: Twin) -> None:
+        self.note()
+        gradient = take_gradient(twin.parameter)
+        if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
+            return
+        complete = self._stream.gather(twin.weight, gradient)
+        if complete is not None:
+            self._write_back.write_again()
+            # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
+            self._stream.send(complete, is_last=graph_task() == self.task)
+
+    def close(self) -> None:
+        """Ignore announcements from graphs, as another arrangement takes over, or none."""
+        self.closed = True
+        while self._direct:
+            self._direct.pop()[1].remove()
+
+    # -------------------------------------------------------------------------------------------------- units
+
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
         """Prepare for the nodes of a member's call, which backward is about to run.
 
@@ -115,16 +176,17 @@ class BackwardPass:
             self.note()
             self._graphs.add(graph)
             self._order.visit(member.index, Pass.BACKWARD)
-            self._gradient_return.ship_all_but([unit, self._resident])
+            self._write_back.write_again()  # also if the unit that it left is frozen
+            for left in self._stream.left_behind([unit, self._resident]):
+                self._stream.send(left, is_last=False)
             for group in groups:
                 self._window.bring(group)
-            self._gradient_return.fetch_sums(unit)
             if not unit.is_reached:
                 unit.is_reached = True
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
-                    swap_in(other, self._gradient_return.follow_requires_grad)
+                    swap_in(other, self.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
@@ -151,16 +213,13 @@ class BackwardPass:
                 self.in_use = [group]
                 self._window.prefetch(self.in_use)
 
-    def is_nested(self) -> bool:
-        """Tell whether autograd runs a backward inside of the one that opened the pass, as reentrant checkpoints do."""
-        return graph_task() != self.task
-
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
-        self._gradient_return.abandon()
+        self._overlap.abandon()  # before the memory that it reads is given to anybody else
+        self._stream.abandon()
         self.running = False
 
     def _end(self) -> None:
@@ -172,7 +231,8 @@ class BackwardPass:
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
-            self._gradient_return.finish()
+            self._write_back.write_again()
+            self._stream.finish()
             self.running = False
             self._on_end()
 
@@ -182,6 +242,21 @@ class BackwardPass:
                 leave_unit(unit)
         self._reached.clear()
         self.in_use = []
+
+
+def _refuse(weight: Weight, gradients: Sequence[Tensor | None]) -> None:
+    """Raise if autograd is about to bring a gradient to a master itself, on the host.
+
+    Between steps, masters are ordinary Parameters, so a graph may be built on them: a penalty on weights that is
+    computed before the step that adds it to its loss. Within a step, an `autograd.Function` that masters are given to
+    does so, as torch does not ask `__torch_function__` there.
+    """
+    if gradients[0] is not None and weight.master.requires_grad:
+        raise RuntimeError(
+            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, or by an "
+            "`autograd.Function` outside of its module. Compute with weights in `with pipeline.step():`, as "
+            "`training_step` does, and give such a function `weight[:]`."
+        )
 
 
 def _is_valid(group: Group) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -43,7 +42,6 @@ class Calls:
         backward: Follows backward passes.
         outside: Makes weights resident that cannot stay in their group.
         write_back: Copies what is written to weights on the device to the masters.
-        gradient_return: Moves gradients to the host.
         in_step: Tells whether the scope of a step is open.
     """
 
@@ -57,7 +55,6 @@ class Calls:
         backward: BackwardPass,
         outside: OutsideUse,
         write_back: WriteBack,
-        gradient_return: GradientReturn,
         in_step: Callable[[], bool],
     ) -> None:
         self._arrangement = arrangement
@@ -74,7 +71,6 @@ class Calls:
         self._backward = backward
         self._outside = outside
         self._write_back = write_back
-        self._gradient_return = gradient_return
         self._in_step = in_step
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
@@ -186,7 +182,7 @@ class Calls:
     def _begin(self, member: Member) -> None:
         """Put weights in their places."""
         with self._at_work:
-            swap_in(member, self._gradient_return.follow_requires_grad)
+            swap_in(member, self._backward.follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if len(self._inside) == 1 and not in_backward():
                 self._backend.trace.begin(Kind.FORWARD, member.unit_name)
@@ -203,7 +199,7 @@ class Calls:
                 self._backend.trace.end()
             self._write_back.write(entry.weight for entry in member.entries)
             for entry in member.entries:
-                self._gradient_return.adopt_requires_grad(entry.weight.twin)
+                self._backward.adopt_requires_grad(entry.weight.twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -216,7 +212,7 @@ class Calls:
         if member.looks_into is None:
             return forward(*args, **kwargs)
         # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
-        swap_in(member.looks_into, self._gradient_return.follow_requires_grad)
+        swap_in(member.looks_into, self._backward.follow_requires_grad)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
@@ -36,8 +36,7 @@ class OutsideUse:
         arrangement: The arrangement.
         lasting: The parts that outlive it.
         window: Brings groups to the device.
-        gradient_return: Moves gradients to the host.
-        stepper: Knows which weights have already been stepped in backward.
+        stream: Brings gradients to the host.
         backward: Follows backward passes.
         write_back: Copies what is written to weights on the device to the masters.
         settle: Waits until gradients have landed and optimizer steps are done.
@@ -53,8 +52,7 @@ class OutsideUse:
         lasting: Lasting,
         *,
         window: Window,
-        gradient_return: GradientReturn,
-        stepper: EarlyStepper,
+        stream: GradientStream,
         backward: BackwardPass,
         write_back: WriteBack,
         settle: Callable[[], None],
@@ -66,9 +64,7 @@ class OutsideUse:
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._window = window
-        self._gradient_return = gradient_return
-        self._gradients = gradient_return.gradients
-        self._stepper = stepper
+        self._stream = stream
         self._backward = backward
         self._write_back = write_back
         self._settle = settle
@@ -109,7 +105,7 @@ class OutsideUse:
         if weight.lowered:
             self.keep_as_is(weight)
         if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-            self._gradient_return.follow_requires_grad(weight.twin)
+            self._backward.follow_requires_grad(weight.twin)
         return weight.twin
 
     def unblock(self, member: Member) -> None:
@@ -153,32 +149,41 @@ class OutsideUse:
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
+        gradient = self._stream.of(weight)
+        if gradient.unit.state is State.EMPTY:
+            return
         if self._backward.running:
             self._backward.forget_failed()
         self._check_not_used(weight)
-        if self._gradient_return.has_arrived(weight):
+        if gradient.under_way:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
                 "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         with self._at_work:
-            if self._gradients.get(weight) is not None:
+            if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
-                self._gradients.settle()
-                self._gradients.show(weight)
+                self._stream.show(weight)
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        self._check_not_used(weight)
-        self._gradients.drop(weight)
+        if self._stream.of(weight).unit.state is not State.EMPTY:
+            self._check_not_used(weight)
+            self._stream.drop(weight)
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""
-        if self._stepper.awaits_step(weight):
+        unit = self._stream.of(weight).unit
+        if unit.state is State.CONSUMED:
             with self._at_work:
                 self._backward.forget_failed()
-            self._stepper.check_not_used(weight)
+        if unit.state is State.CONSUMED:
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} was used in backward already: its unit was stepped there, "
+                "because nobody was expected to read or change gradients before `step()`. Train with "
+                "`overlap_optimizer=False`."
+            )
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""

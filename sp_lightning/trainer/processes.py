@@ -52,6 +52,7 @@ class ProcessesMixin(_Base):
         self.num_nodes = 1
         self.replicas: Replicas | None = None
         self._buffers_due = False
+        self._accumulates = False
         self._threads_before: int | None = None
 
     @property
@@ -143,15 +144,12 @@ class ProcessesMixin(_Base):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        # Lightning enters this around all micro-batches of a step but the last one.
-        if self.replicas is None:
-            yield
-            return
-        self.replicas.accumulates = True
+        # Lightning enters this around all micro-batches of a step but the last one. Each of them is averaged.
+        self._accumulates = True
         try:
             yield
         finally:
-            self.replicas.accumulates = False
+            self._accumulates = False
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
@@ -164,7 +162,7 @@ class ProcessesMixin(_Base):
         if self.replicas is not None:
             if self._buffers_due:
                 pipeline.share_buffers()
-            self._buffers_due = torch.is_grad_enabled() and not self.replicas.accumulates
+            self._buffers_due = torch.is_grad_enabled() and not self._accumulates
 
     @contextmanager
     def evaluation(self, pipeline: Pipeline) -> Generator[None, None, None]:

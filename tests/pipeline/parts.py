@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.gradients.buffers import Shipment
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.worker import Job
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.segment import Segment
@@ -240,104 +237,6 @@ def place(
         weight.twin = Twin(weight, group, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)
     return Placed(unit, unit.weights, group, backend)
-
-
-class FakeStepper:
-    """Steps units in backward as far as a test wants it to: it writes down what it was given."""
-
-    def __init__(self) -> None:
-        self.keeps_gradients = False
-        self.wanted: set[Unit] = set()
-        self.stepped: set[Weight] = set()
-        self.shipments: list[Shipment] = []
-        self.calls: list[str] = []
-
-    def wants(self, unit: Unit) -> bool:
-        return unit in self.wanted
-
-    def has_stepped(self, weight: Weight) -> bool:
-        return weight in self.stepped
-
-    def step_in_backward(self, shipment: Shipment) -> None:
-        self.shipments.append(shipment)
-
-    def end_of_backward(self) -> None:
-        self.calls.append("end of backward")
-
-    def finish_optimizer(self, group: Group) -> None:
-        self.calls.append("finish step")
-
-    def abandon(self) -> None:
-        self.calls.append("abandon")
-
-
-class GradientScene:
-    """One unit of weights of ones whose gradients come home."""
-
-    def __init__(self, backend: Backend, *shapes: tuple[int, ...], lowered: torch.dtype | None = None) -> None:
-        self.backend = backend
-        self.placed: Placed = place([torch.ones(shape) for shape in shapes], backend, lowered)
-        self.weights = self.placed.weights
-        self.masters = [weight.master for weight in self.weights]
-        self.stats = Stats()
-        self.arrivals = 0
-        self.stepper = FakeStepper()
-        self.gradient_return = GradientReturn(
-            [self.placed.unit],
-            backend,
-            self.stats,
-            False,
-            self._count,
-            lambda: None,
-            lambda group: self.stepper.finish_optimizer(group),
-        )
-        self.gradient_return.shipping.stepper = self.stepper
-        for twin in self.placed.twins:
-            self.gradient_return.watch(twin)
-        if isinstance(backend, RecordingBackend):
-            backend.calls.clear()
-
-    def _count(self) -> None:
-        self.arrivals += 1
-
-    def arrive(self, *values: float | Tensor | None) -> None:
-        """Autograd finishes gradients of these values; none for None."""
-        pairs = zip(self.placed.twins, values, strict=True)
-        loss = sum((twin.parameter * value).sum() for twin, value in pairs if value is not None)
-        loss.backward()
-
-    def backward(self, *values: float | Tensor | None) -> None:
-        self.arrive(*values)
-        self.gradient_return.finish()
-
-    def clear(self) -> None:
-        """What `zero_grad` does."""
-        for weight in self.weights:
-            self.gradient_return.gradients.drop(weight)
-            weight.master.grad = None
-
-    def gradients(self) -> list[list[float] | None]:
-        """The values in each `.grad`, for somebody who asks for all of them."""
-        self.gradient_return.gradients.show_all()
-        return [None if master.grad is None else sorted(set(master.grad.flatten().tolist())) for master in self.masters]
-
-
-@contextmanager
-def gradient_scene(
-    *shapes: tuple[int, ...],
-    lowered: torch.dtype | None = None,
-    backend: Backend | None = None,
-    delay: float | None = None,
-) -> Iterator[GradientScene]:
-    """A scene over a backend that copies at once; with `delay`, over one with threads that take their time."""
-    threads = HostBackend(poison=True, max_delay=delay) if delay is not None else None
-    made = GradientScene(backend or threads or RecordingBackend(), *shapes, lowered=lowered)
-    try:
-        yield made
-    finally:
-        made.gradient_return.close()
-        if threads is not None:
-            threads.close()
 
 
 @contextmanager

@@ -1,242 +1,211 @@
 """Averaging of gradients over processes, between autograd and the host.
 
-It takes place on the device, before gradients leave it, and in the dtype of their masters. They are put together in the
-staging buffer in which they leave, and there scaled and all-reduced, with one operation each for a stretch of one
-dtype. The processes first have to agree whose turn it is (agreement.py). While backward runs, one turn is under way.
+It takes place on the device, in the staging buffer in which gradients leave, and in the dtype of their masters. Each
+micro-batch is averaged.
 
-Sparse gradients are averaged in each micro-batch; all others once, with the last micro-batch, as sums (unaveraged.py).
+[Note: the order of units]
+A collective operation makes every process wait for the others, and must be for the same weights in all of them. So all
+of them average units in one order: that in which the first process's backward completed them last time. A unit that is
+complete earlier waits for its turn. A message before the first one makes sure that all processes are about to average
+the same. When a process's own backward has ended, it averages what is left, with zeros for
+what it has not reached. Then all tell each other which weights they have reached: others keep no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients.agreement import Agreement
-from sp_lightning.pipeline.gradients.buffers import StagingBuffer, StagingBuffers, unit_of
-from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
+from sp_lightning.pipeline.gradients.buffers import StagingBuffer
 from sp_lightning.pipeline.gradients.replicas import Replicas
-from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
-from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
 
-
-class Averaged(NamedTuple):
-    """Gradients that have had their turn.
-
-    Attributes:
-        layout: Their weights: those of one unit, in its order, or any others; and how they lie in the staging buffer.
-        staging: The memory that they lie in.
-    """
-
-    layout: GradientLayout
-    staging: StagingBuffer
-
-
-class ReplicatedWeights(NamedTuple):
-    """The weights of an arrangement of which other processes have replicas.
-
-    Attributes:
-        replicas: The processes.
-        weights: All weights, in the same order in all processes.
-        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        steps_taken: Returns the number of optimizer steps taken, those of one process alone not counted: it must be the
-            same in all processes whenever gradients are averaged.
-    """
-
-    replicas: Replicas
-    weights: Sequence[Weight]
-    unmanaged: Sequence[nn.Parameter]
-    steps_taken: Callable[[], int]
+_NONE, _DENSE, _SPARSE = range(3)  # kinds of gradients
 
 
 class Averaging:
     """Averages the gradients of an arrangement's weights.
 
     Args:
-        replicated: The weights, and the processes that train replicas of them.
-        unaveraged: Sums of earlier micro-batches, on the host.
-        gathered: Gradients that have not left the device yet: taken when another process gives them a turn.
-        staging_buffers: Memory in which gradients are put together, and leave.
+        replicas: The processes.
+        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
+        steps_taken: Returns the number of optimizer steps taken, those of one process alone not counted: it must be the
+            same in all processes whenever gradients are averaged.
 
     Attributes:
         replicas: The processes.
-        unaveraged: Sums of earlier micro-batches, on the host.
     """
 
-    def __init__(
-        self,
-        replicated: ReplicatedWeights,
-        unaveraged: Unaveraged,
-        gathered: Mapping[Unit, dict[Weight, Tensor]],
-        staging_buffers: StagingBuffers,
-    ) -> None:
-        self.replicas = replicated.replicas
-        self.unaveraged = unaveraged
-        self._weights = replicated.weights
-        self._unmanaged = replicated.unmanaged
-        self._gathered = gathered
-        self._staging_buffers = staging_buffers
-        self._numbers = {weight: number for number, weight in enumerate(self._weights)}
-        count = len(self._weights) + len(self._unmanaged)
-        self._agreement = Agreement(count, replicated.steps_taken, self._exchange)
-        self._deferred: list[int] = []
-        self._under_way: tuple[Averaged, list[dist.Work]] | None = None
+    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], steps_taken: Callable[[], int]) -> None:
+        self.replicas = replicas
+        self._unmanaged = unmanaged
+        self._steps_taken = steps_taken
+        self._units: list[UnitGradients] = []
+        self._order: list[UnitGradients] = []
+        self._complete: dict[UnitGradients, None] = {}
+        self._started: set[UnitGradients] = set()
+        self._deferred: list[tuple[nn.Parameter, int]] = []
+        self._has_begun = False
+        self._signature = 0
+        self._turn = 0
+        self._under_way: tuple[UnitGradients, StagingBuffer, list[dist.Work]] | None = None
+
+    def of(self, units: Sequence[UnitGradients]) -> None:
+        """Average the gradients of these units, which come in the order of the forward."""
+        self._units = list(units)
+        self._order = sorted(self._units[::-1], key=lambda unit: unit.unit.resident)  # noqa: C415
+
+        names = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
+        self._signature = zlib.crc32(repr([names, [len(unit.unit.weights) for unit in self._units]]).encode())
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
-    @property
-    def is_due(self) -> bool:
-        """Whether gradients are averaged in this backward pass, and not in that of a later micro-batch, or never."""
-        return self.replicas.averages and not self.replicas.accumulates
+    def begin(self) -> None:
+        """Make sure, before a backward pass averages its first unit, that all processes are at the same point.
 
-    def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Averaged]:
-        """Start averaging gradients while backward runs.
-
-        Args:
-            gradients: Gradients on the device; they are not changed.
-
-        Yields:
-            Turns that have ended since the last call: as a rule that of the gradients given then.
+        Raises:
+            RuntimeError: They have taken different numbers of optimizer steps, or have different units.
         """
-        left = dict(gradients)
-        while left:
-            yield from self.complete()
-            self._start(self._agree(left, goes_on=True), left)
+        if self._has_begun:
+            return
+        self._has_begun = True
+        answers = self._exchange([self._steps_taken(), self._signature])
+        steps, signatures = [int(answer[0]) for answer in answers], {int(answer[1]) for answer in answers}
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"The processes have taken different numbers of optimizer steps ({steps}) when they average gradients. "
+                "Every process has to run backward equally often between two steps: `training_step` may not return "
+                "None in some of them only."
+            )
+        if len(signatures) > 1:
+            raise RuntimeError(
+                "The processes have different units, as some of them use a weight outside of its module that others do "
+                "not. Name it in `resident=`."
+            )
 
-    def complete(self) -> Iterator[Averaged]:
-        """Make computing wait for the turn that is under way, if there is one, and yield it."""
-        if self._under_way is not None:
-            averaged, works = self._under_way
-            for work in works:
-                work.wait()
-            self._under_way = None
-            yield averaged
+    def _exchange(self, numbers: Sequence[int]) -> list[Tensor]:
+        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
+        dist.all_gather(answers, message, group=self.replicas.host_group)
+        return answers
 
-    def is_final(self, weights: Iterable[Weight]) -> bool:
-        """Tell whether no process can bring more gradients of weights that have had their turn in this pass."""
-        return self._agreement.is_final(self._numbers[weight] for weight in weights)
+    def next_after(self, unit: UnitGradients) -> Iterator[UnitGradients]:
+        """Note that a unit is complete, and yield those whose turn it is, which are complete as well."""
+        self._complete[unit] = None
+        while self._turn < len(self._order):
+            following = self._order[self._turn]
+            if following not in self._complete and not following.is_frozen:
+                break
+            self._turn += 1
+            if not following.is_frozen:
+                yield following
+
+    def check_not_started(self, unit: UnitGradients) -> None:
+        """Raise if a gradient comes too late.
+
+        Raises:
+            RuntimeError: The unit was complete, and is averaged already.
+        """
+        if unit in self._started:
+            raise RuntimeError(
+                f"A weight of {unit.unit.name!r} got another gradient in a backward pass in which all of the "
+                "unit's had come, and were averaged. Use checkpoints with `use_reentrant=False`."
+            )
+
+    def start(self, unit: UnitGradients, staging: StagingBuffer) -> None:
+        """Start averaging what lies in a staging buffer."""
+        self._started.add(unit)
+        works = []
+        for flat in unit.layout.flat_in(staging.memory):
+            flat.mul_(1 / self.replicas.count)
+            works.append(dist.all_reduce(flat, async_op=True))
+        self._under_way = unit, staging, works
+
+    def wait(self) -> tuple[UnitGradients, StagingBuffer, bool] | None:
+        """Make computing wait for what is being averaged.
+
+        Returns:
+            Whose gradients they are, where they lie, and whether the unit was complete in this process.
+        """
+        if self._under_way is None:
+            return None
+        unit, staging, works = self._under_way
+        self._under_way = None
+        for work in works:
+            work.wait()
+        return unit, staging, unit in self._complete
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
-    def finish(self, sparse: Collection[Weight]) -> Iterator[Averaged]:
-        """Keep taking turns after this process's own backward, until backward is over in all processes.
+    def left(self) -> Iterator[UnitGradients]:
+        """Yield the units whose turn has not come: the order is the same in all processes."""
+        while self._turn < len(self._order):
+            self._turn += 1
+            if not self._order[self._turn - 1].is_frozen:
+                yield self._order[self._turn - 1]
 
-        Args:
-            sparse: Weights that this process has sparse gradients of.
-
-        Yields:
-            Turns that have ended since the last call.
-        """
+    def agree(self, arrived: Collection[Gradient]) -> set[Gradient]:
+        """Tell the other processes which weights this one has reached, and return those that any has."""
         self.replicas.passes += 1
-        deferred = [self._numbers[weight] for weight in sparse]
-        if not self.replicas.accumulates:
-            first = len(self._weights)
-            deferred += [first + index for index, other in enumerate(self._unmanaged) if other.grad is not None]
-        while turn := self._agree(self._sums_that_are_due(), deferred, goes_on=False):
-            yield from self.complete()
-            self._start(turn, {})
-        yield from self.complete()
-        self._agreement.end()
-
-    def _sums_that_are_due(self) -> list[Weight]:
-        """Return the weights whose sums are due although the last micro-batch has added nothing to them."""
-        return [] if self.replicas.accumulates else self.unaveraged.among(self._weights)
-
-    def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
-        """Average sparse gradients, when backward is over in all processes.
-
-        Args:
-            gradients: The gradients that backward has brought for each weight, in the order of their arrival.
-        """
-        averaged = {}
-        for weight in [self._weights[number] for number in self._deferred if number < len(self._weights)]:
-            own = reduce(torch.add, gradients[weight]).to("cpu") if weight in gradients else _without_rows(weight)
-            part = own.coalesce() * (1 / self.replicas.count)
-            dist.all_reduce(part, group=self.replicas.host_group)
-            averaged[weight] = [part]
-        return averaged
+        gradients = [gradient for unit in self._units for gradient in unit.gradients]
+        numbers = {unit: number for number, unit in enumerate(self._units)}
+        order = [numbers[unit] for unit in self._complete]
+        order += [number for number in reversed(range(len(self._units))) if self._units[number] not in self._complete]
+        flags = [*(gradient in arrived for gradient in gradients), *map(_kind_of_gradient, self._unmanaged)]
+        answers = self._exchange([*order, *flags])
+        first = len(order)
+        reached = torch.stack(answers)[:, first:].amax(0).tolist()
+        self._order = [self._units[number] for number in answers[0][:first].tolist()]
+        self._deferred = list(zip(self._unmanaged, reached[len(gradients) :], strict=True))
+        self._reset()
+        return {gradient for gradient, flag in zip(gradients, reached, strict=False) if flag}
 
     def has_unmanaged(self) -> bool:
         """Tell whether an unmanaged parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._unmanaged)
 
     def average_unmanaged(self) -> None:
-        """Average the gradients of unmanaged parameters, when backward is over in all processes.
+        """Average the gradients of unmanaged parameters that any process has one of.
 
-        They may contain gradients that were averaged earlier. Averaging does not change those, as they are the same in
-        all processes. Sums of micro-batches wait for the last one.
+        They may contain gradients of earlier micro-batches. Averaging does not change those, as they are the same in
+        all processes.
         """
-        first = len(self._weights)
-        for parameter in [self._unmanaged[number - first] for number in self._deferred if number >= first]:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            average = (own * (1 / self.replicas.count)).contiguous()
-            dist.all_reduce(average)
-            parameter.grad = own.copy_(average)
+        for parameter, kind in self._deferred:
+            own = parameter.grad
+            if kind == _DENSE:
+                own = torch.zeros_like(parameter) if own is None else own
+                average = (own * (1 / self.replicas.count)).contiguous()
+                dist.all_reduce(average)
+                parameter.grad = own.copy_(average)
+            elif kind == _SPARSE:
+                rows = _without_rows(parameter) if own is None else own.to("cpu")
+                rows = rows.coalesce() * (1 / self.replicas.count)
+                dist.all_reduce(rows, group=self.replicas.host_group)
+                parameter.grad = rows.to(parameter.device)
 
     def abandon(self) -> None:
-        """Forget the turn that is under way, after an exception."""
-        if self._under_way is not None:
-            self._staging_buffers.discard(self._under_way[0].staging)  # the all-reduce may still write to it
-            self._under_way = None
-        self._agreement.end()
-        self.unaveraged.forget()
+        """Forget what is under way, after an exception."""
+        self._under_way = None
+        self._reset()
 
-    # --------------------------------------------------------------------------------------------------------- a turn
-
-    def _agree(self, mine: Iterable[Weight], deferred: Iterable[int] = (), *, goes_on: bool) -> list[Weight]:
-        """Return the weights whose gradients are averaged next; none when no process has any left."""
-        turn = self._agreement.next_turn([self._numbers[weight] for weight in mine], deferred, goes_on=goes_on)
-        self._deferred = turn.deferred
-        return [self._weights[number] for number in turn.weights]
-
-    def _exchange(self, message: Tensor) -> list[Tensor]:
-        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
-        dist.all_gather(answers, message, group=self.replicas.host_group)
-        return answers
-
-    def _start(self, turn: list[Weight], left: dict[Weight, Tensor]) -> None:
-        """Put a turn's gradients together, and start averaging them.
-
-        Args:
-            turn: The weights whose turn it is.
-            left: Gradients that this process has yet to contribute; those used here are removed.
-        """
-        sums = self.unaveraged.take(turn)
-        parts = [
-            [found.pop(weight) for found in (sums, self._gathered.get(weight.unit, {}), left) if weight in found]
-            for weight in turn
-        ]
-        layout = GradientLayout.in_master_dtypes(turn)
-        buffers = self._staging_buffers
-        staging = buffers.take(layout.nbytes) if unit_of(turn) is not None else buffers.make(layout.nbytes)
-        _write_sums(staging.tensors(layout), parts)
-        works = []
-        for flat in layout.flat_in(staging.memory):
-            flat.mul_(1 / self.replicas.count)
-            works.append(dist.all_reduce(flat, async_op=True))
-        self._under_way = Averaged(layout, staging), works
+    def _reset(self) -> None:
+        self._turn = 0
+        self._complete.clear()
+        self._started.clear()
+        self._has_begun = False
 
 
-def _write_sums(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-    """Write the sum of each weight's gradients to its target; zeros if this process has no gradient of it."""
-    used = [target for target, own in zip(targets, parts, strict=True) if own]
-    if used:
-        torch._foreach_copy_(used, [own[0] for own in parts if own])
-    for target, own in zip(targets, parts, strict=True):
-        if not own:
-            target.zero_()
-        for further in own[1:]:
-            target.add_(further.to(target.dtype))
+def _kind_of_gradient(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return _NONE
+    return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
 
 
-def _without_rows(weight: Weight) -> Tensor:
+def _without_rows(parameter: nn.Parameter) -> Tensor:
     """Return a sparse gradient without rows: the contribution of a process that has not used the weight."""
-    rows, *columns = weight.host.shape
-    values = torch.empty(0, *columns, dtype=weight.master.dtype)
-    return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), values, (rows, *columns))
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
+    return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), values, parameter.shape)

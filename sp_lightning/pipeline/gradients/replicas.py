@@ -29,10 +29,8 @@ class Replicas:
         count: Number of processes.
         averages: Whether gradients are averaged. If not, backward passes are each process's own, and others need not
             run one.
-        accumulates: Whether a later micro-batch will add to the gradients of the backward passes that run now.
         passes: Number of backward passes that this process has taken part in.
         steps_alone: Number of optimizer steps taken while gradients were not averaged.
-        summed_here: Masters, by identity, whose gradients are sums that were not averaged over processes yet.
     """
 
     def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
@@ -40,10 +38,8 @@ class Replicas:
         self.on_this_machine = on_this_machine
         self.count = dist.get_world_size()
         self.averages = True
-        self.accumulates = False
         self.passes = 0
         self.steps_alone = 0
-        self.summed_here: set[int] = set()
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -52,7 +48,6 @@ class Replicas:
         Raises:
             ValueError: The processes have built different models, or a weight has no values on the host.
         """
-        self.summed_here.clear()
         self.steps_alone = 0
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, on_meta=False)

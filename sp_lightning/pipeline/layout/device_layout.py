@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
+from sp_lightning.pipeline.gradients.layout import gradient_bytes
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -25,7 +26,6 @@ class DeviceLayout:
         k: Units on the device at once, not counting those with a place of their own.
         k_prime: Units that travel together.
         plan: The planner's choice, if this is it.
-        averaged: Whether gradients are averaged with other processes on their way to the host.
 
     Attributes:
         k: Units on the device at once, not counting those with a place of their own.
@@ -38,9 +38,7 @@ class DeviceLayout:
         staging_buffers: How many gradients, each as large as the largest, are on their way to the host at once.
     """
 
-    def __init__(
-        self, division: Division, k: int, k_prime: int, plan: WindowPlan | None = None, *, averaged: bool = False
-    ) -> None:
+    def __init__(self, division: Division, k: int, k_prime: int, plan: WindowPlan | None = None) -> None:
         self.k = k
         self.k_prime = k_prime
         self.plan = plan
@@ -53,8 +51,7 @@ class DeviceLayout:
         self.parts = [[units[number] for number in part] for part in numbers]
         self._resident = division.resident
         self._streamed = [unit for unit in division.all_units() if unit not in self.units_on_device]
-        # with averaging one more, for sums of micro-batches, which are averaged with the last one
-        self.staging_buffers = STAGING_BUFFERS + averaged
+        self.staging_buffers = STAGING_BUFFERS
 
     @property
     def on_device_bytes(self) -> int:
@@ -82,7 +79,6 @@ def choose_device_layout(
     plan: WindowPlan | None,
     *,
     budget: int | None,
-    averaged: bool,
 ) -> DeviceLayout:
     """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest.
 
@@ -91,7 +87,6 @@ def choose_device_layout(
         options: The user's choices.
         plan: The planner's choice.
         budget: Device memory for all of it; None if no limit is known.
-        averaged: Whether gradients are averaged with other processes on their way to the host.
 
     Raises:
         ValueError: If none fits.
@@ -101,14 +96,14 @@ def choose_device_layout(
         return budget is None or layout.needed_bytes() <= budget
 
     if plan is not None:
-        layout = DeviceLayout(division, plan.k, plan.k_prime, plan, averaged=averaged)
+        layout = DeviceLayout(division, plan.k, plan.k_prime, plan)
         if fits(layout):  # else weights are sent in another dtype than when the plan was made
             return layout
     together = options.k_prime if isinstance(options.k_prime, int) else 1
     k = options.k if isinstance(options.k, int) else _DEFAULT_SLOTS * together
-    layout = DeviceLayout(division, k, together, averaged=averaged)
+    layout = DeviceLayout(division, k, together)
     if not fits(layout) and options.k == "auto":
-        layout = DeviceLayout(division, together, together, averaged=averaged)
+        layout = DeviceLayout(division, together, together)
     if not fits(layout):
         resident = sent_bytes([division.resident])
         gradients = layout.bytes_of_gradients_on_their_way()

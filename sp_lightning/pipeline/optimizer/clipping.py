@@ -8,17 +8,17 @@ Gradients of units that live on the device are clipped and unscaled at once, by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
-from sp_lightning.pipeline.optimizer.stepping import parameters_of
+from sp_lightning.pipeline.optimizer.update import parameters_of
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -29,8 +29,7 @@ class Clipping:
         weights: All weights, by the identity of their masters.
         on_device: Parameters that live on the device.
         backend: Has the thread for work on host memory.
-        gradients: The gradients of the weights.
-        stepper: Knows which weights have been stepped already.
+        stream: Brings the gradients of the weights.
     """
 
     def __init__(
@@ -38,14 +37,12 @@ class Clipping:
         weights: Mapping[int, Weight],
         on_device: Sequence[nn.Parameter],
         backend: Backend,
-        gradients: HostGradients,
-        stepper: EarlyStepper,
+        stream: GradientStream,
     ) -> None:
         self._weights = weights
         self._on_device = set(map(id, on_device))
         self._backend = backend
-        self._gradients = gradients
-        self._stepper = stepper
+        self._stream = stream
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
         """Clip gradients by their total norm when they are read, as `clip_grad_norm_` would now.
@@ -53,14 +50,18 @@ class Clipping:
         If some of them are on the device, those are clipped now, and the host waits until all others have landed.
 
         Returns:
-            Whether that is possible: the norms came with the gradients, and nobody has changed these since.
+            Whether that is possible: nobody has read the gradients, or set others.
         """
         found = self._with_gradients(parameters)
-        norms = None if found is None else self._gradients.norms_of(found.weights)
-        if not found or norms is None or any(parameter.dtype != torch.float32 for parameter in found.parameters):
+        if not found or any(parameter.dtype != torch.float32 for parameter in found.parameters):
             return False
-        scalings = {id(scaling): scaling for scaling in map(self._gradients.scaling_of, found.weights)}
+        held = [(gradient.norm, gradient.host) for gradient in found.gradients]
+        if any(tensor is None for _, tensor in held):
+            return False
+        scalings = {id(gradient.scaling): gradient.scaling for gradient in found.gradients}
         scaling = next(iter(scalings.values()), NO_SCALING)
+        if scaling.factors:
+            self._stream.settle()  # one of them may be computed by an earlier clip
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
             return False
@@ -70,16 +71,19 @@ class Clipping:
 
         def job() -> None:
             with torch.inference_mode(False), torch.no_grad():
-                arrived = norms
+                arrived = [_norm(tensor) if norm is None else norm for norm, tensor in held]
                 for earlier in scaling.factors:
                     arrived = list(torch.stack(arrived).mul_(earlier).unbind())
                 total = torch.linalg.vector_norm(torch.stack(found.in_order(arrived, norms_on_device)))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
-        ticket = self._backend.work(job, self._gradients.tickets_of(found.weights))
-        self._gradients.multiply(found.weights, factor)
-        self._gradients.forget_norms(found.weights)  # or another clip would read the factor before it is there
-        self._gradients.mark_under_way(found.weights, ticket)
+        units = {gradient.unit: None for gradient in found.gradients}
+        ticket = self._backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
+        self._rescale(found.gradients, lambda scaling: scaling.times(factor))
+        for gradient in found.gradients:
+            gradient.norm = None
+        for unit in units:
+            unit.ticket, unit.state = ticket, State.LEAVING
         if found.on_device:
             self._backend.synchronize(ticket)
             _multiply(found.on_device, factor)
@@ -92,9 +96,9 @@ class Clipping:
             Whether that is possible: nobody else could look at them. If not, nothing was done.
         """
         found = self._with_gradients(self.not_stepped(parameters))
-        if found is None or any(map(self._gradients.is_held, found.weights)):
+        if found is None or any(gradient.host is None for gradient in found.gradients):
             return False
-        self._gradients.clamp(found.weights, limit)
+        self._rescale(found.gradients, lambda scaling: scaling.clamped(limit))
         if found.on_device:
             nn.utils.clip_grad_value_(found.on_device, limit)
         return True
@@ -102,7 +106,7 @@ class Clipping:
     def not_stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the parameters that have not been clipped and stepped in backward."""
         weights = ((parameter, self._weights.get(id(parameter))) for parameter in parameters)
-        return [p for p, weight in weights if weight is None or not self._stepper.awaits_step(weight)]
+        return [p for p, w in weights if w is None or self._stream.of(w).unit.state is not State.CONSUMED]
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Multiply gradients by the inverse of a loss scale when they are read; those on the device now.
@@ -111,11 +115,11 @@ class Clipping:
             Whether one of them is not finite; None if only reading all of them could tell, and nothing was done.
         """
         found = self._with_gradients(parameters_of(optimizer))
-        norms = None if found is None else self._gradients.norms_of(found.weights)
+        norms = None if found is None else _norms_of(found.gradients)
         if found is None or norms is None:
             return None
-        self._gradients.settle()
-        gradients = [self._gradients.get(weight) for weight in found.weights]
+        self._stream.settle()
+        gradients = [gradient.host for gradient in found.gradients]
         gradients += [parameter.grad for parameter in found.on_device]
         suspects = [  # a norm may have overflowed though all elements are finite
             gradient
@@ -123,21 +127,41 @@ class Clipping:
             if not norm.isfinite()
         ]
         overflow = not all(gradient is None or bool(gradient.isfinite().all()) for gradient in suspects)
-        self._gradients.multiply(found.weights, inverse_scale.clone())
+        factor = inverse_scale.clone()
+        self._rescale(found.gradients, lambda scaling: scaling.times(factor))
         _multiply(found.on_device, inverse_scale)
         return overflow
+
+    def _rescale(self, gradients: Sequence[Gradient], change: Callable[[Scaling], Scaling]) -> None:
+        """Have gradients that the engine has scaled when they are read."""
+        changed: dict[int, Scaling] = {}  # those that are scaled alike share an object
+        for gradient in gradients:
+            before = gradient.scaling
+            if before.clamp is not None:  # a `Scaling` clips last, so nothing can follow that
+                before = self._apply(gradient)
+            gradient.scaling = changed.setdefault(id(before), change(before))
+
+    def _apply(self, gradient: Gradient) -> Scaling:
+        """Apply to a gradient what is recorded, in memory of its own."""
+        gradient.unit.wait()
+        assert gradient.host is not None
+        scaled = torch.empty_like(gradient.weight.host).copy_(gradient.host)
+        gradient.scaling.apply_(scaled)
+        gradient.host, gradient.norm = scaled, None
+        return NO_SCALING
 
     def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
         """Return the parameters that have a gradient; None if one of them is not ours, or its gradient not dense."""
         found = _Found()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = parameter.grad if weight is None else self._gradients.get(weight)
-            if gradient is None:
+            gradient = None if weight is None else self._stream.of(weight)
+            tensor = parameter.grad if gradient is None or gradient.host is None else gradient.host
+            if tensor is None:
                 continue
-            if gradient.layout is not torch.strided or (weight is None and id(parameter) not in self._on_device):
+            if tensor.layout is not torch.strided or (weight is None and id(parameter) not in self._on_device):
                 return None
-            found.add(parameter, weight)
+            found.add(parameter, gradient)
         return found
 
 
@@ -146,32 +170,44 @@ class _Found:
 
     Attributes:
         parameters: All of them.
-        weights: The weights among them, whose gradients come to the host.
+        gradients: The gradients of the weights among them, which come to the host.
         on_device: Those that live on the device.
     """
 
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []
-        self.weights: list[Weight] = []
+        self.gradients: list[Gradient] = []
         self.on_device: list[nn.Parameter] = []
         self._travels: list[bool] = []
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
 
-    def add(self, parameter: nn.Parameter, weight: Weight | None) -> None:
-        """Add a parameter, which lives on the device if it has no `weight`."""
+    def add(self, parameter: nn.Parameter, gradient: Gradient | None) -> None:
+        """Add a parameter, which lives on the device if it has no gradient that travels."""
         self.parameters.append(parameter)
-        self._travels.append(weight is not None)
-        if weight is None:
+        self._travels.append(gradient is not None)
+        if gradient is None:
             self.on_device.append(parameter)
         else:
-            self.weights.append(weight)
+            self.gradients.append(gradient)
 
     def in_order(self, of_weights: Iterable[Tensor], on_device: Iterable[Tensor]) -> list[Tensor]:
         """Merge tensors of weights and of parameters on the device in the order of the parameters."""
         weights, others = iter(of_weights), iter(on_device)
         return [next(weights if travels else others) for travels in self._travels]
+
+
+def _norms_of(gradients: Sequence[Gradient]) -> list[Tensor] | None:
+    """Return the norms of gradients as they came, to be read once these have landed; None if one is not known."""
+    known = [gradient.norm for gradient in gradients if gradient.norm is not None]
+    return known if len(known) == len(gradients) else None
+
+
+def _norm(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
 
 
 def _norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.on_device import is_elsewhere, move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap
-from sp_lightning.pipeline.optimizer.stepping import parameters_of
+from sp_lightning.pipeline.optimizer.update import parameters_of
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.guard import (
@@ -65,7 +65,7 @@ class OptimizerParts(NamedTuple):
     Attributes:
         overlap: Steps units while the device computes.
         clipping: Clips and unscales gradients.
-        gradient_return: Brings gradients, with their norms.
+        stream: Brings gradients, with their norms.
         window: Knows which groups are on the device.
         parameters: The identities of the module's parameters.
         write_back: Copies what was written to weights on the device to the masters.
@@ -73,7 +73,7 @@ class OptimizerParts(NamedTuple):
 
     overlap: Overlap
     clipping: Clipping
-    gradient_return: GradientReturn
+    stream: GradientStream
     window: Window
     parameters: frozenset[int]
     write_back: Callable[[], None]
@@ -146,6 +146,7 @@ class Optimizers:
             )
         if is_new:
             self.seen.add(optimizer)
+            self._watch_state(optimizer)
             move_state(optimizer, self._with_state_elsewhere(optimizer))
         self._parts.write_back()  # what is written to weights on the device has to be in the masters that are stepped
         with self._at_work:
@@ -192,18 +193,19 @@ class Optimizers:
             self._parts.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
-            self._parts.overlap.after_step()
+            self._parts.overlap.after_step(optimizer)
             used = list(parameters_of(optimizer))
             if self.afterwards is Afterwards.DROPPED:
                 self._parts.overlap.drop_gradients(used)
-            elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
-                self._kept += used
+            else:
+                self._parts.overlap.keep_gradients(optimizer)
+                self._kept += used if self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP else []
             self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
             self._relax_guard()
 
-    def watch_state(self, optimizer: Optimizer) -> None:
+    def _watch_state(self, optimizer: Optimizer) -> None:
         """Finish all steps before an optimizer's state is saved or loaded: it steps unit by unit from now on."""
         if optimizer not in self._hooks:
             self._hooks[optimizer] = [
@@ -254,11 +256,11 @@ class Optimizers:
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
         """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._parts.gradient_return.shipping.measures_norms = True
+        self._parts.stream.measures_norms = True
         try:
             yield
         finally:
-            self._parts.gradient_return.shipping.measures_norms = False
+            self._parts.stream.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does; where possible, while the optimizer reads the gradients."""

@@ -1,7 +1,7 @@
 """Stepping the optimizer on the host while the device computes, with the numbers of a plain step.
 
-The user's optimizer stays the owner of all state and settings. Weights that can be stepped unit by unit (stepping.py
-decides) are taken out of its `param_groups` while its `step()` runs, so that torch's own code steps all others and
+The user's optimizer stays the owner of all state and settings. Weights that can be stepped unit by unit (update.py
+tells) are taken out of its `param_groups` while its `step()` runs, so that torch's own code steps all others and
 nothing else. Those taken out are then stepped unit by unit, on the thread for work on host memory.
 
 [Note: when a unit is stepped]
@@ -10,33 +10,30 @@ that decides about a step (clipping, a loss scaler, a user's hook that looks at 
 *In backward*, where somebody vouches that nothing of the kind will happen (early_steps.py).
 Of the units that can be stepped, the one that the next forward needs first comes first. So when backward ends, the
 units whose gradients came last are stepped first, and those whose gradients came first may wait until after the next
-forward has begun.
+forward has begun. A unit with a `.grad` of the user's, who may change it, is stepped before `step()` returns.
 
 [Note: nobody sees an unfinished step]
-Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it. Weights whose
-memory somebody else holds an alias of cannot be guarded, and are stepped before `step()` returns.
+Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.optimizer.early_steps import EarlyStep, EarlyStepper
-from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
-from sp_lightning.pipeline.optimizer.stepping import (
-    HAVE_FUSED_KERNELS,
-    fused_kernel_works,
-    parameters_of,
-    why_not_by_unit,
-)
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.optimizer.early_steps import EarlyStep
+from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Job, Plan
+from sp_lightning.pipeline.optimizer.update import parameters_of, why_not_by_unit
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, without_torch_function
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Weight
@@ -48,36 +45,23 @@ class Overlap:
     Args:
         weights: All weights, by the identity of their masters.
         steps: Gives steps to the thread.
-        gradient_return: Brings the gradients, and hands them over in backward.
-        stepper: Steps units before backward ends.
-        stats: Counters.
+        stream: Brings the gradients, and hands them over in backward.
         overlaps: Whether steps overlap with computing; if not, they are done when `step()` returns.
-        fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
     """
 
     def __init__(
-        self,
-        weights: Mapping[int, Weight],
-        steps: HostSteps,
-        gradient_return: GradientReturn,
-        stepper: EarlyStepper,
-        stats: Stats,
-        overlaps: bool,
-        fused: bool,
+        self, weights: Mapping[int, Weight], steps: GroupSteps, stream: GradientStream, overlaps: bool
     ) -> None:
         self._weights = weights
         self._steps = steps
-        self._gradient_return = gradient_return
-        self._gradients = gradient_return.gradients
-        self._stats = stats
+        self._stream = stream
         self._overlaps = overlaps
-        self._fused = fused
-        self._checked: set[int] = set()
+        # of this arrangement's groups: those of another one would hold memory for state that lies elsewhere by now
+        self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
-        self._to_step: dict[Group, list[Share]] = {}
-        self._held: set[Group] = set()  # with gradients that users hold, and may change when `step()` has returned
+        self._to_step: list[tuple[Group, list[Job], bool]] = []
         self._had_state: set[int] = set()
-        self._stepper = stepper
+        self._awaiting: list[EarlyStep] = []  # `step()`
         self._is_closed = False
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
@@ -86,70 +70,94 @@ class Overlap:
         """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
         self.restore_param_groups()
         self._to_step.clear()  # left by a step that ended with an exception
-        self._held.clear()
-        known = [self._weights[id(p)] for p in parameters_of(optimizer) if id(p) in self._weights]
-        if not known:
+        plan = self._plan_of(optimizer)
+        if not plan.gradients:
             return
-        self._gradient_return.check_averaged(known)
         why_not = self.why_not(optimizer)
-        stepped = self._stepper.conclude(optimizer, known, why_not)
+        early = self._conclude_early(optimizer, plan, why_not)
         if why_not is not None:
             self._steps.settle()
-            self._gradients.show_all()
+            self._stream.show_all()
             return
         self._had_state = set(map(id, optimizer.state))
-        for param_group in optimizer.param_groups:
-            self._take_out(optimizer, param_group, stepped)
+        left = self._choose(optimizer, plan)
+        for step in early:
+            self._finish_early(step)
+        for index, param_group in enumerate(optimizer.param_groups):
+            self._taken_out.append((param_group, param_group["params"]))
+            others = plan.others[index]
+            if left:
+                own = {id(gradient.weight.master) for gradient in plan.gradients if gradient not in left}
+                others = [p for p in param_group["params"] if id(p) not in own]
+            param_group["params"] = others
+        for gradient in left:
+            self._steps.finish(gradient.weight.unit.group)
 
-    def _take_out(self, optimizer: Optimizer, param_group: dict[str, Any], stepped: Collection[Weight]) -> None:
-        """Leave in a param group what torch's own code steps; share out all others that were not stepped yet.
+    def _choose(self, optimizer: Optimizer, plan: Plan) -> set[Gradient]:
+        """Choose what is stepped by unit; return the gradients of weights that torch's own code has to step.
 
         Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
         """
-        weights = [self._weights[id(p)] for p in param_group["params"] if id(p) in self._weights]
-        waiting = [weight for weight in weights if weight not in stepped and self._gradients.get(weight) is not None]
-        ours = [weight for weight in waiting if self._may_step(weight)]
-        self._share_out(optimizer, self._settings(optimizer, param_group), ours)
-        theirs = set(waiting).difference(ours)
-        taken = {id(weight.master) for weight in weights if weight not in theirs}
-        self._taken_out.append((param_group, param_group["params"]))
-        param_group["params"] = [p for p in param_group["params"] if id(p) not in taken]
-        for weight in weights:
-            if weight in theirs:
-                self._let_plain_code_step(weight)
+        settings = self._steps.settings(optimizer)
+        left: set[Gradient] = set()
+        for group, steps in plan.steps.items():
+            chosen: dict[Gradient, Tensor] = {}
+            waits = not self._overlaps
+            for step in steps:
+                for gradient in step.gradients:
+                    weight, tensor = gradient.weight, gradient.host
+                    if gradient.unit.state is State.CONSUMED:
+                        continue
+                    if tensor is None:
+                        tensor = weight.master.grad
+                        if tensor is None:
+                            continue
+                        waits = True
+                        if not _is_like(tensor, weight.master):  # the optimizer's own code knows what to do with it
+                            left.add(gradient)
+                            continue
+                    weight.follow()
+                    chosen[gradient] = tensor
+            if chosen:
+                jobs = self._steps.jobs(optimizer, steps, settings, chosen)
+                self._to_step.append((group, jobs, waits))
+        return left
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of the optimizer, after it has stepped the others."""
         self.restore_param_groups()
-        first_steps = {share for shares in self._to_step.values() for share in shares if share.is_first_step}
-        for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
-            shares = self._to_step[group]
-            after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
-            self._steps.begin(group, shares, after)
-            self._stats.overlapped_steps += group.unit_count * self._overlaps
-        for group, shares in self._to_step.items():
-            is_held = group in self._held or any(weight.is_aliased for share in shares for weight in share.gradients)
+        for group, jobs, _ in self._to_step:
+            units = {g.unit for job in jobs for g in job.step.gradients}
+            self._steps.begin(group, jobs, [unit.ticket for unit in units if unit.ticket is not None])
+        makes_state = False
+        for group, jobs, waits in self._to_step:
             # state made in a first step depends on settings of the process (torch's default dtype): wait for it
-            if is_held or not self._overlaps or not first_steps.isdisjoint(shares):
-                self._steps.finish_optimizer(group)
+            if waits or any(job.makes_state for job in jobs):
+                self._steps.finish(group)
+                makes_state |= any(job.makes_state for job in jobs)
         self._to_step.clear()
-        for optimizer in {share.optimizer for share in first_steps}:
-            self._put_new_state_in_order(optimizer)
+        if makes_state:
+            # in the order of the parameters, as torch's own code makes it, not in that of the units' steps
+            for parameter in parameters_of(optimizer):
+                if id(parameter) not in self._had_state and parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+    def keep_gradients(self, optimizer: Optimizer) -> None:
+        """Keep gradients that a step has used. Those in their masters' dtypes were scaled in place."""
+        for gradient in self._plan_of(optimizer).gradients:
+            if gradient.host is not None and gradient.host.dtype == gradient.weight.dtype:
+                gradient.scaling = NO_SCALING
+            gradient.norm = None
 
     def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave the weights among these parameters without gradients."""
+        """Leave the weights among these parameters without gradients, as a step has used them."""
         weights = (self._weights.get(id(parameter)) for parameter in parameters)
-        self._gradients.drop_all(weight for weight in weights if weight is not None)
-
-    def _put_new_state_in_order(self, optimizer: Optimizer) -> None:
-        """Put new state in the order of the parameters, as torch's own code does, not in that of the units' steps."""
-        for parameter in parameters_of(optimizer):
-            if id(parameter) not in self._had_state and parameter in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(parameter)
+        self._stream.consume([self._stream.of(weight) for weight in weights if weight is not None])
 
     def close(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
         self.restore_param_groups()
+        self._plans.clear()
         self._is_closed = True
 
     def restore_param_groups(self) -> None:
@@ -158,27 +166,12 @@ class Overlap:
             param_group, parameters = self._taken_out.pop()
             param_group["params"] = parameters
 
-    def _settings(self, optimizer: Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
-        """Copy a param group, without its parameters: a scheduler may change it before the copy is used."""
-        settings = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in param_group.items()
-            if key != "params"
-        }
-        undecided = settings.get("fused", False) is None and settings.get("foreach") is None
-        if self._fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
-            dtypes = {p.dtype for p in param_group["params"]}
-            # on the CPU torch chooses its slowest path by default (pytorch#74588)
-            settings["fused"] = all(fused_kernel_works(type(optimizer).__name__, dtype) for dtype in dtypes) or None
-        return settings
-
-    def _may_step(self, weight: Weight) -> bool:
-        weight.follow()
-        gradient, master = self._gradients.get(weight), weight.master
-        if gradient is None or gradient.layout is not torch.strided:
-            return False
-        # users may give `.grad` another dtype or layout, which the optimizer's own code knows what to do with
-        return gradient is not master.grad or (gradient.dtype, gradient.stride()) == (master.dtype, master.stride())
+    def _plan_of(self, optimizer: Optimizer) -> Plan:
+        plan = self._plans.get(optimizer)
+        if plan is None or not plan.is_for(optimizer):
+            self._steps.settle()  # what an earlier plan has begun works on the same state
+            plan = self._plans[optimizer] = Plan(optimizer, self._weights, self._stream)
+        return plan
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return why an optimizer cannot step weights unit by unit; None if it can."""
@@ -188,41 +181,21 @@ class Overlap:
             return "a GradScaler has left it to the optimizer's own kernel to skip steps"
         if has_foreign_step_hooks(optimizer):
             return f"a step hook may look at everything that {type(optimizer).__name__} steps"
+        plan = self._plan_of(optimizer)
+        with without_torch_function():
+            unknown = [g for g in plan.unchecked if g.weight.master.requires_grad or g.host is not None]
         for param_group in optimizer.param_groups:
-            with without_torch_function():
-                unknown = [p for p in param_group["params"] if id(p) not in self._checked and self._may_be_stepped(p)]
-            reason = why_not_by_unit(optimizer, param_group, unknown)
+            reason = why_not_by_unit(optimizer, param_group, [gradient.weight.master for gradient in unknown])
             if reason is not None:
                 return reason
-            self._checked.update(map(id, unknown))
+        if unknown:
+            plan.unchecked = [gradient for gradient in plan.unchecked if gradient not in unknown]
         return None
-
-    def _may_be_stepped(self, parameter: nn.Parameter) -> bool:
-        weight = self._weights.get(id(parameter))
-        return weight is not None and (parameter.requires_grad or self._gradients.get(weight) is not None)
-
-    def _let_plain_code_step(self, weight: Weight) -> None:
-        self._steps.finish_optimizer(weight.unit.group)
-        self._gradients.wait_until_landed([weight])
-        self._gradients.show(weight)
-
-    def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
-        shares: dict[tuple[Group, int], Share] = {}
-        for weight in weights:
-            if self._gradients.is_held(weight):
-                self._held.add(weight.unit.group)
-            gradient, scaling = self._gradients.take(weight)
-            key = (weight.unit.group, id(scaling))
-            if key not in shares:
-                shares[key] = Share(optimizer, settings, scaling, {})
-                self._to_step.setdefault(weight.unit.group, []).append(shares[key])
-            shares[key].gradients[weight] = gradient
 
     # ------------------------------------------------------------------------------------------------- in backward
 
-    def stepping_in_backward(
-        self, optimizer: Optimizer, clamp: float | None = None, keep: bool = False
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def stepping_in_backward(self, optimizer: Optimizer, clamp: float | None, keeps_gradients: bool) -> Iterator[None]:
         """Let an optimizer step units in the backward pass of this scope.
 
         Its `step()` must follow without a change of its settings, and nobody may ask for a gradient in between.
@@ -230,20 +203,77 @@ class Overlap:
         Args:
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value.
-            keep: Whether gradients are kept after the step.
+            keeps_gradients: Whether gradients are kept after the step.
         """
         if not self._overlaps or self.why_not(optimizer) is not None:
-            return nullcontext()
-        groups = optimizer.param_groups
-        weights = [(self._weights.get(id(p)), i) for i, group in enumerate(groups) for p in group["params"]]
-        param_group_of = {weight: index for weight, index in weights if weight is not None}
+            yield
+            return
+        early = EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
+        self._awaiting.append(early)
+        self._stream.taker = early
+        try:
+            yield
+        finally:
+            self._stream.taker = None
+            if not early.stepped:
+                self._awaiting = [other for other in self._awaiting if other is not early]
 
-        def look_up_settings() -> list[dict[str, Any]]:
-            return [self._settings(optimizer, param_group) for param_group in optimizer.param_groups]
+    def _conclude_early(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> list[EarlyStep]:
+        """Return the early steps of an optimizer whose `step()` was called, once the scope's promises were checked.
 
-        return self._stepper.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
+        Raises:
+            RuntimeError: A promise was broken.
+        """
+        own = [step for step in self._awaiting if step.optimizer is optimizer]
+        others = [step for step in self._awaiting if step.optimizer is not optimizer]
+        for other in others:
+            stepped = {gradient for unit in other.stepped for gradient in unit.trained}
+            if not stepped.isdisjoint(plan.gradients):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is to step weights that another optimizer, "
+                    f"{type(other.optimizer).__name__}, has stepped in backward although its own `step()` was not "
+                    "called yet. Train with `overlap_optimizer=False`."
+                )
+        if own and why_not is not None:
+            raise RuntimeError(
+                f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
+            )
+        for step in own:
+            step.check_settings()
+        self._awaiting = others
+        return own
+
+    def _finish_early(self, early: EarlyStep) -> None:
+        for unit in early.stepped:
+            unit.state = State.LANDED
+            if not early.keeps_gradients:
+                self._stream.consume(unit.trained)
+
+    def abandon(self) -> None:
+        """Finish the steps that were given to the thread, and begin no other, after an exception."""
+        with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
+            self._steps.settle()
+        for early in self._awaiting:
+            self._finish_early(early)
+            stepped = {gradient for unit in early.stepped for gradient in unit.trained}
+            left = sum(g.weight.master.requires_grad for g in early.plan.gradients) - len(stepped)
+            if left > 0:
+                warnings.warn(
+                    f"The exception came while the optimizer was stepping in backward: {len(stepped)} weights "
+                    f"have taken this step, {left} have not. Continue from a checkpoint, or train with "
+                    "`overlap_optimizer=False`.",
+                    stacklevel=2,
+                )
+        self._awaiting.clear()
+        self._stream.taker = None
 
     @property
     def settled(self) -> bool:
         """Whether all masters are as they would be in plain training."""
-        return self._steps.note_finished() and self._stepper.is_concluded
+        return self._steps.note_finished() and not self._awaiting
+
+
+def _is_like(gradient: Tensor, master: Tensor) -> bool:
+    return (gradient.dtype, gradient.layout, gradient.device) == (master.dtype, master.layout, master.device) and (
+        gradient.stride() == master.stride()
+    )

@@ -180,6 +180,8 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
     """Tell whether the engine can point a parameter to other memory: plain and dense, or quantized."""
     if isinstance(owner, torch.jit.ScriptModule):
         return False
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:  # its gradient is as small as it can be
+        return False
     is_plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
     return is_quantized(parameter) or (is_plain and parameter.layout is torch.strided and is_dense(parameter))
 

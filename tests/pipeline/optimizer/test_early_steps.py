@@ -196,8 +196,8 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize(("frozen", "steps"), [(True, 3 * 1), (False, 3 * 5)])
-def test_a_group_that_an_inner_checkpoint_still_reads_is_not_stepped(frozen: bool, steps: int, k: int) -> None:
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_group_that_an_inner_checkpoint_still_reads_is_stepped_when_backward_leaves_it(frozen: bool, k: int) -> None:
     """It holds on to weights without a handle: the place of one was free when all trained ones had their gradients."""
 
     def make() -> nn.Sequential:
@@ -207,7 +207,7 @@ def test_a_group_that_an_inner_checkpoint_still_reads_is_not_stepped(frozen: boo
     expected = train_in_backward(model := make(), adam(model), None)
     with attached(model := make(), units=Adapted, k=k) as pipeline:
         assert same(expected, train_in_backward(model, adam(model), pipeline))
-        assert pipeline.stats.steps_in_backward == steps  # the first unit's frozen weight is not read in backward
+        assert pipeline.stats.steps_in_backward == 3 * 5
 
 
 @pytest.mark.timeout(30)  # landing buffers that are not given back would be waited for, for ever
@@ -257,7 +257,7 @@ def test_a_gradient_after_the_step_is_an_error(retained: bool) -> None:
                 late.backward()
 
 
-@pytest.mark.parametrize("why", ["accumulated", "another optimizer's", "aliased", "unknown", "switched off", "frozen"])
+@pytest.mark.parametrize("why", ["accumulated", "another optimizer's", "unknown", "switched off", "frozen"])
 def test_units_that_are_not_stepped_in_backward(why: str) -> None:
     """Numbers are right all the same."""
 
@@ -269,7 +269,6 @@ def test_units_that_are_not_stepped_in_backward(why: str) -> None:
             other = SGD(parameters[5:6], lr=0.1)
             parameters = parameters[:5] + parameters[6:]
         optimizer = (Own if why == "unknown" else Adam)(parameters, lr=0.01)
-        held = model[2].weight.data if why == "aliased" else None
         for number in range(4):
             model.zero_grad()
             if why == "accumulated":
@@ -280,14 +279,13 @@ def test_units_that_are_not_stepped_in_backward(why: str) -> None:
             optimizer.step()
             if why == "another optimizer's":
                 other.step()
-        del held
         return everything(model)
 
     expected = story(chain(), None)
     options = {"overlap_optimizer": False} if why == "switched off" else {}
     with attached(model := chain(), **options) as pipeline:
         assert same(expected, story(model, pipeline))
-        steps = {"accumulated": 15, "another optimizer's": 12, "aliased": 12, "unknown": 0, "switched off": 0}
+        steps = {"accumulated": 15, "another optimizer's": 12, "unknown": 0, "switched off": 0}
         assert pipeline.stats.steps_in_backward == steps.get(why, 15)
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.optimizer.stepping import UnitStep
+from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 
 
 @pytest.fixture
@@ -25,18 +25,18 @@ def module() -> nn.Module:
 def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
     pipeline = Pipeline(module, "cpu")
-    pipeline._assembly.overlap._fused = True
+    pipeline._assembly.steps._fused = True
     settings: list[dict[str, Any]] = []
 
-    def sections(self: UnitStep, optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> Iterator[None]:
+    def run(self: UnitStep, optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> None:
         settings.append(hyper)
-        return plain_sections(self, optimizer, hyper, *args)
+        plain_run(self, optimizer, hyper, *args)
 
-    plain_sections = UnitStep.sections
+    plain_run = UnitStep.run
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
-        with mock.patch.object(UnitStep, "sections", sections):
+        with mock.patch.object(UnitStep, "run", run):
             yield settings
             optimizer.step()
             pipeline.settle()

@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.worker import Job
-from sp_lightning.pipeline.optimizer import stepping
-from sp_lightning.pipeline.optimizer.flat import FlatState
-from sp_lightning.pipeline.optimizer.stepping import BY_WEIGHT, UnitStep
+from sp_lightning.pipeline.optimizer.unit_step import UnitStep
+from sp_lightning.pipeline.optimizer.update import BY_WEIGHT
 
 from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everything, momentum, plain_step, same
 
@@ -433,28 +432,6 @@ def test_detaching_finishes_the_step() -> None:
     assert same(expected, everything(model, optimizer))
 
 
-@pytest.mark.parametrize("alias", ["data", "detached", "a view"])
-def test_aliased_weights_are_stepped_before_step_returns(alias: str) -> None:
-    """Reading an alias is not noticed: nobody may see it unfinished; also when units are arranged anew meanwhile."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None = None) -> tuple[list[Tensor], Optimizer]:
-        aliases = [{"data": p.data, "detached": p.detach(), "a view": p.data[1:]}[alias] for p in model[1].parameters()]
-        optimizer = adam(model)
-        seen = []
-        for _ in range(3):
-            plain_step(model, optimizer)
-            seen += [tensor.clone() for tensor in aliases]
-            if pipeline is not None:
-                pipeline.rebuild()
-        return [*seen, *everything(model, optimizer)], optimizer
-
-    expected, _ = story(chain())
-    model = chain()
-    with attached(model) as pipeline:
-        found, _ = story(model, pipeline)
-        assert same(expected, found)
-
-
 def test_masters_given_other_memory_are_taken_back() -> None:
     """`p.data = ...` between backward and step."""
 
@@ -506,7 +483,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: Calla
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStep, "sections", fail_to_step)
+            patch.setattr(UnitStep, "run", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 use(model)
@@ -523,7 +500,7 @@ def test_detaching_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStep, "sections", fail_to_step)
+            patch.setattr(UnitStep, "run", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 pipeline.detach()
@@ -741,13 +718,10 @@ def test_param_groups_are_whole_again_after_an_exception(who: str, monkeypatch: 
             handle = optimizer.register_step_pre_hook(fail) if who == "a hook" else None
             if who == "the optimizer":
                 patch.setattr(optimizer, "_init_group", fail)
-                held = model[0].weight.data  # torch's own code has something left to step
             with pytest.raises(KeyboardInterrupt), pipeline.step():
                 optimizer.step()
             if handle is not None:
                 handle.remove()
-            else:
-                del held
         assert parameters_of(optimizer) == whole
         optimizer.zero_grad()
         assert [p.grad for p in model.parameters()] == [None] * 10
@@ -787,41 +761,6 @@ def test_an_optimizer_that_is_dropped_is_freed() -> None:
             gc.collect()
             assert alive() is None
             assert pipeline.summary().optimizer_bytes == 0
-
-
-def test_units_that_lose_a_weight_do_not_leave_memory_for_its_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their state moves together once more; where it was before is given back."""
-    made: weakref.WeakSet[FlatState] = weakref.WeakSet()
-
-    class Block(nn.Sequential):
-        """A unit of three weights, of which the second is used outside of it in later steps."""
-
-    class Noted(FlatState):
-        def __init__(self, masters: Any) -> None:
-            super().__init__(masters)
-            made.add(self)
-
-    monkeypatch.setattr(stepping, "FlatState", Noted)
-    blocks = [Block(*[nn.Linear(64, 64, bias=False) for _ in range(3)]) for _ in range(3)]
-    model = nn.Sequential(*blocks)
-
-    def held() -> int:
-        gc.collect()
-        return sum(buffer.nbytes for state in made for buffer in state._buffers.values())
-
-    with attached(model, units=Block) as pipeline:
-        optimizer = adam(model)
-        seen = []
-        for outside in (False, False, True, True, True):
-            optimizer.zero_grad()
-            with pipeline.step():
-                penalty = sum(block[1].weight.square().mean() for block in blocks) if outside else 0
-                (model(torch.ones(2, 64)).square().mean() + penalty).backward()
-            optimizer.step()
-            pipeline.settle()
-            seen.append(held())
-        assert len(pipeline.arrangement.groups) == len(blocks) + 1
-    assert seen[-1] < 1.5 * seen[1]
 
 
 def test_state_that_is_loaded() -> None:

@@ -2,67 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
-from sp_lightning.pipeline.weights.sections import Section, divide
+from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
-@dataclass(frozen=True)
 class GradientLayout:
     """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
 
-    Layouts are equal, and serve as the same key, if they are of the same weights in the same dtypes.
-
-    Attributes:
+    Args:
         weights: The weights that the gradients belong to.
         dtypes: The dtype of each gradient.
+
+    Attributes:
+        norms_at: Offset of the norms, in bytes.
+        nbytes: Bytes in all.
+        is_lower: Whether a gradient is in another dtype than its master.
+        can_be_measured: Whether all masters are in fp32, so that norms computed in fp32 have torch's bits.
     """
 
-    weights: tuple[Weight, ...]
-    dtypes: tuple[torch.dtype, ...]
+    def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
+        self.weights = tuple(weights)
+        self.dtypes = tuple(dtypes)
+        sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(self.weights, self.dtypes, strict=True)]
+        offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
+        *self.offsets, self.norms_at = offsets
+        self.is_lower = any(dtype != w.dtype for w, dtype in zip(self.weights, self.dtypes, strict=True))
+        self.can_be_measured = all(weight.dtype == torch.float32 for weight in self.weights)
 
     @classmethod
     def in_master_dtypes(cls, weights: Iterable[Weight]) -> GradientLayout:
         """Return the layout of these weights' gradients in their masters' dtypes."""
         weights = tuple(weights)
-        return cls(weights, tuple(weight.master.dtype for weight in weights))
-
-    @property
-    def is_lower(self) -> bool:
-        """Whether a gradient is in another dtype than its master."""
-        return any(dtype != weight.master.dtype for weight, dtype in zip(self.weights, self.dtypes, strict=True))
-
-    @property
-    def offsets(self) -> list[int]:
-        """Offset of each gradient, in bytes."""
-        return self._laid_out[0][:-1]
-
-    @property
-    def norms_at(self) -> int:
-        """Offset of the norms, in bytes."""
-        return self._laid_out[0][-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all."""
-        return self._laid_out[1]
-
-    @cached_property
-    def _laid_out(self) -> tuple[list[int], int]:
-        sizes = [w.master.numel() * dtype.itemsize for w, dtype in zip(self.weights, self.dtypes, strict=True)]
-        return lay_out([*sizes, len(sizes) * torch.float32.itemsize])
-
-    def sections(self, nbytes: int) -> list[Section]:
-        """Return the sections of the first `nbytes`."""
-        return divide([weight.master for weight in self.weights], self.offsets, self.dtypes, nbytes)
+        return cls(weights, [weight.dtype for weight in weights])
 
     def tensors_in(self, memory: Tensor) -> list[Tensor]:
         """Return bytes of `memory` as the gradients."""
@@ -80,3 +58,9 @@ class GradientLayout:
         starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
         runs = zip((dtype for dtype, _ in groupby(self.dtypes)), starts, [*starts[1:], self.norms_at], strict=True)
         return [memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
+
+
+def gradient_bytes(unit: Unit) -> int:
+    """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
+    weights = [weight for weight in unit.weights if weight.master.requires_grad]
+    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
