@@ -54,7 +54,7 @@ from .zoo.language import gpt2, tokens
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
 ZOO = [
-    "gpt2-tied", "llama-untied", "t5", "qwen2-moe", "lstm", "nn-transformer", "vit", "swin", "resnet50", "llava",
+    "gpt2-tied", "llama-untied", "t5", "mixtral", "lstm", "vit", "swin", "resnet50", "llava",
     "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "checkpoint-inside-plain", "checkpoint-inside-reentrant",
     "nested-checkpoint-plain", "nested-checkpoint-reentrant", "siamese", "stochastic-depth", "half-frozen",
     "input-gradient-penalty", "two-losses", "two-graphs", "gan", "structured-outputs", "inplace-residual-on-view",
