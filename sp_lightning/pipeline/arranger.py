@@ -7,7 +7,6 @@ steps have shown something (learned.py), a planner wants another window, autocas
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -26,6 +25,10 @@ from sp_lightning.pipeline.weights.units import Member
 class Arranger:
     """Makes arrangements of a module and keeps one of them at work.
 
+    Args:
+        engine: The engine.
+        planner: Chooses what the options leave open; without one the window keeps its initial size.
+
     Attributes:
         survey: A planner's view of the pipeline.
         arrangements: Number of arrangements that were made.
@@ -38,7 +41,6 @@ class Arranger:
         self,
         engine: Engine,
         planner: Planner | None,
-        progress: Callable[[int, int], None] | None,
     ) -> None:
         self._engine = engine
         self._options = engine.options
@@ -46,7 +48,6 @@ class Arranger:
         self._graphs = engine.graphs
         self._activations = engine.activations
         self._planner = planner
-        self._progress = progress
         self.survey = Survey(engine)
         self.arrangements = 0
         self._is_arranged = False
@@ -176,7 +177,6 @@ class Arranger:
             engine.memory,
             engine.backend,
             autocast,
-            self._progress,
             engine.replicas,
         )
         engine.take(arrangement)

@@ -17,6 +17,7 @@ from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.gradients.averaged_stream import AveragedStream
 from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
@@ -95,8 +96,7 @@ class Engine:
         self.order = Order(len(members))
         self.write_back = WriteBack(backend, stats, at_work)
         self.window = Window(arrangement.groups, groups, self.order, backend, stats, self.write_back)
-        pin, averaging = arrangement.host_share.pin_gradients, self._averaging()
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin, averaging)
+        self.stream = self._make_stream()
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         overlaps = self.options.overlap_optimizer is not False
@@ -143,10 +143,13 @@ class Engine:
             write_back=self.write_back,
         )
 
-    def _averaging(self) -> Averaging | None:
+    def _make_stream(self) -> GradientStream:
+        arrangement, pin = self.arrangement, self.arrangement.host_share.pin_gradients
+        units, backend, stats = arrangement.all_units, self.backend, self.stats
         if self.replicas is None:
-            return None
-        return Averaging(self.replicas, list(self.arrangement.unmanaged.values()), self.optimizers)
+            return GradientStream(units, self.window, backend, stats, pin)
+        averaging = Averaging(self.replicas, list(arrangement.unmanaged.values()), self.optimizers)
+        return AveragedStream(units, self.window, backend, stats, pin, averaging)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 

@@ -60,7 +60,6 @@ class Pipeline:
         options: The options; the defaults work.
         backend: Allocates and copies memory; by default the backend for the device.
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
-        progress: Called with the bytes of weights that have been laid out on the host, and with their total.
         replicas: The other processes that train the same model: gradients are averaged with theirs.
 
     Attributes:
@@ -89,7 +88,6 @@ class Pipeline:
         options: PipelineOptions | None = None,
         backend: Backend | None = None,
         planner: Planner | None = None,
-        progress: Callable[[int, int], None] | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.module = module
@@ -115,7 +113,7 @@ class Pipeline:
         self._at_work, self._graphs, self._saved = engine.at_work, engine.graphs, engine.saved
         self._activations, self._offloader = engine.activations, engine.offloader
         try:
-            self._arranger = Arranger(engine, planner, progress)
+            self._arranger = Arranger(engine, planner)
         except BaseException:
             engine.memory.keep([])
             self._backend.close()

@@ -29,11 +29,9 @@ _NONE, _DENSE, _SPARSE = range(3)  # kinds of gradients
 
 
 class CountsSteps(Protocol):
-    """What counts optimizer steps."""
+    """What counts the optimizer steps of a process."""
 
-    @property
-    def steps_taken(self) -> int:
-        """How many were taken in this process."""
+    steps_taken: int
 
 
 class Averaging:
@@ -42,16 +40,16 @@ class Averaging:
     Args:
         replicas: The processes.
         unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        optimizers: Counts optimizer steps, of which each process must have taken as many.
+        steps: Counts optimizer steps: they must be as many in all processes whenever gradients are averaged.
 
     Attributes:
         replicas: The processes.
     """
 
-    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], optimizers: CountsSteps) -> None:
+    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], steps: CountsSteps) -> None:
         self.replicas = replicas
         self._unmanaged = unmanaged
-        self._optimizers = optimizers
+        self._steps = steps
         self._units: list[UnitGradients] = []
         self._order: list[UnitGradients] = []
         self._complete: dict[UnitGradients, None] = {}
@@ -81,7 +79,7 @@ class Averaging:
         if self._has_begun:
             return
         self._has_begun = True
-        answers = self._exchange([self._optimizers.steps_taken - self.replicas.steps_alone, self._signature])
+        answers = self._exchange([self._steps.steps_taken - self.replicas.steps_alone, self._signature])
         steps, signatures = [int(answer[0]) for answer in answers], {int(answer[1]) for answer in answers}
         if len(set(steps)) > 1:
             raise RuntimeError(

@@ -7,7 +7,7 @@ unit, autocast lowers a weight) or the module tree has changed. Masters keep the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -67,7 +67,6 @@ class Arrangement:
         memory: HostMemory,
         backend: Backend,
         autocast: torch.dtype | None = None,
-        progress: Callable[[int, int], None] | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
@@ -117,7 +116,7 @@ class Arrangement:
         self.host_share.check(max(map(sent_bytes, parts)), at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self._lay_out(learned, progress or (lambda done, total: None))
+        self._lay_out(learned)
         self.weights_by_memory: dict[int, Weight] = {}
         self._note_memory()
 
@@ -125,18 +124,18 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and its gradient comes back."""
         if self.autocast is not None:
             by_table, unknown = weights_under_autocast(module, self._backend.device.type)
-            if torch.is_autocast_cache_enabled() and not self.compiled:
-                # one cast for several uses, or several in several regions: how often layers are called has to be seen
+            if not self.compiled:  # a first step shows whether layers are called twice, or read from outside
                 by_table, unknown = set(), by_table | unknown
             lowered = (by_table | learned.lowered) - learned.used_as_is
+            unknown -= lowered | learned.used_as_is
             for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
-                casts = [weight for weight in segment if id(weight.master) in lowered]
+                known = [weight for weight in segment if weight.dtype is torch.float32]
+                casts = [weight for weight in known if id(weight.master) in lowered]
                 if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
                     for weight in casts:
                         weight.compute_dtype = self.autocast
                 if not self.compiled:
-                    unknown -= lowered | learned.used_as_is
-                    self.watched += [weight for weight in segment if id(weight.master) in unknown]
+                    self.watched += [weight for weight in known if id(weight.master) in unknown]
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = averaged
 
@@ -211,9 +210,9 @@ class Arrangement:
 
     # ------------------------------------------------------------------------------------------------------ memory
 
-    def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
+    def _lay_out(self, learned: Learned) -> None:
         try:
-            self._make_groups(progress)
+            self._make_groups()
             self._assign_places()
         except BaseException:
             self.release_host_memory()
@@ -230,12 +229,9 @@ class Arrangement:
                 stacklevel=2,
             )
 
-    def _make_groups(self, progress: Callable[[int, int], None]) -> None:
-        total = sum(map(sent_bytes, self._layout.parts))
-        progress(0, total)
+    def _make_groups(self) -> None:
         for index, part in enumerate(self._layout.parts):
             self.groups.append(self._make_group(index, part))
-            progress(sum(group.nbytes for group in self.groups), total)
         if self.resident.weights:
             self.groups.append(self._make_group(len(self.groups), [self.resident]))
 
