@@ -20,7 +20,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
@@ -134,7 +133,6 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
         self.pipeline: Pipeline | None = None
         self._steps: Steps | None = None
         self._begins_evaluation = False
-        self._progress = SetUpProgress()
         self._narrator = Narrator(self.lightning, self.callback)
 
     @property
@@ -193,7 +191,6 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
                 self.setup_optimizers(trainer)
             warn_of_optimizer_memory(self.optimizers, self.num_processes, self.lightning)
         self.setup_precision_plugin()
-        self.lightning.turn_off_graphs(trainer)
         self._narrator.begin(trainer, self.pipeline, self._plans())
 
     @override
@@ -203,13 +200,11 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
-            shows_progress = self.is_global_zero and module.trainer.progress_bar_callback is not None
             self.pipeline = Pipeline(
                 module,
                 self.root_device,
                 options=self.options,
                 planner=AutoPlanner(self._narrator.measured),
-                progress=self._progress if shows_progress else None,
                 replicas=self.replicas,
             )
             when = WhenToStep(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
@@ -329,7 +324,6 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
 
     def _detach(self) -> None:
         pipeline, self.pipeline, self._steps = self.pipeline, None, None
-        self._progress.close()
         detach(self.precision_plugin)
         if pipeline is not None:
             pipeline.detach()

@@ -23,8 +23,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from sp_lightning.trainer import narrator
-
 torch.set_num_threads(1)
 
 # No deadline: on a shared machine a slow example says nothing. CI draws the same examples each time.
@@ -138,12 +136,6 @@ def collect_until(freed: Callable[[], bool], seconds: float = 2) -> None:
     while not freed() and time.monotonic() < end:
         gc.collect()
         time.sleep(0.01)
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a test a process that has reported no plan yet."""
-    monkeypatch.setattr(narrator, "SAID", set())
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import time
 import warnings
 from dataclasses import replace
 from inspect import signature
@@ -21,7 +20,6 @@ from lightning.pytorch.tuner import Tuner
 from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.monitor.advice import diagnose
 from sp_lightning.monitor.metrics import PREFIX
-from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.monitor.report import outcome
 from sp_lightning.pipeline import Stats, Summary
 from sp_lightning.timeline import break_down
@@ -121,7 +119,7 @@ class BringsItsOwn(Base):
         return [SuperpipelineCallback(summary=False)]
 
 
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("entry", ["fit", "predict"])
 @pytest.mark.parametrize(
     ("module", "given", "model_summary", "told"),
     [
@@ -142,26 +140,16 @@ def test_a_run_prints_its_plan_and_its_outcome(messages, entry, module, given, m
 
 
 def test_a_plan_is_printed_once(messages):
-    """Also by other Trainers; a run that trains always says what came of it, others as long as their plan is new."""
-    told, other = [], Base()
-    other.more = torch.nn.Linear(64, 64)
-    for entry, module in [
-        *((entry, Base()) for entry in ["predict", "predict", "test", "fit", "fit"]),
-        ("test", other),
-    ]:
+    """By the same Trainer; what came of a run is said as long as the plan is new."""
+    told = []
+    run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True)
+    for entry in ["predict", "predict", "test", "fit"]:
         before = len(messages())
-        run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True)
-        getattr(run, entry)(module, loader(2))
+        getattr(run, entry)(Base(), loader(2))
         said = "\n".join(messages()[before:])
         told.append(("k, k_prime" in said, "unit loads" in said))
     nothing, everything = (False, False), (True, True)  # what optimizers do is new in the first fit
-    assert told == [everything, nothing, nothing, everything, (False, True), everything]
-
-
-def test_batches_and_steps_are_told_apart(messages):
-    run = trainer(streamed(), max_steps=3, accumulate_grad_batches=2, callbacks=SuperpipelineCallback())
-    run.fit(Base(), loader())
-    assert [text for text in messages() if "Superpipeline: 6 batches, 3 optimizer steps, " in text]
+    assert told == [everything, nothing, nothing, everything]
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics
@@ -218,11 +206,10 @@ def test_when_metrics_are_logged(arguments, steps):
 
 
 def test_the_chosen_window_is_printed_once(messages):
-    """Also without a summary, and in another Trainer."""
+    """Also without a summary."""
+    ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
     for _ in range(2):
-        ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
-        for _ in range(2):
-            ours.predict(module, loader())
+        ours.predict(module, loader())
     (said,) = [text for text in messages() if "chosen by the first steps" in text]
     assert re.match(r"Superpipeline: chosen .*: k=\d, k_prime=\d.*\. A step should take .* device; the busiest", said)
 
@@ -261,7 +248,7 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     assert "The device computes" in said
 
 
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+@pytest.mark.parametrize("entry", ["validate", "predict"])
 def test_the_timeline_of_an_evaluation(tmp_path, entry):
     run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.json"))
     getattr(run, entry)(Base(), loader(6))
@@ -269,23 +256,6 @@ def test_the_timeline_of_an_evaluation(tmp_path, entry):
     kinds = {event["cat"] for event in events if event["ph"] == "X"}
     assert {"forward", "load", "step"} <= kinds
     assert "backward" not in kinds
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"fast_dev_run": True},
-        {"max_steps": 1},
-        {"max_epochs": 1, "limit_train_batches": 2},
-        {"max_epochs": 1, "val_check_interval": 2},
-        {"max_epochs": 1, "num_sanity_val_steps": 2},
-    ],
-    ids=lambda arguments: " ".join(arguments),
-)
-def test_the_timeline_of_a_short_run(tmp_path, arguments):
-    run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.html", 4), **arguments)
-    fit(run, Base())
-    assert (tmp_path / "a.html").is_file()
 
 
 def test_a_run_without_steps_says_that_there_is_no_timeline(tmp_path):
@@ -408,36 +378,3 @@ def test_advice_needs_evidence(monkeypatch, changes, expected):
     given = advice(**changes)
     assert len(given) == len(expected), given
     assert all(text.startswith(words) for text, words in zip(given, expected, strict=True))
-
-
-def test_advice_on_threads(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)  # of a container, say
-    assert "OMP_NUM_THREADS=1 holds them to 1 of 16 cores" in advice(step=7e-3)[-1]
-    assert "OMP_NUM_THREADS" not in advice(step=7e-3, host_threads=4)[-1]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # `torchrun` has set it, so it holds nobody back
-    assert "OMP_NUM_THREADS" not in advice(step=7e-3)[-1]
-
-
-@pytest.mark.parametrize("patience", [0, 60])
-def test_long_work_shows_a_progress_bar(monkeypatch, capsys, patience):
-    """Also a second time; what takes less than two seconds shows none."""
-    monkeypatch.setattr("sp_lightning.monitor.progress._PATIENCE", patience)
-    progress = SetUpProgress()
-    for _ in range(2):
-        for part in range(5):
-            time.sleep(0.11)  # tqdm draws ten times a second at most
-            progress(part << 30, 4 << 30)
-        assert ("weights into place" in capsys.readouterr().err) == (patience == 0)
-    progress(0, 8 << 30)
-    progress.close()
-
-
-@pytest.mark.parametrize("bar", [True, False])
-def test_progress_goes_with_the_trainers_bar(monkeypatch, bar):
-    told = []
-    monkeypatch.setattr(SetUpProgress, "__call__", lambda self, done, total: told.append(done))
-    fit(trainer(streamed(), max_epochs=1, enable_progress_bar=bar), Base())
-    assert bool(told) == bar

@@ -17,11 +17,9 @@ from torch.nn.utils import (
     clip_grad_norm_,
     clip_grad_value_,
     parameters_to_vector,
-    parametrizations,
     prune,
     vector_to_parameters,
 )
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +27,7 @@ from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Run, assert_same_story, note_gradients, note_state
 from .random_graphs import Leaf, Node, Tree, build, run_chain, trees, units_are_leaves, units_are_nodes
-from .zoo.blocks import WIDTH, Block
+from .zoo.blocks import WIDTH
 
 
 @dataclass
@@ -42,7 +40,6 @@ class Now:
     saved: dict[str, Any] = field(default_factory=dict)
     averages: dict[str, Tensor] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
-    held: list[nn.Parameter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         new_optimizer(self, 0)
@@ -166,13 +163,6 @@ def backward_after_the_step(now: Now, number: int) -> None:
     now.backward(loss)
 
 
-def two_losses(now: Now, number: int) -> None:
-    with now.run.step():
-        losses = [output(now, number), output(now, number + 1)]
-        for loss in losses[:: 1 if number % 2 else -1]:
-            now.backward(loss)
-
-
 def optimizer_step(now: Now, number: int) -> None:
     if number % 3 == 1:
         now.note("norm", clip_grad_norm_(now.model.parameters(), 0.1))
@@ -229,7 +219,6 @@ def interrupted_forward(now: Now, number: int) -> None:
 STEPS = [
     forward_and_backward,
     backward_after_the_step,
-    two_losses,
     optimizer_step,
     whole_steps,
     closure,
@@ -314,24 +303,13 @@ def change_hyperparameters(now: Now, number: int) -> None:
     now.optimizer.param_groups[0].update(lr=0.001 * (number % 7), weight_decay=0.01 * (number % 2))
 
 
-def forget_optimizer_state(now: Now, number: int) -> None:
-    if number % 2:
-        now.optimizer.state.clear()
-    else:
-        now.optimizer.state.pop(now.parameter(number), None)
-
-
 def change_gradients(now: Now, number: int) -> None:
     weight = now.parameter(number // 5)
     if number % 5 == 0:
         clip_grad_value_(now.model.parameters(), 0.05)
-    elif weight.grad is None:
-        weight.grad = torch.full_like(weight, 0.01)
-    elif number % 5 == 1:
+    elif weight.grad is not None and number % 5 == 1:
         weight.grad.mul_(0.5)
-    elif number % 5 == 2:
-        weight.grad.data.zero_()
-    else:
+    elif weight.grad is not None:
         weight.grad = None if number % 5 == 3 else weight.grad * 0.3
 
 
@@ -381,50 +359,8 @@ def copy_and_train(now: Now, number: int) -> None:
             now.note("gradient of a copy", weight.grad)
 
 
-def hold(now: Now, number: int) -> None:
-    now.held.append(now.parameter(number))
-
-
-def look_at_what_is_held(now: Now, number: int) -> None:
-    for weight in now.held:
-        now.note("held", weight)
-
-
 def look(now: Now, number: int) -> None:
     now.note_all()
-
-
-def add_a_part(now: Now, number: int) -> None:
-    part = now.parts[number % len(now.parts)] if number % 2 else Block()
-    new = {*part.parameters()} - {*now.model.parameters()}
-    now.parts.append(part)
-    if new:
-        now.optimizer.add_param_group({"params": [weight for weight in part.parameters() if weight in new]})
-
-
-def remove_a_part(now: Now, number: int) -> None:
-    if len(now.parts) > 2:
-        del now.parts[1 + number % (len(now.parts) - 1)]
-        new_optimizer(now, number)
-
-
-def replace_a_part(now: Now, number: int) -> None:
-    now.parts[1 + number % (len(now.parts) - 1)] = Leaf(Leaf.KINDS[number % len(Leaf.KINDS)])
-    new_optimizer(now, number)
-
-
-def swap_parts(now: Now, number: int) -> None:
-    here, there = number % len(now.parts), number // 7 % len(now.parts)
-    now.parts[here], now.parts[there] = now.parts[there], now.parts[here]
-
-
-def parametrize_or_not(now: Now, number: int) -> None:
-    layer = now.linear(number // 2)
-    if is_parametrized(layer):
-        remove_parametrizations(layer, "weight", leave_parametrized=bool(number % 2))
-    elif "weight" in layer._parameters:
-        (parametrizations.weight_norm if number % 2 else parametrizations.spectral_norm)(layer)
-    new_optimizer(now, number)
 
 
 def prune_or_not(now: Now, number: int) -> None:
@@ -446,7 +382,6 @@ CHANGES = [
     assign,
     new_optimizer,
     change_hyperparameters,
-    forget_optimizer_state,
     change_gradients,
     hook_a_weight,
     hook_a_module,
@@ -454,14 +389,7 @@ CHANGES = [
     average,
     evaluate_averages,
     copy_and_train,
-    hold,
-    look_at_what_is_held,
     look,
-    add_a_part,
-    remove_a_part,
-    replace_a_part,
-    swap_parts,
-    parametrize_or_not,
     prune_or_not,
 ]
 

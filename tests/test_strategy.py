@@ -221,6 +221,31 @@ class AdaptiveWeight(Base):
         return losses[0] + (one / (other + 1e-4)).detach() * losses[1]
 
 
+class Outside(Base):
+    """Uses weights outside of their unit, within `optimizer.step(closure)`, in the way that `use` names."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+        self.own = nn.Parameter(torch.ones(2, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        if self.use == "penalty":
+            return loss + 0.01 * sum(weight.square().sum() for weight in weights)
+        if self.use == "linear":
+            return loss + F.linear(torch.ones(1, 2), self.own).square().sum() + weights[0].norm()
+        gradients = torch.autograd.grad(loss, weights[:1], create_graph=True, allow_unused=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients if gradient is not None)
+
+
+@pytest.mark.parametrize("use", ["penalty", "linear", "gradient"])
+def test_weights_outside_of_their_unit(use):
+    """`debug` fails on any operation that mixes a master with what is on the device."""
+    assert_same_training(lambda: Outside(use))
+
+
 @pytest.mark.parametrize("k", [1, 3, 100, "auto"])
 def test_any_k(k):
     assert_same_training(k=k)

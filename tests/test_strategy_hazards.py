@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import signal
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -24,6 +23,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -31,14 +31,11 @@ from torch import Tensor, nn
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes.cores import use_all_cores
-from sp_lightning.trainer.precision import HostGradScaler
 
 from .helpers import assert_same_trace
 from .lightning_modules import (
     WIDTH,
     Base,
-    Notes,
     assert_plain,
     assert_same_training,
     fit,
@@ -347,20 +344,6 @@ def test_hazard_12_an_exception_then_a_normal_fit(place):
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_hazard_12_keyboard_interrupt(place):
-    def drive(ours: L.Trainer, module: Failing) -> None:
-        handler = signal.getsignal(signal.SIGINT)
-        with pytest.raises(SystemExit):
-            fit(ours, module)
-        signal.signal(signal.SIGINT, handler)
-        assert_plain(module)
-        module.zero_grad()
-        fit(trainer(streamed() if isinstance(ours.strategy, SuperpipelineStrategy) else plain()), module)
-
-    assert_same_training(lambda: Failing(place, KeyboardInterrupt), drive)
-
-
-@pytest.mark.parametrize("place", ["forward", "backward"])
 def test_hazard_12_batch_size_finder_retries_without_teardown(place):
     """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
 
@@ -383,31 +366,6 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place):
         trainer.fit(module)
 
     assert_same_training(lambda: Large(place, RuntimeError), drive)
-
-
-def test_hazard_14_the_scale_is_on_the_host():
-    scaler = HostGradScaler(init_scale=4.0)
-    assert scaler.scale(torch.ones((), device=DEVICE)).device == DEVICE
-    assert scaler._scale.device.type == scaler._growth_tracker.device.type == "cpu"
-
-
-def test_hazard_17_loggers_draw_no_graph():
-    """They would trace a model that is streamed: the run goes on without, and nothing is asked of other loggers."""
-
-    class Drawing(Notes):
-        def __init__(self) -> None:
-            super().__init__()
-            self._log_graph = True  # as Lightning's TensorBoardLogger(log_graph=True)
-            self.graphs = 0
-
-        def log_graph(self, model: Any, input_array: Any = None) -> None:
-            self.graphs += self._log_graph
-
-    drawing = Drawing()
-    with pytest.warns(UserWarning, match=r"`Drawing\(log_graph=True\)` is turned off: .*add_graph"):
-        fit(trainer(streamed(), logger=[drawing, Notes()]), Base())
-    assert drawing.lines
-    assert drawing.graphs == 0
 
 
 class Hooked(Base):
@@ -433,37 +391,6 @@ def test_hazard_18_hooks_on_parameters_fire():
 
 # Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
 # that checkpoints take, is in test_checkpoint.py.
-
-
-def test_hazard_23_the_users_flags_stand_on_the_cpu():
-    class Looking(Base):
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            assert optimizer.param_groups[0]["fused"] is None
-
-    fit(trainer(streamed()), Looking())
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "1"}, 7),
-        ({"OMP_NUM_THREADS": "1"}, 1),
-        ({}, 7),
-    ],
-)
-def test_hazard_23_threads(monkeypatch, variables, expected):
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)), raising=False)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert use_all_cores() == (1 if expected == 7 else None)
-        assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
 
 
 # Hazard 24, more than one process, is in test_processes.py; hazard 25, a compiled LightningModule, in test_strategy.py.
@@ -581,3 +508,46 @@ def test_bad_arguments_at_setup(arguments, message):
         fit(ours, module)
     assert_plain(module)
     note_end(module, ours)
+
+
+# What Lightning's own tests, run with the strategy in place of its default one, have found.
+
+
+@pytest.mark.parametrize("hook", ["setup", "loss"], ids=["before the pipeline", "with the pipeline"])
+def test_exceptions_reach_lightnings_on_exception(hook):
+    error = RuntimeError("the user's")
+    module = Base()
+    setattr(module, hook, mock.Mock(side_effect=error))
+    with (
+        mock.patch.object(Strategy, "on_exception") as told,
+        pytest.raises(RuntimeError, match="the user's"),
+    ):
+        fit(trainer(streamed()), module)
+    told.assert_called_once_with(error)
+    assert_plain(module)
+
+
+@pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])
+def test_ranks_may_be_set(name):
+    """Lightning's strategy for one device lets them be set, and tests of what several processes do count on it."""
+    strategy = streamed()
+    setattr(strategy, name, 2)
+    assert getattr(strategy, name) == 2
+    assert strategy.is_distributed == (name == "world_size")
+
+
+def test_backward_of_a_subclass():
+    """It is all inside of the step, and sees what Lightning's own does."""
+
+    class Counts(SuperpipelineStrategy):
+        calls = 0
+
+        def backward(self, *args, **kwargs):
+            loss = super().backward(*args, **kwargs)
+            assert all(parameter.grad is not None for parameter in self.lightning_module.parameters())
+            self.calls += 1
+            return loss
+
+    strategy = Counts(k=2, debug=True)
+    fit(trainer(strategy, max_epochs=1), Base())
+    assert strategy.calls == 6

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from sp_lightning.monitor.metrics import device_memory
 from sp_lightning.pipeline import Kind, Lane, Pipeline, readable_bytes, readable_seconds
-from sp_lightning.pipeline.lanes.cores import allowed_cores, user_chose_threads
 from sp_lightning.timeline import Breakdown
 
 _MUCH = 0.3  # the least share of a lane's work that is worth doing something about
@@ -36,7 +34,7 @@ def diagnose(numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_o
             else f"The optimizer steps while the device waits: {waits_for_optimizer}."
         )
     elif numbers.bottleneck is Lane.HOST:
-        lines += _on_the_host(numbers, pipeline)
+        lines += _on_the_host(numbers)
     else:
         lines += _on_the_device(numbers, pipeline, numbers.bottleneck)
     return lines[:1] + [f"  - {advice}" for advice in lines[1:]]
@@ -69,14 +67,10 @@ def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterat
         )
 
 
-def _on_the_host(numbers: Breakdown, pipeline: Pipeline) -> Iterator[str]:
+def _on_the_host(numbers: Breakdown) -> Iterator[str]:
     stepping = numbers.kinds[Kind.STEP]
     if stepping > _MUCH * numbers.busy[Lane.HOST]:
         yield (
             f"The optimizer's steps take {readable_seconds(stepping / numbers.steps)} of the host's time in a step: a "
             "larger batch, or `accumulate_grad_batches`, steps less often for the same data."
         )
-    if pipeline.options.host_threads == "auto" and user_chose_threads():
-        limit, cores = os.environ["OMP_NUM_THREADS"], len(allowed_cores())
-        if limit.isdecimal() and int(limit) < cores // 2:
-            yield f"OMP_NUM_THREADS={limit} holds them to {limit} of {cores} cores: `host_threads` overrides it."

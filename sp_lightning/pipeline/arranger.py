@@ -30,7 +30,6 @@ class Arranger:
     Args:
         lasting: The parts that outlive an arrangement.
         planner: Chooses what the options leave open; without one the window keeps its initial size.
-        progress: Called with the bytes of weights that have been laid out on the host, and with their total.
         keeper: The object that members' calls are routed to.
         in_step: Tells whether the scope of a step is open.
 
@@ -49,7 +48,6 @@ class Arranger:
         self,
         lasting: Lasting,
         planner: Planner | None,
-        progress: Callable[[int, int], None] | None,
         *,
         keeper: Gatekeeper,
         in_step: Callable[[], bool],
@@ -60,7 +58,6 @@ class Arranger:
         self._graphs = lasting.graphs
         self._activations = lasting.activations
         self._planner = planner
-        self._progress = progress
         self._keeper = keeper
         self._in_step = in_step
         self.survey = Survey(lasting, lambda: self.arrangement, lambda: self.assembly.stream.device_bytes())
@@ -184,7 +181,6 @@ class Arranger:
             lasting.memory,
             lasting.backend,
             autocast,
-            self._progress,
             lasting.replicas,
         )
         assembly = Assembly(arrangement, lasting, self._in_step, self._keeper)

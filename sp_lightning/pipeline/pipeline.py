@@ -61,7 +61,6 @@ class Pipeline:
         options: The options; the defaults work.
         backend: Allocates and copies memory; by default the backend for the device.
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
-        progress: Called with the bytes of weights that have been laid out on the host, and with their total.
         replicas: The other processes that train the same model: gradients are averaged with theirs.
 
     Attributes:
@@ -90,7 +89,6 @@ class Pipeline:
         options: PipelineOptions | None = None,
         backend: Backend | None = None,
         planner: Planner | None = None,
-        progress: Callable[[int, int], None] | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.module = module
@@ -126,7 +124,7 @@ class Pipeline:
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
         try:
-            self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
+            self._arranger = Arranger(lasting, planner, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
             lasting.memory.keep([])
             self._backend.close()

@@ -86,16 +86,6 @@ class Namespace:
         # Private. The reduction behind `self.log(sync_dist=True)`.
         self.reduce = distributed._sync_ddp_if_available
 
-    def turn_off_graphs(self, trainer: Any) -> None:
-        """Private. Have loggers not trace the module, as they do with `log_graph=True`, and warn of it."""
-        for logger in trainer.loggers:
-            if getattr(logger, "_log_graph", False):
-                logger._log_graph = False
-                self.warn(
-                    f"`{type(logger).__name__}(log_graph=True)` is turned off: a model that is streamed cannot be "
-                    "traced. Log its graph before the run, with `logger.experiment.add_graph(module, example)`."
-                )
-
     def check(self, condition: bool, message: str) -> None:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""
         if not condition:

@@ -19,9 +19,6 @@ from sp_lightning.trainer.when_to_step import SteppingPlan
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-SAID: set[tuple[str, Any]] = set()
-"""What this process has said of which class of modules; a library that builds many Trainers does not repeat it."""
-
 
 class Narrator:
     """Reports what a run is going to do and what it has done.
@@ -34,7 +31,7 @@ class Narrator:
     def __init__(self, lightning: Namespace, callback: type[Any]) -> None:
         self._lightning = lightning
         self._callback = callback
-        self._module = ""
+        self._said: set[Any] = set()
         self._silent = True
         self._has_warned = self._tells_outcome = False
 
@@ -52,11 +49,10 @@ class Narrator:
         self._tells_outcome = False
         if pipeline is None or self._silent:
             return
-        self._module = type(pipeline.module).__qualname__
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
         brief = plan_in_brief(pipeline, texts)
         is_new = self._say(plan_table(pipeline, texts) if in_full else brief)
-        SAID.update((self._module, text) for text in (brief, *texts))
+        self._said.update((brief, *texts))
         self._tells_outcome = in_full and (is_new or trainer.state.fn == self._lightning.fitting)
 
     def stepping(self, optimizer: Optimizer, plan: SteppingPlan) -> None:
@@ -80,10 +76,9 @@ class Narrator:
 
     def _say(self, text: str, what: Any = None) -> bool:
         """Say something unless it was said before; return whether it was new."""
-        key = self._module, what or text
-        is_new = not self._silent and key not in SAID
+        is_new = not self._silent and (what or text) not in self._said
         if is_new:
-            SAID.add(key)
+            self._said.add(what or text)
             self._lightning.info(text)
         return is_new
 

@@ -14,11 +14,9 @@ from torch.optim import SGD, Adamax
 from torch.utils.data import DataLoader
 
 from sp_lightning import Pipeline, plan, superpipeline
-from sp_lightning.pipeline.torch_private import parts_of
 
 from ..lightning_modules import trainer
-from ..zoo.blocks import WIDTH, LoRALinear, chain
-from ..zoo.quantized import Int8Linear, PackedLinear
+from ..zoo.blocks import WIDTH, chain
 
 pytestmark = pytest.mark.gpu
 
@@ -71,49 +69,6 @@ def test_they_are_taken_over_in_the_middle_of_training(kind: Any, device: torch.
             assert torch.equal(plain, ours)
         else:  # the same formula, rounded by another kernel
             torch.testing.assert_close(plain, ours)
-
-
-@pytest.mark.parametrize("quantize", [Int8Linear, PackedLinear])
-def test_those_that_were_quantized_there_stream(quantize: Any, device: torch.device) -> None:
-    """All that they consist of moves to the host and back: integers, scales and states."""
-    results = []
-    for streamed in (False, True):
-        model = on_device(device).requires_grad_(False)
-        for block in model.blocks:
-            block.up = LoRALinear(quantize(block.up)).to(device)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with maybe_streamed(model, device, streamed) as pipeline:
-            train(model, SGD(trained, **EXACT), pipeline, device)
-            if pipeline is not None:
-                assert not pipeline.summary().resident
-                assert not pipeline.arrangement.unmanaged
-                pipeline.rebuild()
-            train(model, SGD(trained, **EXACT), pipeline, device)
-        results.append([*host_values(model), model(torch.ones(2, WIDTH, device=trained[0].device)).detach().cpu()])
-        weight = model.blocks[0].up.base.weight
-        parts = [weight, *parts_of(weight), *([weight.state.scale] if quantize is PackedLinear else [])]
-        assert {part.device.type for part in parts} == {"cpu" if streamed else device.type}
-    for plain, ours in zip(*results, strict=True):
-        assert torch.equal(plain, ours)
-
-
-def test_weights_that_share_memory_there_go_on_sharing_it(device: torch.device) -> None:
-    """Plain training does not move them, and so does not part them."""
-    results = []
-    for streamed in (False, True):
-        model = on_device(device)
-        model.blocks[2].up.weight.data = model.blocks[0].up.weight.data
-        model.register_buffer("row", model.blocks[1].up.weight.data[0])
-        with maybe_streamed(model, device, streamed) as pipeline:
-            train(model, SGD(model.parameters(), **EXACT), pipeline, device)
-            if pipeline is not None:
-                pipeline.rebuild()
-            train(model, SGD(model.parameters(), **EXACT), pipeline, device)
-        results.append(host_values(model))
-        assert torch.equal(model.blocks[2].up.weight, model.blocks[0].up.weight)
-        assert torch.equal(model.row.cpu(), model.blocks[1].up.weight[0].cpu())
-    for plain, ours in zip(*results, strict=True):
-        assert torch.equal(plain, ours)
 
 
 class Chain(L.LightningModule):

@@ -29,31 +29,17 @@ NAMES = [
     "weight-on-ctx-and-inplace-view", "checkpoint-sequential-plain", "tied-by-use", "two-losses",
     "int8 weights", "packed weights",
 ]  # fmt: skip
-NOT_ON_THE_SECOND = {
-    "lstm",  # one kernel on CUDA, which the CPU does not have
-    "mixtral", "qwen2-moe",  # count with `histc`, which the CPU has no kernel for whole numbers for
-    "sparse-embedding",  # the device has no sparse tensors
-    "momentum-encoder-in-place", "momentum-encoder-data", "embedding-max-norm",  # change what OnDevice overwrites
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (4, 2)] if IN_USE else [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("k", "k_prime"), [(2, 1)] if IN_USE else [(1, 1), (2, 1), (4, 2)])
 @pytest.mark.parametrize("name", NAMES)
 def test_zoo_is_exact_on_the_device(name: str, k: int, k_prime: int, device: torch.device) -> None:
     """Gradients are bit-equal to those of the model that lives on the device, and so is all that follows."""
     compare(CASES[name], device, PipelineOptions(k=k, k_prime=k_prime))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in {*NAMES, *NOT_ON_THE_SECOND}])
-def test_all_of_the_zoo_is_exact_on_a_second_device(name: str, device: torch.device) -> None:
-    """On a GPU a few are enough: minutes are dear there."""
-    if not IN_USE:
-        pytest.skip("for the device that tests make themselves")
-    compare(CASES[name], device, PipelineOptions(k=2, k_prime=1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["chain", "gpt2-tied", "vit", "unet", "lora", "gpt2-checkpoint-plain"])
+@pytest.mark.parametrize("name", ["chain", "gpt2-tied", "vit", "unet", "lora"])
 def test_zoo_is_exact_on_the_device_under_autocast(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Weights that travel already cast give what autocast on the device gives."""
     compare(CASES[name], device, PipelineOptions(k=2, k_prime=1), dtype)
@@ -105,19 +91,8 @@ def test_writes_to_weights_in_forward_reach_the_masters(autocast: bool, device: 
     pipe.detach()
 
 
-def test_copies_on_the_host_may_be_compared_with_masters_under_debug(device: torch.device) -> None:
-    """As Reptile does; on an emulated device, such a copy cannot be told from a tensor on the device."""
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-    pipe = Pipeline(model, device, options=PipelineOptions(k=2, units=nn.Linear, debug=True))
-    with pipe.step():
-        copies = {name: values.clone() for name, values in model.state_dict().items()}
-        moved = [(values - copies[name]).abs().max() for name, values in model.state_dict().items()]
-    assert not any(moved)
-    pipe.detach()
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-@pytest.mark.parametrize("name", ["gpt2-tied", "vit"])
+@pytest.mark.parametrize("name", ["gpt2-tied"])
 def test_lightning_on_the_device(name: str, precision: str, accelerator: str) -> None:
     """The first step's losses and gradients are the single-device strategy's; then two optimizers round differently."""
 

@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim import SGD
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
@@ -134,29 +132,6 @@ def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
         pipeline.detach()
 
 
-def test_weights_changed_is_heard_from_any_optimizer() -> None:
-    """Whoever steps it, wherever it was made."""
-    model = layers()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with attached(model, k=4) as pipeline:
-        model(torch.ones(1, 8)).sum().backward()
-        pipeline.stats.clear()
-        optimizer.step()
-        expected = model(torch.ones(1, 8)).detach()
-        assert pipeline.stats.loads == 4
-    assert torch.equal(model(torch.ones(1, 8)), expected)
-
-
-def test_no_hook_on_optimizers_stays() -> None:
-    """torch's hooks for all optimizers are taken off with the last pipeline."""
-    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
-    with attached(layers()):
-        with attached(layers()):
-            assert len(_global_optimizer_pre_hooks) == before[0] + 1
-        assert len(_global_optimizer_post_hooks) == before[1] + 1
-    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
-
-
 def test_detach_twice_and_in_the_middle_of_a_step() -> None:
     model = layers()
     with attached(model) as pipeline:
@@ -171,13 +146,12 @@ def test_detach_twice_and_in_the_middle_of_a_step() -> None:
 
 
 _ENDS_WHILE_STEPPING = """
-import os, sys
 import torch
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
 class Backend(HostBackend):
     def close(self):
-        self.drain()  # as the one for accelerators does; a fork has no thread that ends it
+        self.drain()  # as the one for accelerators does
         super().close()
 
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
@@ -185,16 +159,12 @@ optimizer = torch.optim.Adam(model.parameters())
 Pipeline(model, "cpu", options=PipelineOptions(k=2, units="Linear"), backend=Backend())
 for _ in range(3):
     model(torch.ones(1, 512)).sum().backward()
-    if os.fork() == 0:
-        sys.exit()
-    assert os.wait()[1] == 0
     optimizer.step()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
 def test_a_process_may_end_without_detach() -> None:
-    """A thread that was still stepping when the interpreter ended used to abort it; a fork has no such thread."""
+    """A thread that was still stepping when the interpreter ended used to abort it."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING],
         capture_output=True,
@@ -331,37 +301,6 @@ def test_a_backward_after_the_end_says_so(activations: str) -> None:
         loss = model(torch.ones(1, 8)).sum()
     with pytest.raises(RuntimeError, match=r"a graph that was built before superpipeline .* in `detach\(\)`"):
         loss.backward()
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_detach_gives_the_devices_memory_back(graph: bool) -> None:
-    """At once, though the pipeline is still there; unless a graph waits, whose backward is refused."""
-    backend = Remembering()
-    model = layers()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
-    model(torch.ones(1, 8)).sum().backward()
-    loss = model(torch.ones(1, 8)).sum() if graph else None
-    before = pipeline.summary()
-    pipeline.detach()
-    assert all(memory.expired() for memory in backend.memory) != graph
-    assert pipeline.summary() == before
-    if loss is not None:
-        with pytest.raises(RuntimeError, match=r"of a graph that was built before.*`detach\(\)`"):
-            loss.backward()
-
-
-class Remembering(RecordingBackend):
-    """Knows what it has given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: list[StorageWeakRef] = []
-
-    def allocate(self, nbytes: int) -> Tensor:
-        memory = super().allocate(nbytes)
-        if nbytes:
-            self.memory.append(StorageWeakRef(memory.untyped_storage()))
-        return memory
 
 
 class Prior(nn.Module):

@@ -131,24 +131,6 @@ def mixtral() -> nn.Module:
     ).train()
 
 
-def qwen2_moe() -> nn.Module:
-    return hf.Qwen2MoeForCausalLM(
-        hf.Qwen2MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=16,
-        )
-    ).train()
-
-
 class Experts(nn.Module):
     """Experts as modules of their own; those that no token is sent to are not called and get no gradient."""
 
@@ -200,11 +182,11 @@ def next_token_loss(logits: Tensor, batch: Batch) -> Tensor:
 class EncoderLM(nn.Module):
     """nn.TransformerEncoder, whose eval fast path hands raw weights to one fused op."""
 
-    def __init__(self, norm_first: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=not norm_first)
+        self.encoder = nn.TransformerEncoder(layer, 3)
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, ids: Tensor, padding: Tensor) -> Tensor:
@@ -215,20 +197,6 @@ def encoder_batch() -> Batch:
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)
     padding[1, -3:] = True
     return tokens(), padding
-
-
-class Seq2Seq(nn.Module):
-    """nn.Transformer with both masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.transformer = nn.Transformer(16, 2, 2, 2, 32, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.head(self.transformer(self.embedding(source), self.embedding(target), tgt_mask=mask))
 
 
 def logits_loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -242,27 +210,17 @@ def no_cache(model: nn.Module, batch: Batch) -> Any:
 
 CASES = [
     Case("gpt2-tied", gpt2, causal_batch, own_loss, autocast=True, lightning=True, heavy=True),
-    Case("gpt2-untied", lambda: gpt2(tied=False), causal_batch, own_loss, clip=0.5, heavy=True),
     Case("llama-tied", lambda: llama(tied=True), causal_batch, own_loss, autocast=True, heavy=True),
     Case("llama-untied", llama, masked_batch, own_loss, clip=0.5, lightning=True, heavy=True),
     Case("bert", bert, masked_batch, own_loss, autocast=True, heavy=True),
     Case("albert", albert, masked_batch, own_loss, lightning=True, heavy=True, autocast=True),
     Case("t5", t5, masked_batch, own_loss, lightning=True, heavy=True, autocast=True),
     Case("mixtral", mixtral, causal_batch, own_loss, heavy=True),
-    Case("qwen2-moe", qwen2_moe, causal_batch, own_loss, heavy=True),
     Case(
         "experts-as-modules", lambda: nn.Sequential(Experts(), Experts()), lambda: (torch.randn(9, 12),), autocast=True
     ),
     Case("lstm", RecurrentLM, lambda: (tokens(),), next_token_loss, lightning=True, autocast=True),
     Case("nn-transformer-encoder", EncoderLM, encoder_batch, logits_loss, autocast=True, lightning=True),
-    Case("nn-transformer-encoder-norm-first", lambda: EncoderLM(norm_first=True), encoder_batch, logits_loss),
-    Case(
-        "nn-transformer",
-        Seq2Seq,
-        lambda: (tokens(), tokens()),
-        lambda out, batch: logits_loss(out, batch[1:]),
-        heavy=True,
-    ),
     *(
         Case(
             f"gpt2-checkpoint-{'reentrant' if reentrant else 'plain'}",

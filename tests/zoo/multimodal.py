@@ -1,4 +1,4 @@
-"""Models with two towers or two kinds of input: CLIP, LLaVA, Whisper."""
+"""Models with two towers or two kinds of input: CLIP, LLaVA."""
 
 from __future__ import annotations
 
@@ -56,35 +56,6 @@ def llava_batch() -> Batch:
     }
 
 
-def whisper() -> nn.Module:
-    return hf.WhisperForConditionalGeneration(
-        hf.WhisperConfig(
-            vocab_size=VOCABULARY,
-            num_mel_bins=8,
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_source_positions=8,
-            max_target_positions=16,
-            dropout=0.1,
-            pad_token_id=0,
-            bos_token_id=2,
-            eos_token_id=2,
-            decoder_start_token_id=3,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        )
-    ).train()
-
-
-def whisper_batch() -> Batch:
-    return {"input_features": torch.randn(2, 8, 16), "labels": tokens()}
-
-
 CASES = [
     Case(
         "clip",
@@ -97,5 +68,4 @@ CASES = [
         autocast=True,
     ),
     Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True, lightning=True),
-    Case("whisper", whisper, whisper_batch, own_loss, heavy=True, lightning=True, autocast=True),
 ]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
-from torchvision.models import ConvNeXt, EfficientNet, ResNet, SwinTransformer
-from torchvision.models.convnext import CNBlockConfig
-from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models import ResNet, SwinTransformer
 from torchvision.models.resnet import Bottleneck
 
 from .case import Batch, Case, own_loss
@@ -54,12 +50,6 @@ def swin() -> nn.Module:
     return SwinTransformer([2, 2], 8, [2, 2], [2, 2], [2, 2], stochastic_depth_prob=0.3, num_classes=CLASSES)
 
 
-def convnext() -> nn.Module:
-    """A large layer scale, so that the blocks matter from the first step on."""
-    setting = [CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)]
-    return ConvNeXt(setting, stochastic_depth_prob=0.3, layer_scale=0.5, num_classes=CLASSES)
-
-
 def resnet50() -> nn.Module:
     """ResNet-50's sixteen bottlenecks with a sixteenth of its width: wide on meta, each layer then made anew."""
     with torch.device("meta"):
@@ -97,12 +87,6 @@ def vgg() -> nn.Module:
         nn.Linear(32, CLASSES),
     )
     return nn.Sequential(*layers, nn.Flatten(), *classifier)
-
-
-def efficientnet() -> nn.Module:
-    block = partial(MBConvConfig, width_mult=1.0, depth_mult=1.0)
-    setting = [block(1, 3, 1, 8, 8, 1), block(4, 3, 2, 8, 12, 2), block(4, 5, 2, 12, 16, 2)]
-    return EfficientNet(setting, dropout=0.2, stochastic_depth_prob=0.2, num_classes=CLASSES, last_channel=32)
 
 
 class DoubleConv(nn.Sequential):
@@ -150,10 +134,8 @@ class UNet(nn.Module):
 CASES = [
     Case("vit", vit, vit_batch, own_loss, autocast=True, lightning=True, heavy=True),
     Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, lightning=True, autocast=True),
-    Case("convnext", convnext, lambda: images(16), class_loss, image_call, heavy=True, autocast=True),
     Case("resnet50", resnet50, lambda: images(32), class_loss, image_call, heavy=True, lightning=True, autocast=True),
     Case("vgg", vgg, lambda: images(8, rows=4), class_loss, image_call, autocast=True, lightning=True),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
-    Case("efficientnet", efficientnet, lambda: images(16, rows=4), class_loss, image_call, heavy=True),
     Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True, lightning=True),
 ]

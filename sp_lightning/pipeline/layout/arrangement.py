@@ -7,7 +7,7 @@ unit, autocast lowers a weight) or the module tree has changed. Masters keep the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -41,7 +41,6 @@ class Arrangement:
         memory: The host memory that masters lie in.
         backend: Allocates and pins memory.
         autocast: The dtype to which autocast lowers in the steps to come, if it is on.
-        progress: Called with the bytes of weights laid out so far and in all: it may take minutes.
         replicas: Other processes that train the same model, if there are any.
 
     Attributes:
@@ -77,7 +76,6 @@ class Arrangement:
         memory: HostMemory,
         backend: Backend,
         autocast: torch.dtype | None = None,
-        progress: Callable[[int, int], None] | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
@@ -128,7 +126,7 @@ class Arrangement:
         self.host_share.check(max(map(sent_bytes, parts)), at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self._lay_out(learned, progress or (lambda done, total: None))
+        self._lay_out(learned)
         self.weights_by_memory: dict[int, Weight] = {}
         self._note_memory()
 
@@ -222,9 +220,9 @@ class Arrangement:
 
     # ------------------------------------------------------------------------------------------------------ memory
 
-    def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
+    def _lay_out(self, learned: Learned) -> None:
         try:
-            self._make_groups(progress)
+            self._make_groups()
             self._assign_places()
         except BaseException:
             self.release_host_memory()
@@ -241,12 +239,9 @@ class Arrangement:
                 stacklevel=2,
             )
 
-    def _make_groups(self, progress: Callable[[int, int], None]) -> None:
-        total = sum(map(sent_bytes, self._layout.parts))
-        progress(0, total)
+    def _make_groups(self) -> None:
         for index, part in enumerate(self._layout.parts):
             self.groups.append(self._make_group(index, part))
-            progress(sum(group.nbytes for group in self.groups), total)
         if self.resident.weights:
             self.groups.append(self._make_group(len(self.groups), [self.resident]))
 
