@@ -33,7 +33,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy
 
 from .helpers import (
     LiveBytes,
@@ -818,3 +818,15 @@ def test_a_memory_budget_covers_weights_gradients_and_activations() -> None:
             everything.append(taken)
             assert budget is None or taken <= budget
     assert everything[0] == everything[1] > 2 * everything[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*'blocks.1' has computed something else", "ignore:`activations='auto'`")
+def test_auto_chooses_anew_where_a_second_forward_was_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not run again, whatever room there is."""
+    with_room(monkeypatch, 20_000)
+    with attached(Chain([Block(), Alternates(), Block(), Block()]), activations="auto") as pipe:
+        for _ in range(4):
+            with pipe.step():
+                pipe.module(Run.rows(0)).square().mean().backward()
+        assert pipe._activations.second_forwards.histories["blocks.1"].never
+        assert pipe._activations.auto.in_use["blocks.1"] not in RECOMPUTING

@@ -12,6 +12,7 @@ import torch
 
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.gradients.averaged_stream import AveragedStream
 from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lasting import Lasting
@@ -77,14 +78,7 @@ class Assembly:
             stats,
             self.write_back,
         )
-        self.stream = GradientStream(
-            arrangement.all_units,
-            self.window,
-            backend,
-            stats,
-            arrangement.host_share.pin_gradients,
-            self._averaging(),
-        )
+        self.stream = self._make_stream()
         fused = lasting.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.overlap = Overlap(
@@ -127,12 +121,13 @@ class Assembly:
         )
         self._clipping = Clipping(arrangement.weights_by_master, arrangement.parameters_on_device, backend, self.stream)
 
-    def _averaging(self) -> Averaging | None:
-        replicas, optimizers = self._lasting.replicas, self._lasting.optimizers
+    def _make_stream(self) -> GradientStream:
+        arrangement, lasting, pin = self.arrangement, self._lasting, self.arrangement.host_share.pin_gradients
+        units, backend, stats, replicas = arrangement.all_units, lasting.backend, lasting.stats, lasting.replicas
         if replicas is None:
-            return None
-        unmanaged = list(self.arrangement.unmanaged.values())
-        return Averaging(replicas, unmanaged, lambda: optimizers.steps_taken - replicas.steps_alone)
+            return GradientStream(units, self.window, backend, stats, pin)
+        averaging = Averaging(replicas, list(arrangement.unmanaged.values()), lasting.optimizers)
+        return AveragedStream(units, self.window, backend, stats, pin, averaging)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 

@@ -42,7 +42,6 @@ class Survey:
         self._lasting = lasting
         self._arrangement = arrangement
         self._gradient_bytes = gradient_bytes
-        self._most_memory = 0
 
     @property
     def arrangement(self) -> Arrangement:
@@ -112,19 +111,15 @@ class Survey:
 
     def begin_watching_memory(self) -> int | None:
         """Start to track peak device memory. Return the bytes allocated now; None if the device does not report it."""
-        self._most_memory = 0
-        # Sampled at the end of each backward, because somebody may reset the device's peak between steps.
-        self._lasting.activations.on_backward_end = self._look_at_memory
+        # sampled at the end of each backward, because somebody may reset the device's peak between steps
+        self._lasting.activations.watched_peak = 0
         return self._lasting.backend.reset_peak_memory()
 
     def end_watching_memory(self) -> int:
         """Return the peak bytes of device memory since `begin_watching_memory`; 0 if the device does not report it."""
-        self._look_at_memory()
-        self._lasting.activations.on_backward_end = lambda: None
-        return self._most_memory
-
-    def _look_at_memory(self) -> None:
-        self._most_memory = max(self._most_memory, self._lasting.backend.peak_since_reset() or 0)
+        activations = self._lasting.activations
+        watched, activations.watched_peak = activations.watched_peak or 0, None
+        return max(watched, self._lasting.backend.peak_since_reset() or 0)
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope."""

@@ -82,8 +82,8 @@ class AutoPolicy:
 
     def _followed(self, name: str, policy: Policy) -> Policy:
         """Return the policy of a member whose unit has this one."""
-        most = self._units[name].most
-        if policy not in RECOMPUTING or (most is not None and most.repeatable):
+        most, never = self._units[name].most, self._second_forwards.histories[name].never
+        if policy not in RECOMPUTING or (most is not None and most.repeatable and not never):
             return policy
         return "offload" if policy == "recompute_offload" else "keep"
 
@@ -121,9 +121,9 @@ class AutoPolicy:
                 self._units[name].steps += 1
         elif self._measuring:  # no backward came, so half of the step was not seen
             self._units = {name: unit for name, unit in self._units.items() if unit.most is not None}
-        if (self._measuring or self._choice_is_outdated) and self._units:
+        if (self._measuring or self._choice_is_outdated or self._second_forwards.has_failed) and self._units:
             self._choose()
-        self._choice_is_outdated = self._second_forwards.timed = False
+        self._choice_is_outdated = self._second_forwards.timed = self._second_forwards.has_failed = False
         self._measuring.clear()
 
     def begin_step(self) -> None:

@@ -7,7 +7,6 @@ chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,7 @@ class Activations:
             everything is kept.
         second_forwards: Runs forwards again.
         backward_passes: How many backward passes have ended.
-        on_backward_end: Called at the end of each backward pass.
+        watched_peak: The most device memory in use at the end of a backward pass; None while nobody watches.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Activations:
         self.chooses = policy == "auto"
         self.second_forwards = SecondForwards(saved, backend, stats, checks)
         self.backward_passes = 0
-        self.on_backward_end: Callable[[], None] = lambda: None
+        self.watched_peak: int | None = None
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._call: _CallUnderWay | None = None
@@ -140,7 +139,8 @@ class Activations:
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         self.backward_passes += 1
-        self.on_backward_end()
+        if self.watched_peak is not None:
+            self.watched_peak = max(self.watched_peak, self.second_forwards.backend.peak_since_reset() or 0)
         if self.auto is not None:
             self.auto.end_backward()
 

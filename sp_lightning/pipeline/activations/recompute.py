@@ -87,6 +87,7 @@ class SecondForwards:
         timed: Whether second forwards are timed.
         times: The members whose forwards have run again while they were timed, and the marks before and after.
         under_way: Whether one runs now.
+        has_failed: Whether one has failed, or computed something else, since somebody has asked.
     """
 
     def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats, checks: bool) -> None:
@@ -96,7 +97,7 @@ class SecondForwards:
         self.histories: defaultdict[str, History] = defaultdict(History)
         self.timed = False
         self.times: list[tuple[str, Any, Any]] = []
-        self.under_way = False
+        self.under_way = self.has_failed = False
         self._stats = stats
         self._dropped: WeakSet[UnitCall] = WeakSet()
 
@@ -135,14 +136,14 @@ class SecondForwards:
         try:
             is_same = call.run_again()
         except CannotRunAgain:
-            history.never = True
+            history.never = self.has_failed = True
             raise
         finally:
             self.under_way = before
         if self.timed:
             self.times.append((call.member.name, begin, self.backend.mark()))
         if not is_same:
-            history.never = True
+            history.never = self.has_failed = True
             self._warn(
                 call.member,
                 "has computed something else when its forward ran again in backward, so that the gradients of this "

@@ -14,7 +14,8 @@ what it has not reached. Then all tell each other which weights they have reache
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,23 +28,28 @@ from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradien
 _NONE, _DENSE, _SPARSE = range(3)  # kinds of gradients
 
 
+class CountsSteps(Protocol):
+    """What counts the optimizer steps of a process."""
+
+    steps_taken: int
+
+
 class Averaging:
     """Averages the gradients of an arrangement's weights.
 
     Args:
         replicas: The processes.
         unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        steps_taken: Returns the number of optimizer steps taken, those of one process alone not counted: it must be the
-            same in all processes whenever gradients are averaged.
+        steps: Counts optimizer steps: they must be as many in all processes whenever gradients are averaged.
 
     Attributes:
         replicas: The processes.
     """
 
-    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], steps_taken: Callable[[], int]) -> None:
+    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], steps: CountsSteps) -> None:
         self.replicas = replicas
         self._unmanaged = unmanaged
-        self._steps_taken = steps_taken
+        self._steps = steps
         self._units: list[UnitGradients] = []
         self._order: list[UnitGradients] = []
         self._complete: dict[UnitGradients, None] = {}
@@ -73,7 +79,7 @@ class Averaging:
         if self._has_begun:
             return
         self._has_begun = True
-        answers = self._exchange([self._steps_taken(), self._signature])
+        answers = self._exchange([self._steps.steps_taken - self.replicas.steps_alone, self._signature])
         steps, signatures = [int(answer[0]) for answer in answers], {int(answer[1]) for answer in answers}
         if len(set(steps)) > 1:
             raise RuntimeError(

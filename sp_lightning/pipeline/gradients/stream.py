@@ -2,7 +2,7 @@
 
 A unit's gradients are gathered as autograd finishes them, put together in a staging buffer on the device, and leave
 with one device-to-host (D2H) copy, in the dtype they were computed in. With other processes they are averaged in the
-staging buffer first (averaging.py).
+staging buffer first (averaged_stream.py).
 
     device                        on its way                  host
     leaf.grad -> staging buffer ----------------------------> the unit's own buffer        (first of a step)
@@ -16,17 +16,17 @@ wait by themselves, and masters are guarded as long as the engine has gradients 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.averaging import Averaging
-from sp_lightning.pipeline.gradients.buffers import LandingBuffer, LandingBuffers, StagingBuffer, StagingBuffers
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffer, StagingBuffers
+from sp_lightning.pipeline.gradients.held import HeldGradients
 from sp_lightning.pipeline.gradients.layout import GradientLayout
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
+from sp_lightning.pipeline.gradients.shipment import Shipment, Taker
+from sp_lightning.pipeline.gradients.sums import add_up
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
@@ -38,44 +38,8 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.weight_hooks import run_hooks
 from sp_lightning.pipeline.weights.window import Window
 
-_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 
-
-@dataclass(eq=False)
-class Shipment:
-    """Gradients of a unit on their way to the host.
-
-    Attributes:
-        unit: The gradients of the unit.
-        gradients: Those that are on their way.
-        arrived: The tensors that they land in.
-        ticket: The copy, or the addition, that brings them.
-        buffer: The landing buffer to release when they have been read; None if they land where they stay.
-    """
-
-    unit: UnitGradients
-    gradients: Sequence[Gradient]
-    arrived: Sequence[Tensor]
-    ticket: Ticket
-    buffer: LandingBuffer | None
-
-
-class Taker(Protocol):
-    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (early_steps.py)."""
-
-    keeps_gradients: bool
-
-    def wants(self, unit: UnitGradients) -> bool:
-        """Tell whether the unit's complete gradients should go to the optimizer right away."""
-
-    def take(self, shipment: Shipment) -> None:
-        """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
-
-    def end_of_backward(self) -> None:
-        """Give back what was not used."""
-
-
-class GradientStream:
+class GradientStream(HeldGradients):
     """Brings gradients to the host.
 
     Args:
@@ -84,10 +48,8 @@ class GradientStream:
         backend: Runs the copies.
         stats: Counters.
         pin: Whether to pin host memory.
-        averaging: Averages gradients with other processes, if there are any.
 
     Attributes:
-        units: The gradients of each unit.
         taker: What takes gradients as they arrive, while there is such a thing.
         measures_norms: Whether each gradient brings its norm.
     """
@@ -99,31 +61,20 @@ class GradientStream:
         backend: Backend,
         stats: Stats,
         pin: bool,
-        averaging: Averaging | None = None,
     ) -> None:
-        self.units = {unit: UnitGradients(unit, backend, pin) for unit in units}
+        super().__init__({unit: UnitGradients(unit, backend, pin) for unit in units}, stats)
         self.taker: Taker | None = None
         self.measures_norms = False
-        self._of = {gradient.weight: gradient for unit in self.units.values() for gradient in unit.gradients}
         self._window = window
         self._backend = backend
-        self._stats = stats
-        self._averaging = averaging
         self._staging = StagingBuffers(units, backend)
         self._landing = LandingBuffers(units, backend, pin)
         self._gathering: dict[UnitGradients, None] = {}
         self._sent: dict[UnitGradients, None] = {}  # in this backward pass
         self._arrived: dict[Gradient, None] = {}  # the same, in autograd's order
-        if averaging is not None:
-            averaging.of(list(self.units.values()))
-        self._held: dict[UnitGradients, None] = {}  # what the engine has gradients of
         self._moving: list[UnitGradients] = []  # into sums, out of memory that is no longer needed then
         self._has_late = False
         self._given_up = 0, 0
-
-    def of(self, weight: Weight) -> Gradient:
-        """Return the gradient of a weight."""
-        return self._of[weight]
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -136,30 +87,24 @@ class GradientStream:
         gradient = self._of[weight]
         unit = gradient.unit
         self._check(gradient, tensor)
-        master = weight.master
-        gradient.is_seen = bool(master.grad is not None or master._backward_hooks or master._post_accumulate_grad_hooks)
+        gradient.look()
         gradient.under_way = True
         self._arrived[gradient] = None
         if not unit.gathered:
             self._begin(unit)
-        if self._averages:
-            assert self._averaging is not None
-            self._averaging.begin()
-            self._averaging.check_not_started(unit)
-            earlier = gradient.on_device
-            tensor = tensor if earlier is None else earlier.to(weight.dtype) + tensor
-            unit.gathered += earlier is None
-        elif gradient.on_device is not None:  # reentrant checkpoints accumulate several times in one backward
+        self._put(gradient, tensor)
+        return unit if unit.gathered == len(unit.trained) else None
+
+    def _put(self, gradient: Gradient, tensor: Tensor) -> None:
+        unit = gradient.unit
+        if gradient.on_device is not None:  # reentrant checkpoints accumulate several times in one backward
             self.send(unit, is_last=False)
             self._begin(unit)
-            unit.gathered = 1
         elif tensor.dtype != gradient.dtype:  # of another leaf, as the weight was used in another dtype, too
             self._send_alone(gradient, tensor)
-            return None
-        else:
-            unit.gathered += 1
+            return
+        unit.gathered += 1
         gradient.on_device = tensor
-        return unit if unit.gathered == len(unit.trained) else None
 
     def _check(self, gradient: Gradient, tensor: Tensor) -> None:
         name = gradient.weight.name
@@ -184,14 +129,8 @@ class GradientStream:
         unit.state = State.GATHERING
         self._gathering[unit] = None
 
-    @property
-    def _averages(self) -> bool:
-        return self._averaging is not None and self._averaging.replicas.averages
-
     def left_behind(self, units: Sequence[Unit]) -> list[UnitGradients]:
         """Return what all other units have gathered: backward has moved on to these."""
-        if self._averages:  # in a fixed order, and at the end what is not complete
-            return []
         return [unit for unit in self._gathering if unit.unit not in units]
 
     @torch.no_grad()
@@ -202,28 +141,19 @@ class GradientStream:
             unit: The gradients of the unit.
             is_last: Whether nothing more will come if they are complete.
         """
-        if self._averages:
-            assert self._averaging is not None
-            for due in self._averaging.next_after(unit):
-                self._start_averaging(due)
-            return
         self._gathering.pop(unit, None)
         complete = unit.gathered == len(unit.trained)
         gradients = unit.trained if complete else [g for g in unit.trained if g.on_device is not None]
         layout = unit.layout
         if not complete:
             layout = GradientLayout([g.weight for g in gradients], [g.dtype for g in gradients])
-        staging = self._pack(gradients, layout)
-        unit.gathered = 0
-        self._dispatch(unit, gradients, layout, staging, complete, is_last)
-
-    def _pack(self, gradients: Sequence[Gradient], layout: GradientLayout) -> StagingBuffer:
-        """Copy gradients into a staging buffer."""
         staging = self._staging.take(layout.nbytes)
-        torch._foreach_copy_(staging.views(layout)[0], [g.on_device for g in gradients])  # type: ignore[misc]
+        targets = staging.views(layout)[0] if complete else layout.tensors_in(staging.memory)
+        torch._foreach_copy_(targets, [g.on_device for g in gradients])  # type: ignore[misc]
         for gradient in gradients:
             gradient.on_device = None
-        return staging
+        unit.gathered = 0
+        self._dispatch(unit, gradients, layout, staging, complete, is_last)
 
     def _send_alone(self, gradient: Gradient, tensor: Tensor) -> None:
         unit = gradient.unit
@@ -232,7 +162,7 @@ class GradientStream:
         with torch.no_grad():
             layout = GradientLayout([gradient.weight], [tensor.dtype])
             staging = self._staging.take(layout.nbytes)
-            staging.views(layout)[0][0].copy_(tensor)
+            layout.tensors_in(staging.memory)[0].copy_(tensor)
             self._dispatch(unit, [gradient], layout, staging, complete=False, is_last=False)
 
     def _dispatch(
@@ -348,7 +278,7 @@ class GradientStream:
         def add() -> None:
             with without_torch_function(), torch.no_grad():
                 for target, before, arrived in jobs:
-                    _add_up(target, before, arrived)
+                    add_up(target, before, arrived)
                 for norm, target in norms:
                     norm.copy_(torch.linalg.vector_norm(target, dtype=torch.float32))
 
@@ -370,16 +300,9 @@ class GradientStream:
         """Send what is left, and call users' hooks. The last gradients may not have landed yet.
 
         Args:
-            takes_part: Whether to take part in averaging even if no gradient has arrived in this process. Otherwise it
-                takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
+            takes_part: Whether to take part in averaging even if no gradient has arrived in this process.
         """
-        if self._averages:
-            assert self._averaging is not None
-            if takes_part or self._arrived or self._averaging.has_unmanaged():
-                self._finish_averaging(self._averaging)
-        else:
-            for unit in list(self._gathering):
-                self.send(unit, is_last=False)
+        self._send_rest(takes_part)
         if self.taker is not None:
             self.taker.end_of_backward()
         for gradient in self._arrived:
@@ -390,6 +313,10 @@ class GradientStream:
             unit.release_own()
             self._note_held(unit)
         self._forget()
+
+    def _send_rest(self, takes_part: bool) -> None:
+        for unit in list(self._gathering):
+            self.send(unit, is_last=False)
 
     def _add_late(self) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
@@ -412,8 +339,6 @@ class GradientStream:
         for unit in self.units.values():
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
-        if self._averaging is not None:
-            self._averaging.abandon()
         for unit in [unit for unit in self.units.values() if unit.gathered or unit in self._sent]:
             unit.gathered = 0
             for gradient in unit.gradients:
@@ -435,111 +360,6 @@ class GradientStream:
         self._arrived.clear()
         self._moving.clear()
         self._has_late = False
-
-    # ------------------------------------------------------------------------------------------- between backwards
-
-    @property
-    def settled(self) -> bool:
-        """Whether the engine has no gradients that nobody has asked for, so that anybody may read `.grad`."""
-        return not self._held
-
-    def settle(self) -> None:
-        """Wait until every gradient has landed and been added."""
-        under_way = [unit for unit in self._held if unit.ticket is not None]
-        self._stats.host_syncs += bool(under_way)
-        for unit in under_way:
-            unit.wait()
-
-    def show(self, weight: Weight) -> None:
-        """Make a weight's gradient its master's `.grad`, because somebody reads it."""
-        self._show(self._of[weight])
-
-    def show_all(self) -> None:
-        """Make all gradients the masters' `.grad`."""
-        for unit in list(self._held):
-            for gradient in unit.gradients:
-                self._show(gradient)
-
-    def _show(self, gradient: Gradient) -> None:
-        if gradient.host is not None:
-            gradient.unit.wait()
-            gradient.show()
-            self._note_held(gradient.unit)
-
-    def drop(self, weight: Weight) -> None:
-        """Forget a gradient, as somebody sets `.grad`."""
-        gradient = self._of[weight]
-        gradient.forget()
-        self._note_held(gradient.unit)
-
-    def consume(self, gradients: Iterable[Gradient]) -> None:
-        """Leave weights without gradients, as a step has used them."""
-        for gradient in gradients:
-            gradient.forget()
-            gradient.weight.master.grad = None
-            self._note_held(gradient.unit)
-
-    def _note_held(self, unit: UnitGradients) -> None:
-        if unit.state is State.CONSUMED:
-            return
-        for gradient in unit.gradients:
-            if gradient.host is not None:
-                return
-        self._held.pop(unit, None)
-        unit.state = State.EMPTY
-
-    # --------------------------------------------------------------------------------------------------- averaging
-
-    def _start_averaging(self, unit: UnitGradients, zeros: bool = False) -> None:
-        assert self._averaging is not None
-        self._dispatch_averaged()
-        self._gathering.pop(unit, None)
-        staging = self._staging.take(unit.layout.nbytes)
-        views = staging.views(unit.layout)[0]
-        if zeros:
-            for gradient in unit.trained:
-                if gradient.on_device is None:
-                    gradient.on_device = torch.zeros((), device=staging.memory.device)
-        torch._foreach_copy_(views, [_like(g.on_device, view) for g, view in zip(unit.trained, views, strict=True)])
-        for gradient in unit.trained:
-            gradient.on_device = None
-        unit.gathered = 0
-        self._averaging.start(unit, staging)
-
-    def _dispatch_averaged(self) -> None:
-        """Send the unit whose gradients are being averaged, as computing waits for that."""
-        assert self._averaging is not None
-        averaged = self._averaging.wait()
-        if averaged is not None:
-            unit, staging, complete = averaged
-            self._dispatch(unit, unit.trained, unit.layout, staging, complete=True, is_last=complete)
-
-    def _finish_averaging(self, averaging: Averaging) -> None:
-        """Average what is left in the order of all processes, and take back what none of them has a gradient of."""
-        averaging.begin()
-        missing: list[tuple[Gradient, bool]] = []
-        for unit in averaging.left():
-            if not unit.gathered:
-                unit.begin()
-            for gradient in unit.trained:
-                if gradient.on_device is None:
-                    master = gradient.weight.master
-                    gradient.is_seen = bool(
-                        master.grad is not None or master._backward_hooks or master._post_accumulate_grad_hooks
-                    )
-                    missing.append((gradient, gradient.host is None))
-            self._start_averaging(unit, zeros=True)
-        self._dispatch_averaged()
-        reached = averaging.agree(self._arrived)
-        for gradient, was_empty in missing:
-            if gradient in reached:
-                self._arrived.setdefault(gradient)
-            else:
-                gradient.late.clear()
-                if was_empty:
-                    gradient.forget()
-                    self._note_held(gradient.unit)
-        averaging.average_unmanaged()
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -564,25 +384,3 @@ class GradientStream:
             unit.close()
         self._staging.close()
         self._landing.close()
-
-
-def _like(tensor: Tensor | None, view: Tensor) -> Tensor:
-    assert tensor is not None
-    return tensor if tensor.shape == view.shape else tensor.expand_as(view)
-
-
-def _add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
-    """Write the sum of two gradients, the first of which may be there already, to where it stays."""
-    if before is None:
-        target.copy_(arrived)
-        return
-    if before is not target:
-        target.copy_(before)
-    if target.dtype == arrived.dtype or target.stride() != arrived.stride():
-        target.add_(arrived)
-        return
-    count = arrived.numel()
-    flat_target, flat_arrived = target.as_strided((count,), (1,)), arrived.as_strided((count,), (1,))
-    for start in range(0, count, _CHUNK):  # pieces that stay in the cache between the cast and the addition
-        end = min(start + _CHUNK, count)
-        flat_target[start:end].add_(flat_arrived[start:end].to(target.dtype))

@@ -71,6 +71,11 @@ class Gradient:
         self.is_seen = False
         self.late: list[Tensor] = []
 
+    def look(self) -> None:
+        """Find out whether somebody would see how it is added up."""
+        master = self.weight.master
+        self.is_seen = bool(master.grad is not None or master._backward_hooks or master._post_accumulate_grad_hooks)
+
     def forget(self) -> None:
         """Forget what the engine has on the host."""
         self.host = self.norm = None

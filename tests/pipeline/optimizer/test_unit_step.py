@@ -1,0 +1,152 @@
+"""One unit's step has the bits of a plain one: for each optimizer, cut into parts, with casts, copies and gaps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.optimizer import update
+from sp_lightning.pipeline.optimizer.unit_step import UnitStep
+from sp_lightning.pipeline.optimizer.update import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
+from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
+
+SHAPES = [(64, 64), (64,), (7, 3), (128, 96), (128,), (), (5, 64)]
+SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "AdamW": {"amsgrad": True}}
+
+
+def laid_out(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors side by side, each with a storage of its own, as masters, gradients and copies lie."""
+    offsets, nbytes = lay_out([tensor.numel() * dtype.itemsize for tensor in tensors])
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    return [tensor_in(memory, at, like, dtype).copy_(like) for at, like in zip(offsets, tensors, strict=True)]
+
+
+class Both:
+    """The same weights, stepped plainly and as a unit."""
+
+    def __init__(self, kind: type[Optimizer], shapes: list[Any], with_copies: bool = False, **settings: Any) -> None:
+        torch.manual_seed(0)
+        values = [torch.randn(shape) for shape in shapes]
+        self.plain = [nn.Parameter(value.clone()) for value in values]
+        homes = laid_out(values, torch.float32)
+        self.masters = [nn.Parameter(home) for home in homes]
+        self.copies: list[Any] = laid_out(values, torch.bfloat16) if with_copies else [None] * len(values)
+        self.reference, self.ours = kind(self.plain, **settings), kind(self.masters, **settings)
+        self.unit_step = UnitStep(kind, self.masters, homes, self.copies)
+
+    def step(self, dtype: torch.dtype = torch.float32, missing: int = -1, scaling: Scaling | None = None) -> None:
+        gradients: list[Any] = laid_out([torch.randn_like(weight) for weight in self.plain], dtype)
+        if missing >= 0:
+            gradients[missing] = None
+        for weight, gradient in zip(self.plain, gradients, strict=True):
+            weight.grad = None if gradient is None else gradient.clone().float()
+            if scaling is not None and weight.grad is not None:
+                scaling.apply_(weight.grad)
+        self.reference.step()
+        state = self.ours.state
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            if gradient is not None:
+                state.setdefault(master, {})
+        states = [state.get(master, {}) for master in self.masters]
+        with torch.no_grad():
+            settings = {key: value for key, value in self.ours.param_groups[0].items() if key != "params"}
+            self.unit_step.run(self.ours, settings, scaling or Scaling(), gradients, states)
+
+    def check(self) -> None:
+        for index, (expected, found) in enumerate(zip(self.plain, self.masters, strict=True)):
+            assert torch.equal(expected, found), index
+            if self.copies[index] is not None:
+                assert torch.equal(expected.bfloat16(), self.copies[index]), index
+            for key, value in self.reference.state[expected].items():
+                found_value = self.ours.state[found][key]
+                assert torch.equal(value, found_value) if isinstance(value, Tensor) else value == found_value, key
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are cut, in the middle of runs too."""
+    monkeypatch.setattr(update, "_PART", 1 << 10)
+
+
+@pytest.mark.parametrize("kind", BY_ELEMENT, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_each_optimizer(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    both = Both(kind, SHAPES, with_copies=dtype != torch.float32, **SETTINGS.get(kind.__name__, {}))
+    for _ in range(3):
+        both.step(dtype, scaling=Scaling((0.5,), clamp=0.7))
+    both.check()
+
+
+@pytest.mark.parametrize("kind", HAVE_FUSED_KERNELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_fused_kernels(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    both = Both(kind, SHAPES, with_copies=dtype != torch.float32, fused=True, **SETTINGS.get(kind.__name__, {}))
+    for _ in range(3):
+        both.step(dtype)
+    both.check()
+
+
+@pytest.mark.parametrize("kind", BY_WEIGHT, ids=lambda kind: kind.__name__)
+def test_the_bits_of_optimizers_that_need_whole_weights(kind: type[Optimizer]) -> None:
+    both = Both(kind, [(64, 64), (32, 16), (16, 64)])
+    for _ in range(3):
+        both.step()
+    both.check()
+
+
+@pytest.mark.parametrize("missing", range(len(SHAPES)))
+def test_weights_without_a_gradient_stay_as_they_are(missing: int) -> None:
+    """From the first step on, or in between: the number of steps differs within a run then."""
+    both = Both(torch.optim.Adam, SHAPES)
+    for step in range(5):
+        both.step(missing=missing if step in (0, 2) else -1)
+    both.check()
+
+
+def test_state_that_is_loaded_forgotten_or_odd() -> None:
+    both = Both(torch.optim.AdamW, SHAPES)
+    both.step()
+    for optimizer in (both.reference, both.ours):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    both.step()
+    kept = both.ours.state.pop(both.masters[1]), both.reference.state.pop(both.plain[1])
+    before = copy.deepcopy(kept[0])
+    both.step()
+    both.check()
+    assert all(torch.equal(before[key], kept[0][key]) for key in before), "what somebody holds is not written to"
+    both.ours.state[both.masters[1]], both.reference.state[both.plain[1]] = kept
+    for optimizer in (both.reference, both.ours):
+        optimizer.state[optimizer.param_groups[0]["params"][3]]["note"] = "the user's"
+    both.step()
+    both.check()
+    both.ours.state.clear()
+    both.reference.state.clear()
+    both.step()
+    both.check()
+
+
+def test_state_lies_side_by_side_and_takes_no_second_copy() -> None:
+    both = Both(torch.optim.Adam, [(64, 64), (64,), (128, 64)])
+    both.step()
+    averages = [both.ours.state[master]["exp_avg"] for master in both.masters]
+    assert averages[0].data_ptr() + averages[0].nbytes == averages[1].data_ptr()
+    assert [average.untyped_storage().nbytes() for average in averages] == [average.nbytes for average in averages]
+    both.step()
+    assert all(both.ours.state[m]["exp_avg"] is value for m, value in zip(both.masters, averages, strict=True))
+
+
+def test_a_weight_in_other_memory_is_stepped_there() -> None:
+    both = Both(torch.optim.Adam, SHAPES)
+    both.step()
+    kept = both.masters[0].data
+    before = kept.clone()
+    both.masters[0].data = kept.clone()
+    both.step()
+    both.check()
+    assert torch.equal(kept, before)
