@@ -212,7 +212,8 @@ class Calls:
         if member.looks_into is None:
             return forward(*args, **kwargs)
         # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
-        swap_in(member.looks_into, self._backward.follow_requires_grad)
+        with self._at_work:
+            swap_in(member.looks_into, self._backward.follow_requires_grad)
         try:
             return forward(*args, **kwargs)
         finally:

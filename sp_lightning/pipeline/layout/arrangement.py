@@ -133,18 +133,18 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and its gradient comes back."""
         if self.autocast is not None:
             by_table, unknown = weights_under_autocast(module, self._backend.device.type)
-            if torch.is_autocast_cache_enabled() and not self.compiled:
-                # one cast for several uses, or several in several regions: how often layers are called has to be seen
+            if not self.compiled:  # a first step shows whether layers are called twice, or read from outside
                 by_table, unknown = set(), by_table | unknown
             lowered = (by_table | learned.lowered) - learned.used_as_is
+            unknown -= lowered | learned.used_as_is
             for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
-                casts = [weight for weight in segment if id(weight.master) in lowered]
+                known = [weight for weight in segment if weight.dtype is torch.float32]
+                casts = [weight for weight in known if id(weight.master) in lowered]
                 if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
                     for weight in casts:
                         weight.compute_dtype = self.autocast
                 if not self.compiled:
-                    unknown -= lowered | learned.used_as_is
-                    self.watched += [weight for weight in segment if id(weight.master) in unknown]
+                    self.watched += [weight for weight in known if id(weight.master) in unknown]
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = averaged
 

@@ -273,20 +273,24 @@ class EngineAtWork:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._scopes: list[AbstractContextManager[Any]] = []
+        self._depth = 0
+        self._unseen: AbstractContextManager[Any]
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        scope = without_torch_function()
-        scope.__enter__()
-        self._scopes.append(scope)
+        self._depth += 1
+        if self._depth == 1:
+            self._unseen = without_torch_function()
+            self._unseen.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._scopes.pop().__exit__(*exc_info)
+        self._depth -= 1
+        if self._depth == 0:
+            self._unseen.__exit__(*exc_info)
         self._lock.release()
 
     def __bool__(self) -> bool:
-        return bool(self._scopes)
+        return self._depth > 0
 
 
 class _Stepping(threading.local):

@@ -1,15 +1,16 @@
 """The leaf of a twin: a Parameter that stands in for the master while its unit computes.
 
 A forward may contain `self.weight.data.clamp_()`, which autograd does not count. It has to reach the master like any
-other change, but `.data` is an alias with a version of its own. So the leaf holds on to one alias, whose version all
-others share; weight.py reads it. Attributes that users set on a Parameter, and its gradient, are the master's.
+other change, but `.data` is an alias with a version of its own. So the leaf holds on to the one that it has lent, whose
+version all others share; weight.py reads it. Attributes that users set on a Parameter, and its gradient, are those of
+the master.
 
 `torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,30 +35,20 @@ def refuse_to_set_data(leaf: nn.Parameter, values: Tensor) -> None:
 class TwinParameter(nn.Parameter):
     """A Parameter that counts what is written to its `.data`."""
 
-    alias: Tensor | None = None
-    earlier_writes = 0  # to aliases that it had before it was given other memory
-
     @property
     def data(self) -> Tensor:
         """The values, without history, as of any Parameter."""
         if torch.compiler.is_compiling():
             return self.detach()  # so does dynamo, which thereby makes the leaf's own version count
-        alias = self.alias
-        if alias is None or not alias.is_set_to(self):
-            self.drop_alias()
+        alias: Tensor | None = self.__dict__.get("lent")
+        if alias is None:
             with torch.inference_mode(False):
-                alias = self.alias = _DATA.__get__(self)
-        return cast("Tensor", alias.detach())  # shares the alias's version
+                alias = self.__dict__["lent"] = _DATA.__get__(self)
+        return alias.detach()  # shares the alias's version
 
     @data.setter
     def data(self, values: Tensor) -> None:
         refuse_to_set_data(self, values)
-
-    def drop_alias(self) -> None:
-        """Let go of the alias before the leaf gets other memory."""
-        if self.alias is not None:
-            self.earlier_writes += self.alias._version
-            self.alias = None
 
 
 class StandsIn:
@@ -66,8 +57,6 @@ class StandsIn:
     master: nn.Parameter
     data: Tensor
     requires_grad: bool
-    alias: Tensor | None = None
-    earlier_writes = 0
 
     def __getattr__(self, name: str) -> Any:
         """Look for an attribute that the leaf does not have in the master."""

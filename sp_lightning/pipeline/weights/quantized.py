@@ -77,34 +77,27 @@ class QuantizedTwin(Twin):
         return users_of_storage(self.data) > own_users + self.saved_views
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether a forward has given a part of the leaf other memory."""
-        pairs = zip(parts_of(self.parameter), self._places, strict=True)
-        return any(part.data_ptr() != place.data_ptr() for part, place in pairs)
-
-    def adopt_replacement(self) -> None:
-        """Copy what a forward has given the leaf to the twin's own memory: on a CPU, bitsandbytes packs weights anew.
+    def is_touched(self) -> bool:
+        """Whether a forward has written to it since the last look.
 
         Raises:
-            RuntimeError: If it has other sizes.
+            RuntimeError: If it has given a part other memory, as bitsandbytes does on a CPU, where it packs weights.
         """
-        given = parts_of(self.parameter)
-        if [part.nbytes for part in given] != [place.nbytes for place in self._places]:
+        parts = parts_of(self.parameter)
+        if any(part.data_ptr() != place.data_ptr() for part, place in zip(parts, self._places, strict=True)):
             _lay(self.parameter, self._places)
             raise RuntimeError(
-                f"A forward gave the quantized weight {self.weight.name!r} memory of another size. Convert weights "
-                "before training."
+                f"A forward gave the quantized weight {self.weight.name!r} other memory. Convert it before training."
             )
-        self._places = _divide(self.data, given)
-        for part, place in zip(given, self._places, strict=True):
-            place.copy_(part)
-        _lay(self.parameter, self._places)
-        self._replacements += 1
+        return sum(part._version for part in parts) != self._changes_seen
 
     def note_written_back(self) -> None:
         """Note that every part of the master got a change by an in-place write, which must not count a second time."""
         self.note_unchanged()
         self._write_backs += len(self._places)
+
+    def _changes_of_leaf(self) -> int:
+        return self._version_of_leaf()
 
     def _version_of_leaf(self) -> int:
         return sum(part._version for part in parts_of(self.parameter))
@@ -195,12 +188,9 @@ class QuantizedWeight(Weight):
         return values
 
     def overwrite(self, values: Tensor) -> None:
-        """Write values in the form that `host` has to the master, whose parts become like those of the leaf."""
-        parts, likes = parts_of(self.master), parts_of(self.twin.parameter)
-        if self._form != (form := _form_of(likes)):
-            self._form = form
-            _lay(self.master, _divide_apart(self.host, likes))
-        for part, value in zip(parts, _divide(values, likes), strict=True):
+        """Write values in the form that `host` has to the master."""
+        parts = parts_of(self.master)
+        for part, value in zip(parts, _divide(values, parts), strict=True):
             part.copy_(value)
 
 

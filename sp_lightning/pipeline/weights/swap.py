@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
-
-from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.units import Member, Unit
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Twin
 
 
 def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
-    """Put twins in place of the masters.
+    """Put twins in place of the masters. Masters are read, so the guard must not look.
 
     Args:
         member: The member that is about to compute, as a whole or in parts.
         prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
     """
-    with without_torch_function():
-        for entry in member.entries:
-            weight = entry.weight
-            twin = weight.twin
-            if twin.parameter.requires_grad != weight.master.requires_grad:
-                prepare(twin)
-            if entry.current is weight.master:  # else `functional_call` has put another tensor there
-                entry.current = twin.parameter
+    for parameters, key, twin, leaf, master in member.swaps:
+        if leaf.requires_grad != master.requires_grad:
+            prepare(twin)
+        if parameters.get(key) is master:  # else `functional_call` has put another tensor there
+            parameters[key] = leaf
     for module, weights in member.recurrent:
         present = {id(entry.weight): entry.current for entry in member.entries}
         module._flat_weights = [present[id(weight)] for weight in weights]
@@ -33,17 +28,14 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
 
 def swap_out(member: Member) -> None:
     """Put the masters back; what is neither a twin nor a master is the user's and stays."""
-    for entry in member.entries:
-        weight = entry.weight
-        current = entry.current
-        if current is not None and current is not weight.master and _is_twin(current, weight, member):
-            entry.current = weight.master
+    for parameters, key, _, leaf, master in member.swaps:
+        current = parameters.get(key)
+        if current is leaf:
+            parameters[key] = master
+        elif current is not None and current is not master and storage_key(current) in member.twins:
+            parameters[key] = master  # an earlier twin's, of a weight that is a device parameter by now
     for module, weights in member.recurrent:
         module._flat_weights = [weight.master for weight in weights]
-
-
-def _is_twin(parameter: nn.Parameter, weight: Weight, member: Member) -> bool:
-    return parameter is weight.twin.parameter or storage_key(parameter) in member.twins
 
 
 def leave_unit(unit: Unit) -> None:

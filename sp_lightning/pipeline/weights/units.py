@@ -47,6 +47,7 @@ class Member:
     Attributes:
         index: Its number among the members of streamed units; -1 for others.
         entries: Every entry that holds a weight which its call may use.
+        swaps: For each of them its dictionary and key, and the twin, its leaf and the master that are exchanged there.
         recurrent: RNN modules at or below it, with the weights in their own list (`_flat_weights`).
         groups: Groups that have to be on the device for its call.
         twins: All twins of the arrangement, by the identity of their memory.
@@ -64,6 +65,7 @@ class Member:
         self.unit = unit
         self.index = -1
         self.entries: list[Entry] = []
+        self.swaps: list[tuple[dict[str, nn.Parameter | None], str, Twin, nn.Parameter, nn.Parameter]] = []
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
@@ -85,8 +87,12 @@ class Member:
         return self.name if self.unit is None or self.unit.resident else self.unit.name
 
     def find_groups(self) -> None:
-        """Determine which groups have to be on the device for its call."""
+        """Determine which groups have to be on the device for its call, and what it puts into its modules."""
         self.groups = list({id(entry.weight.twin.group): entry.weight.twin.group for entry in self.entries}.values())
+        self.swaps = [
+            (entry.parameters, entry.key, entry.weight.twin, entry.weight.twin.parameter, entry.weight.master)
+            for entry in self.entries
+        ]
 
 
 @dataclass(eq=False)

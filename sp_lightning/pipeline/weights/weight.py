@@ -22,7 +22,7 @@ Group: TypeAlias = Any  # units and groups are made of weights, and import this 
 Unit: TypeAlias = Any
 
 _DATA: Any = Tensor.data
-_OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter, which may hold an alias
+_OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter
 _OWN_USERS_OF_MASTER = 2  # of its memory: the master itself, and `Weight.host`
 
 
@@ -67,7 +67,6 @@ class Twin:
         self.gradient_hook: RemovableHandle | None = None
         self._changes_seen = self._changes_of_leaf()
         self._write_backs = 0
-        self._replacements = 0
 
     def _make_leaf(self, compiled: bool) -> nn.Parameter:
         kind = EagerLeaf if not compiled else TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
@@ -82,9 +81,9 @@ class Twin:
 
     def lay_leaf(self) -> None:
         """Lay the leaf over the twin's memory, past its own setter, which dynamo would compile: torch 2.14 cannot."""
-        if isinstance(self.parameter, TwinParameter):
-            self.parameter.drop_alias()
+        self.parameter.__dict__.pop("lent", None)
         _DATA.__set__(self.parameter, self.data)
+        self.note_unchanged()
 
     def version(self) -> int:
         """Return a version that grows with every in-place change that autograd would count on a plain parameter.
@@ -99,7 +98,7 @@ class Twin:
         Autograd does not count this: where it has saved the weight itself, backward goes on with the new values. A view
         keeps the old memory.
         """
-        return self.weight.replacements + self._replacements
+        return self.weight.replacements
 
     def changes(self) -> int:
         """Return a number that grows with every change, also with those in a forward that autograd does not count."""
@@ -117,35 +116,14 @@ class Twin:
                 self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
 
     @property
-    def changed_in_place(self) -> bool:
-        """Whether a forward has written into the twin (`nn.Embedding(max_norm=...)` does) since the last write-back."""
+    def is_touched(self) -> bool:
+        """Whether a forward may have written to it since the last look, as `nn.Embedding(max_norm=...)` does."""
         return self._changes_of_leaf() != self._changes_seen
 
     @property
     def is_aliased(self) -> bool:
         """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS_OF_TWIN + (self._alias is not None) + self.saved_views
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a forward has given the leaf other memory (`weight.data = ...`)."""
-        return self.parameter.data_ptr() != self.data.data_ptr()
-
-    def adopt_replacement(self) -> None:
-        """Copy the values that a forward has given the leaf to the twin's own memory.
-
-        Raises:
-            RuntimeError: If they have another shape.
-        """
-        given = self.parameter.data
-        self.lay_leaf()
-        if given.shape != self.data.shape:
-            raise RuntimeError(
-                f"A forward gave weight {self.weight.name!r} a `.data` of shape {tuple(given.shape)} in place of "
-                f"{tuple(self.data.shape)}. Change the shape of a weight before training."
-            )
-        self.data.data.copy_(given)  # bumps no version: what was saved since then has other memory
-        self._replacements += 1
+        return users_of_storage(self.data) > _OWN_USERS_OF_TWIN + ("lent" in self.parameter.__dict__) + self.saved_views
 
     def note_written_back(self) -> None:
         """Note that the master got the change by an in-place write, which must not count a second time."""
@@ -153,23 +131,15 @@ class Twin:
         self._write_backs += 1
 
     def note_unchanged(self) -> None:
-        """Note that the changes which torch has counted so far have left the values as they were."""
+        """Note that the values are those of the master."""
         self._changes_seen = self._changes_of_leaf()
 
     def _changes_of_leaf(self) -> int:
-        return self._version_of_leaf() + self._writes_to_data
+        lent = self.parameter.__dict__.get("lent")
+        return self.parameter._version if lent is None else self.parameter._version + int(lent._version)
 
     def _version_of_leaf(self) -> int:
         return self.parameter._version
-
-    @property
-    def _writes_to_data(self) -> int:
-        earlier: int = getattr(self.parameter, "earlier_writes", 0)
-        return earlier if self._alias is None else earlier + self._alias._version
-
-    @property
-    def _alias(self) -> Tensor | None:
-        return getattr(self.parameter, "alias", None)  # not every leaf is a `TwinParameter`
 
 
 class Weight:

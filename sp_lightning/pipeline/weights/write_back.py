@@ -75,8 +75,6 @@ class WriteBack:
             if not twin.group.readable:  # after an exception: its place holds something else
                 twin.note_unchanged()
                 continue
-            if twin.is_replaced:
-                twin.adopt_replacement()
             self._written.add(twin.weight)
             self._copy(twin.weight)
 
@@ -108,4 +106,4 @@ def _touched(weights: Iterable[Weight]) -> list[Twin]:
     """Return the twins of those weights that have been written to on the device since the last time."""
     with without_torch_function():
         twins = [weight.twin for weight in weights]
-        return [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
+        return [twin for twin in twins if twin.is_touched]

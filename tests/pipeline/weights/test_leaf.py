@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 
@@ -16,11 +15,6 @@ from tests.helpers import Run, assert_same_story, attached, sgd
 from tests.zoo.blocks import WIDTH, Chain, chain
 
 
-def writes_to_data(leaf: TwinParameter) -> int:
-    """The count, as weight.py reads it."""
-    return leaf.earlier_writes + (0 if leaf.alias is None else leaf.alias._version)
-
-
 @pytest.fixture
 def leaf() -> TwinParameter:
     return TwinParameter(torch.ones(4, 4))
@@ -28,27 +22,16 @@ def leaf() -> TwinParameter:
 
 def test_writes_to_any_alias_are_counted(leaf: TwinParameter) -> None:
     """Whatever is written to any alias, and nothing else."""
-    assert leaf.alias is None
     first, second = leaf.data, leaf.data
     assert (first + second).sum() == 32
-    assert writes_to_data(leaf) == 0
-    second.mul_(2)
+    assert leaf.lent._version == 0
+    with torch.inference_mode():
+        second.mul_(2)
+        assert not leaf.data.is_inference()
     first[0].zero_()
     leaf.data.view(-1)[3:4].fill_(7)
-    assert writes_to_data(leaf) == 3
+    assert leaf.lent._version == 3
     assert leaf._version == 0
-    with torch.no_grad():
-        leaf.mul_(2)
-    assert writes_to_data(leaf) == 3
-    assert leaf.alias is not None
-
-
-def test_inference_mode(leaf: TwinParameter) -> None:
-    """Aliases are ordinary tensors there as well, as those of Parameters are."""
-    with torch.inference_mode():
-        assert not leaf.data.is_inference()
-        leaf.data.add_(1)
-    assert writes_to_data(leaf) == 1
 
 
 def test_torch_treats_it_like_any_parameter(leaf: TwinParameter) -> None:
@@ -61,10 +44,7 @@ def test_torch_treats_it_like_any_parameter(leaf: TwinParameter) -> None:
     assert list(module.parameters()) == [leaf]
 
 
-def test_copies_do_not_count_for_it(leaf: TwinParameter) -> None:
-    copied = copy.deepcopy(leaf)
-    copied.data.add_(1)
-    assert writes_to_data(leaf) == 0
+def test_a_pickle_is_an_ordinary_parameter(leaf: TwinParameter) -> None:
     file = io.BytesIO()
     torch.save(leaf, file)
     file.seek(0)

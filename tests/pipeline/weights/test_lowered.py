@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -168,26 +167,6 @@ class Picture(Tensor):
 def test_other_matrix_products(name: str, cache: bool) -> None:
     """They stay lowered, from the first step on."""
     assert assert_equal_to_plain(MATRIX_PRODUCTS[name], "always", cache) == 3
-
-
-def test_a_second_use_around_a_backward_that_is_nested() -> None:
-    """The gradients of both uses are added up before they are added to that of a reentrant checkpoint between them."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
-    model = copy.deepcopy(plain)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.Sequential, debug=True))
-    for step in range(4):
-        x = torch.randn(4, 8)
-        for runner in (plain, model):
-            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                y = runner[1](runner[0](x))
-                y = checkpoint(runner[1], y, use_reentrant=True)
-                y = runner[1](y) if step == 3 else y
-                loss = runner[2](y).float().square().mean() * (1e-4 if step == 3 else 1)  # or no sum would be rounded
-            loss.backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-    assert pipeline.stats.promotions == 2  # it had been lowered until then
-    pipeline.detach()
 
 
 def test_a_dispatch_mode_around_everything() -> None:
