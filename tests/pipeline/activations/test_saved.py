@@ -198,7 +198,7 @@ def test_a_write_back_does_not_count_as_a_change(scene: Scene) -> None:
     twin, master = scene.twin, scene.placed.weights[0].master
     with torch.no_grad():
         twin.parameter.mul_(2)
-    assert twin.changed_in_place
+    assert twin.is_touched
     x = torch.ones(1, 3, requires_grad=True)
     scene.saved.push()
     y = x @ twin.parameter
@@ -206,7 +206,7 @@ def test_a_write_back_does_not_count_as_a_change(scene: Scene) -> None:
     with torch.no_grad():
         master.copy_(twin.data)
     twin.note_written_back()
-    assert not twin.changed_in_place
+    assert not twin.is_touched
     y.sum().backward()
     assert x.grad.tolist() == [[6, 6, 6]]
 
