@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import torch_private
 from sp_lightning.pipeline.torch_private import (
     StepCode,
-    brings_gradient,
     call_before_compiling,
     contains_others,
     explain_graph_break,
@@ -136,17 +135,6 @@ def test_backward_passes_are_told_apart() -> None:
     assert -1 not in numbers
     assert graph_task() == -1
     assert not in_backward()
-
-
-def test_a_backward_pass_tells_which_leaves_it_brings_gradients() -> None:
-    """Also those that have got theirs, but not what another pass does, be it nested in this one or around it."""
-    first, last, nested = (torch.ones(2, requires_grad=True) for _ in range(3))
-    seen = []
-    for leaf in (first, last, nested):
-        leaf.register_post_accumulate_grad_hook(lambda _: seen.append([*map(brings_gradient, (first, last, nested))]))
-    x = torch.ones(2, requires_grad=True) * first
-    (checkpoint(lambda x: x * nested, x, use_reentrant=True) * last).sum().backward()
-    assert seen == [[True, True, False], [False, False, True], [True, True, False]]
 
 
 def test_the_node_that_runs_again_what_a_checkpoint_has_run() -> None:
