@@ -96,26 +96,6 @@ def test_an_exception_that_the_user_catches_inside_of_a_step(where: str, activat
     assert_same_story(story, bombs, activations=activations)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_call_outside_of_a_step_for_which_units_are_arranged_anew(grad: bool) -> None:
-    """Through a method, not through the model's own call: it goes on with the units as they are then."""
-
-    def story(run: Run) -> None:
-        for number in range(4):
-            with torch.set_grad_enabled(grad):
-                hidden = run.rows(number)
-                for block in run.model.blocks:
-                    hidden = block(hidden)
-                    run.note(f"{number}", hidden)
-            if number == 1 and run.pipe is not None:
-                arrangements = run.pipe.stats.arrangements
-                run.pipe._arranger._learned.outdated = True
-            if number == 2 and run.pipe is not None:
-                assert run.pipe.stats.arrangements == arrangements + 1
-
-    assert_same_story(story, lambda: Chain([Block() for _ in range(5)]))
-
-
 def test_graphs_that_use_one_weight_outside_of_its_unit() -> None:
     """They share the node of its gradient, which does not tell which of them backward runs through."""
 
@@ -337,24 +317,6 @@ def test_weights_in_a_checkpoint_when_gradients_are_asked_for(how: str, mixed: b
     assert_same_story(story, GainInACheckpoint)
 
 
-def test_gradients_by_name() -> None:
-    """Newer versions of torch take a dict of what to differentiate with respect to, and return one."""
-    x = torch.ones(2, requires_grad=True)
-    try:
-        torch.autograd.grad(x.sum(), {"x": x})
-    except RuntimeError:
-        pytest.skip("this torch takes no dict")
-
-    def story(run: Run) -> None:
-        with run.step():
-            loss = run.model(run.rows(1)).square().mean()
-            gradients = torch.autograd.grad(loss, dict(run.model.named_parameters()))
-        for name, gradient in gradients.items():
-            run.note(f"gradient of {name}", gradient)
-
-    assert_same_story(story, partial(chain, 3))
-
-
 class AsksForTheGradientOfAView(nn.Module):
     """Its forward differentiates with respect to a view of its own weight."""
 
@@ -488,42 +450,6 @@ def convert(model: nn.Module) -> None:
     model.float()
 
 
-@pytest.mark.parametrize("repoint", [halve, convert])
-@pytest.mark.parametrize("clear", ["to none", "to none or zero in turn", "before the step"])
-@pytest.mark.parametrize("options", [{}, {"overlap_optimizer": False}, {"resident": ("blocks.1",)}], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_that_are_given_other_memory(
-    repoint: Callable[[nn.Module], None], clear: str, options: dict[str, Any], autocast: bool
-) -> None:
-    """What is added to a gradient goes to the memory that it has then, and the next one is seen in `.grad`."""
-
-    def story(run: Run) -> None:
-        optimizer = adamw(run.model)
-        parameters = dict(run.model.named_parameters())
-        for step in range(6):
-            when = ("between micro-batches", "before the optimizer", "after the optimizer")[step % 3]
-            if clear == "before the step":
-                optimizer.zero_grad()
-            for micro in range(2):
-                with run.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    run.model(run.rows(2 * step + micro)).square().mean().backward()
-                note_gradients(run.trace, f"step {step} / micro-batch {micro}", parameters)
-                if when == "between micro-batches" and micro == 0:
-                    repoint(run.model)
-            if when == "before the optimizer":
-                repoint(run.model)
-            run.note(f"step {step} / norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
-            optimizer.step()
-            if when == "after the optimizer":
-                repoint(run.model)
-            if clear != "before the step":
-                optimizer.zero_grad(set_to_none=clear == "to none" or step % 2 == 0)
-            for name, parameter in parameters.items():
-                run.note(f"step {step} / weight / {name}", parameter)
-
-    assert_same_story(story, partial(chain, 4), **options)
-
-
 @pytest.mark.parametrize("when", ["before the first step", "after the optimizer"])
 @pytest.mark.parametrize("options", [{}, {"overlap_optimizer": False}, {"activations": "recompute"}], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
@@ -653,7 +579,7 @@ def test_requires_grad_that_changes_before_backward(trains: bool, policy: str) -
     if policy == "keep":
         assert_same_story(story, partial(chain, 4))
     else:  # what a forward saves depends on it
-        with pytest.raises(RuntimeError, match="'blocks.2' has been modified .* or frozen, between"):
+        with pytest.raises(RuntimeError, match="'blocks.2' has been modified .*frozen, .*between"):
             assert_same_story(story, partial(chain, 4), activations=policy)
 
 
@@ -736,17 +662,6 @@ class Attends(nn.Module):
         for block in self.blocks:
             x = x + block(x[:, :1].tanh(), x, x)[0]
         return x
-
-
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
-def test_an_input_that_is_given_twice(policy: str) -> None:
-    """A forward that asks whether two of its inputs are the same object gets the same answer the second time."""
-
-    def story(run: Run) -> None:
-        for step in range(2):
-            run.normal_step(f"step {step}", None, seed=step)
-
-    assert_same_story(story, Attends, activations=policy, units=nn.MultiheadAttention)
 
 
 def test_weights_that_share_memory() -> None:
@@ -852,20 +767,6 @@ class SharesANorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second, late, last = self.parts
         return last(nn.Sequential(first, second, *late)(x))
-
-
-def test_a_unit_in_which_backward_has_reached_a_call_that_needs_no_weights_of_it() -> None:
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        for step in range(2):
-            with run.step():
-                run.model(run.rows(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for number, weight in enumerate(run.model.parts[2][1].seen):
-            run.note(f"weight {number}", weight)
-
-    assert_same_story(story, SharesANorm, k=1, units=None)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
