@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.guard import METADATA, HostParameter
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, StandsIn, TwinParameter, refuse_to_set_data
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter, refuse_to_set_data
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -87,10 +87,10 @@ class Lowering:
         dtype: The dtype that autocast lowers to.
 
     Attributes:
-        is_lower: Whether the leaf lies in the lower dtype, and is not only watched.
         is_cast: Whether autocast has cast it, in a graph if it is trained.
         as_is: Whether it was used in another way, or cast several times in one graph, whose gradients add up in the
             weight's own dtype.
+        is_lower: Whether the leaf is in the lower dtype, and not only watched.
     """
 
     def __init__(self, weight: Weight, owner: Owner, dtype: torch.dtype) -> None:
@@ -197,17 +197,17 @@ class _Served:
         return _run(func, args, kwargs or {}, among_others=not _SERVED.issuperset(types))
 
 
-class LoweredParameter(StandsIn, _Served, TwinParameter):
+class LoweredParameter(_Served, EagerLeaf):
     """The leaf of a lowered weight, or of one that is watched."""
 
     @property
     def data(self) -> Tensor:
         """The values in the weight's own dtype: they may be written to, which the weight counts."""
         with without_torch_function():
-            if _has_owner(self) and self.lowering.is_lower:
+            if self.lowering.is_lower:
                 return self.lowering.serve(self).data
             self.lowering.as_is = True
-            return TwinParameter.data.__get__(self)  # type: ignore[no-any-return]
+            return cast("Tensor", TwinParameter.data.__get__(self))
 
     @data.setter
     def data(self, values: Tensor) -> None:
