@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
+from sp_lightning.pipeline.optimizer import update
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
-from sp_lightning.pipeline.weights import sections
 from sp_lightning.pipeline.weights.group import Group
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, frozen, note_state, slow_host
@@ -44,9 +44,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of a block are cut, so that it leaves, is stepped and comes back in sections."""
-    monkeypatch.setattr(sections, "SECTION", 96)  # whole vectors, as torch's kernels round the rest otherwise
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a block are cut."""
+    monkeypatch.setattr(update, "_PART", 64)  # whole vectors, as torch's kernels round the rest otherwise
 
 
 class Model(nn.Sequential):
@@ -371,7 +371,6 @@ def test_host_bytes_per_parameter(
     How large a part depends on how far the optimizer falls behind, unless memory is scarce.
     """
     monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: not scarce)
-    monkeypatch.setattr(sections, "SECTION", 256 * 256 // 4)  # of weights that are larger than elsewhere in this file
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)])
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))

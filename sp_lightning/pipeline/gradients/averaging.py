@@ -13,6 +13,7 @@ what it has not reached. Then all tell each other which weights they have reache
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
@@ -61,10 +62,9 @@ class Averaging:
         self._under_way: tuple[UnitGradients, StagingBuffer, list[dist.Work]] | None = None
 
     def of(self, units: Sequence[UnitGradients]) -> None:
-        """Average the gradients of these units, which come in the order of the forward."""
-        self._units = list(units)
+        """Average the gradients of these units; processes may expect them in other orders."""
+        self._units = sorted(units, key=lambda unit: (unit.unit.resident, _in_words_and_numbers(unit.unit.name)))
         self._order = sorted(self._units[::-1], key=lambda unit: unit.unit.resident)  # noqa: C415
-
         names = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
         self._signature = zlib.crc32(repr([names, [len(unit.unit.weights) for unit in self._units]]).encode())
 
@@ -203,6 +203,11 @@ class Averaging:
         self._complete.clear()
         self._started.clear()
         self._has_begun = False
+
+
+def _in_words_and_numbers(name: str) -> list[str | int]:
+    """Return a key that sorts `blocks.2` before `blocks.10`: as a rule the order of the forward."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:

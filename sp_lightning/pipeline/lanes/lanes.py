@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -19,8 +17,6 @@ class Origin(NamedTuple):
 class Ticket(ABC):
     """A handle to a copy in flight, or to a job on the host."""
 
-    _parts: Mapping[Hashable, Ticket] = MappingProxyType({})
-
     @abstractmethod
     def join(self) -> None:
         """Block the calling thread until the copy or job is done; raise its exception if it failed."""
@@ -33,21 +29,6 @@ class Ticket(ABC):
     def interval(self, origin: Origin) -> tuple[float, float] | None:
         """Return when it began and ended, in seconds since the origin; None if it was not timed (`Lanes.timed`)."""
         return None
-
-    def until(self, end: Hashable) -> Ticket:
-        """Return the ticket of the part of the work that ends there; this one if the work was not divided there."""
-        return self._parts.get(end, self)
-
-    @staticmethod
-    def of_parts(tickets: Mapping[Hashable, Ticket]) -> Ticket:
-        """Return the ticket of work that was divided.
-
-        Args:
-            tickets: The tickets of its parts, by where these end, in the order in which they are done.
-        """
-        *_, whole = tickets.values()
-        whole._parts = {end: ticket for end, ticket in tickets.items() if ticket is not whole}
-        return whole
 
 
 class Lanes(ABC):

@@ -119,6 +119,7 @@ class Arrangement:
         ]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
+        self.watched = [weight for weight in self.watched if id(weight.master) in self.weights_by_master]
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
         parts = [*self._layout.parts, [self.resident]]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
@@ -92,8 +91,6 @@ class Group:
         self.handles = 0
         self.being_stepped: Ticket | None = None
         self.apart: list[Group] = []
-        layouts, dtypes = [w.layout for w in self.weights], [w.compute_dtype for w in self.weights]
-        self.sections = divide(layouts, self.offsets, dtypes, self.nbytes)
 
     @property
     def loaded(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.guard import METADATA, HostParameter
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, StandsIn, TwinParameter, refuse_to_set_data
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter, refuse_to_set_data
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -90,6 +90,7 @@ class Lowering:
         is_cast: Whether autocast has cast it, in a graph if it is trained.
         as_is: Whether it was used in another way, or cast several times in one graph, whose gradients add up in the
             weight's own dtype.
+        is_lower: Whether the leaf is in the lower dtype, and not only watched.
     """
 
     def __init__(self, weight: Weight, owner: Owner, dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ class Lowering:
         self.original = torch.empty(0, dtype=weight.dtype, device=leaf.device)
         self.is_cast = self.as_is = False
         self._dtype = dtype
-        self._is_lower = leaf.dtype is not weight.dtype
+        self.is_lower = leaf.dtype is not weight.dtype
         self._start = leaf.storage_offset()
         self._graph = -1
         self._casts: list[range] = []
@@ -112,12 +113,12 @@ class Lowering:
             self._note_cast(operand)
             return False
         self.as_is = True
-        return self._is_lower
+        return self.is_lower
 
     def _is_first_cast(self, operand: Tensor) -> bool:
         """Note a cast; tell whether gradients may leave it in the lower dtype, as no others are added to them."""
         weight, casts = self.weight(), self._casts_in_graph()
-        if self._is_lower and weight is not None and not weight.lowered:
+        if self.is_lower and weight is not None and not weight.lowered:
             return casts is None  # it was served, and may have been changed since; what runs again computes as before
         if casts is None or not (operand.requires_grad and torch.is_grad_enabled()):
             return True
@@ -196,14 +197,17 @@ class _Served:
         return _run(func, args, kwargs or {}, among_others=not _SERVED.issuperset(types))
 
 
-class LoweredParameter(StandsIn, _Served, nn.Parameter):
+class LoweredParameter(_Served, EagerLeaf):
     """The leaf of a lowered weight, or of one that is watched."""
 
     @property
     def data(self) -> Tensor:
         """The values in the weight's own dtype: they may be written to, which the weight counts."""
         with without_torch_function():
-            return self.lowering.serve(self).data
+            if self.lowering.is_lower:
+                return self.lowering.serve(self).data
+            self.lowering.as_is = True
+            return cast("Tensor", TwinParameter.data.__get__(self))
 
     @data.setter
     def data(self, values: Tensor) -> None:
