@@ -59,16 +59,6 @@ def test_backward_asks_for_a_weight_before_it_reads_it(scene: Scene, use: Callab
     assert not x.grad.isnan().any()
 
 
-def test_tensors_that_are_no_weights_are_kept(scene: Scene) -> None:
-    x = torch.ones(3, requires_grad=True)
-    scene.saved.push()
-    y = x.exp()
-    scene.saved.pop()
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())
-    assert scene.required == []
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
@@ -80,14 +70,6 @@ def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     memory = weak_storage(y)
     del y
     assert memory.expired()
-
-
-def test_pushing_twice_is_pushing_once(scene: Scene) -> None:
-    """Units in units, steps in steps."""
-    assert scene.saved.push()
-    assert not scene.saved.push()
-    scene.saved.pop()
-    assert top_saved_tensor_hooks() is None
 
 
 def test_without_gradients_there_is_nothing_to_save(scene: Scene) -> None:
@@ -187,24 +169,6 @@ def test_a_weight_changed_in_place_raises(scene: Scene, change: str) -> None:
         (scene.placed.weights[0].master if change == "master" else scene.twin.parameter).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation.*weight 'unit.0'"):
         y.sum().backward()
-
-
-def test_a_write_back_does_not_count_as_a_change(scene: Scene) -> None:
-    """A forward changed the twin in place, and the master got the change: one change, before it was saved."""
-    twin, master = scene.twin, scene.placed.weights[0].master
-    with torch.no_grad():
-        twin.parameter.mul_(2)
-    assert twin.changed_in_place
-    x = torch.ones(1, 3, requires_grad=True)
-    scene.saved.push()
-    y = x @ twin.parameter
-    scene.saved.pop()
-    with torch.no_grad():
-        master.copy_(twin.data)
-    twin.note_written_back()
-    assert not twin.changed_in_place
-    y.sum().backward()
-    assert x.grad.tolist() == [[6, 6, 6]]
 
 
 def test_a_graph_of_an_earlier_arrangement_raises(scene: Scene) -> None:
