@@ -70,8 +70,8 @@ class Averaging:
             names.sort(key=lambda name: by_name[name].unit.resident)
             self.replicas.order = dict.fromkeys(names)
         self._order = [by_name[name] for name in self.replicas.order]
-        names = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
-        self._signature = zlib.crc32(repr([names, [len(unit.unit.weights) for unit in self._units]]).encode())
+        weights = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
+        self._signature = zlib.crc32(repr([weights, [len(unit.unit.weights) for unit in self._units]]).encode())
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
