@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd import Variable, forward_ad
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
@@ -82,11 +82,6 @@ def running_node() -> Node | None:
     """Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
     node: Node | None = torch._C._current_autograd_node()
     return node
-
-
-def brings_gradient(leaf: Tensor) -> bool:
-    """Tell whether the backward pass that this thread runs a node of brings a leaf a gradient, or has brought it."""
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
 
 
 def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
@@ -218,15 +213,6 @@ def users_of_storage(tensor: Tensor) -> int:
     """Count the tensors and storage objects that hold this memory, to tell whether a user kept an old gradient."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-def users_of_tensor(tensor: Tensor) -> int:
-    """Count the owners of this very tensor: Python as a whole is one, each Parameter whose `.grad` it is another.
-
-    Python's reference count includes the latter only in some versions of torch.
-    """
-    untyped: Any = tensor  # only some versions of torch declare the method
-    return int(untyped._use_count())
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import torch_private
 from sp_lightning.pipeline.torch_private import (
     StepCode,
-    brings_gradient,
     call_before_compiling,
     contains_others,
     explain_graph_break,
@@ -52,7 +51,6 @@ from sp_lightning.pipeline.torch_private import (
     unpacks_a_checkpoint,
     use_expandable_segments,
     users_of_storage,
-    users_of_tensor,
     weak_storage,
     when_backward_ends,
     without_compile,
@@ -140,17 +138,6 @@ def test_backward_passes_are_told_apart() -> None:
     assert not in_backward()
 
 
-def test_a_backward_pass_tells_which_leaves_it_brings_gradients() -> None:
-    """Also those that have got theirs, but not what another pass does, be it nested in this one or around it."""
-    first, last, nested = (torch.ones(2, requires_grad=True) for _ in range(3))
-    seen = []
-    for leaf in (first, last, nested):
-        leaf.register_post_accumulate_grad_hook(lambda _: seen.append([*map(brings_gradient, (first, last, nested))]))
-    x = torch.ones(2, requires_grad=True) * first
-    (checkpoint(lambda x: x * nested, x, use_reentrant=True) * last).sum().backward()
-    assert seen == [[True, True, False], [False, False, True], [True, True, False]]
-
-
 def test_the_node_that_runs_again_what_a_checkpoint_has_run() -> None:
     """It is the node of a reentrant checkpoint, of which each call has its own, with metadata of its own."""
     seen: list[Any] = []
@@ -222,16 +209,6 @@ def test_torch_function_is_switched_off() -> None:
     assert sees_torch_functions()
     with pytest.raises(AssertionError):
         loud + 1
-
-
-def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
-    tensor = torch.ones(3)
-    names = [tensor, tensor]
-    assert users_of_tensor(names[0]) == 1
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    for parameter in parameters:
-        parameter.grad = tensor
-    assert users_of_tensor(tensor) == 3
 
 
 @pytest.mark.parametrize(
