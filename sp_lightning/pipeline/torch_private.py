@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,19 +42,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
-
-
-def unpacks_a_checkpoint() -> bool:
-    """Tell whether `torch.utils.checkpoint` runs a forward again in this thread, to unpack what the first one saved.
-
-    The hooks on top do not tell: they may be those of a checkpoint within it, in which that has its first forward.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:

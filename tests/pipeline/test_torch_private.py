@@ -48,7 +48,6 @@ from sp_lightning.pipeline.torch_private import (
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
-    unpacks_a_checkpoint,
     use_expandable_segments,
     weak_storage,
     when_backward_ends,
@@ -61,24 +60,6 @@ from ..helpers import CAPTURES
 
 def keep(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def test_a_checkpoint_that_runs_again_is_told_from_one_that_runs_the_first_time() -> None:
-    runs: list[bool] = []
-
-    def forward(x: Tensor) -> Tensor:
-        runs.append(unpacks_a_checkpoint())
-        return x.exp().sin()
-
-    def around(x: Tensor) -> Tensor:
-        return checkpoint(forward, x, use_reentrant=False).exp()
-
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(around, x, use_reentrant=False).sum().backward()
-    assert runs == [False, True, True], "once in a checkpoint around it that runs again, and once by itself"
-    runs.clear()
-    checkpoint(around, x, use_reentrant=True).sum().backward()
-    assert runs == [False, False, True]
 
 
 def test_a_pair_is_pushed_and_popped() -> None:
