@@ -9,11 +9,7 @@ PREFIX = "superpipeline/"
 
 
 class Counters:
-    """Converts the engine's counters into values per step.
-
-    Args:
-        pipeline: The engine.
-    """
+    """Converts the engine's counters into values per step."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

@@ -17,11 +17,6 @@ _LEAST_INTERVAL = 20  # steps from one recording to the next, because each makes
 class Recorder:
     """Decides when to record, and returns the recordings.
 
-    Args:
-        pipeline: The engine.
-        steps: Number of steps that a recording shows.
-        interval: Steps from one recording to the next, at least 20. A recording ends when the last of them begins.
-
     Attributes:
         latest: The latest recording; None before the first.
     """

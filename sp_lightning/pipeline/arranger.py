@@ -25,10 +25,6 @@ from sp_lightning.pipeline.weights.units import Member
 class Arranger:
     """Makes arrangements of a module and keeps one of them at work.
 
-    Args:
-        engine: The engine.
-        planner: Chooses what the options leave open; without one the window keeps its initial size.
-
     Attributes:
         survey: A planner's view of the pipeline.
         arrangements: Number of arrangements that were made.

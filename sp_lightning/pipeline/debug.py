@@ -22,13 +22,7 @@ from sp_lightning.pipeline.weights.operands import instances_in
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises when an operation reads a twin that is not on the device, or computes with a master.
-
-    Args:
-        arrangement: Returns the current arrangement.
-        is_paused: Tells whether the engine itself or an optimizer is at work, which may do both.
-        device_type: The type of the device, whose autocast must keep working under this mode.
-    """
+    """Raises when an operation reads a twin that is not on the device, or computes with a master."""
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
 

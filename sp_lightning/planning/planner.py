@@ -43,11 +43,7 @@ def _warn(result: WindowPlan | str) -> None:
 
 
 class AutoPlanner(Planner):
-    """Measures the first steps, then chooses what the user has left open (see `choose`).
-
-    Args:
-        tell: Called with each result: a plan, or why the window stays as it is. The default warns of the latter.
-    """
+    """Measures the first steps, then chooses what the user has left open (see `choose`)."""
 
     def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
         self._tell = tell

@@ -43,11 +43,7 @@ def why_unsupported(name: str) -> str | None:
 
 
 class Namespace:
-    """The names of one namespace that the shared implementation uses.
-
-    Args:
-        name: The import path of the namespace.
-    """
+    """The names of one namespace that the shared implementation uses."""
 
     def __init__(self, name: str) -> None:
         fabric = FABRIC[name]

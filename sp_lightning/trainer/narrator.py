@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class Narrator:
-    """Reports what a run is going to do and what it has done.
-
-    Args:
-        lightning: The namespace of Lightning in use.
-        callback: Its `SuperpipelineCallback`. If the Trainer has one, its `summary` decides what is shown.
-    """
+    """Reports what a run is going to do and what it has done."""
 
     def __init__(self, lightning: Namespace, callback: type[Any]) -> None:
         self._lightning = lightning

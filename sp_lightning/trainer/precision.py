@@ -22,9 +22,6 @@ class HostGradScaler(torch.amp.GradScaler):
     host with `non_blocking=True`, and might read them before they arrive. The copy in `scale`, host -> device, is from
     pageable memory, and staged before the call returns: a later `update` cannot change what arrives.
 
-    Args:
-        settings: Those of `torch.amp.GradScaler`, except `device`.
-
     Attributes:
         pipeline: The engine that has the gradients, while a module is attached.
     """

@@ -18,9 +18,6 @@ from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep
 class Steps:
     """Runs the parts of a step for the strategy's hooks while a module is attached.
 
-    Args:
-        when: Plans when optimizers step.
-
     Attributes:
         when: The same.
         pipeline: The engine.

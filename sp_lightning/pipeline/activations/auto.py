@@ -26,12 +26,6 @@ _HOST_ROOM = 2  # offload only if the host has this many times as much memory fr
 class AutoPolicy:
     """Measures units and chooses a policy for each.
 
-    Args:
-        second_forwards: Tells how long they took, and which members have none any more.
-        budget: Returns how many bytes activations may take now.
-        pin: Whether host memory for activations is pinned.
-        warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
-
     Attributes:
         turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.

@@ -43,11 +43,7 @@ _Picture: TypeAlias = list[tuple[Any, int]]
 
 
 class Surroundings:
-    """A snapshot of torch's random generators and settings.
-
-    Args:
-        device: The device that the forward runs on.
-    """
+    """A snapshot of torch's random generators and settings."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -137,13 +133,7 @@ class Buffers:
 
 
 class Look:
-    """A look at the attributes of modules, and at objects among a call's arguments, before a forward.
-
-    Args:
-        modules: The modules; none if only the objects are to be looked at.
-        objects: The objects. One that holds tensors is taken for a cache: whoever gave it may change it later, and a
-            call that held it would hold a graph.
-    """
+    """A look at the attributes of modules, and at objects among a call's arguments, before a forward."""
 
     def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
         self._modules = modules

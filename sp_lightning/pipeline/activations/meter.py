@@ -25,11 +25,6 @@ class Meter:
 
     Called for every tensor that is saved, and from whichever thread frees it; threads that compute take turns.
 
-    Args:
-        backend: Tells how much device memory is allocated.
-        stats: Counters.
-        always: Whether to count in all steps.
-
     Attributes:
         always: Whether to count in all steps, from the next one on.
         counts: Whether it counts now.

@@ -27,9 +27,6 @@ from sp_lightning.pipeline.weights.units import Member
 class Activations:
     """Decides, for each call of a unit, what happens to the tensors that autograd saves.
 
-    Args:
-        checks: Whether to verify in all calls that recomputed tensors equal those that were dropped.
-
     Attributes:
         chooses: Whether the choice is left to `auto`.
         auto: Chooses a policy for each unit; None if the user has chosen, or if there is no limit to choose by and

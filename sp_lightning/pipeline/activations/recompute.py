@@ -46,11 +46,7 @@ from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 
 class CannotRunAgain(RuntimeError):
-    """A unit's forward has to run again in backward, but cannot: mostly, something that it depends on has changed.
-
-    Args:
-        reason: What has happened.
-    """
+    """A unit's forward has to run again in backward, but cannot: mostly, something that it depends on has changed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")

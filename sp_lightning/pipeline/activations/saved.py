@@ -92,11 +92,7 @@ class Recording(ABC):
 
 
 class Kept:
-    """A saved tensor that is held as it is, with the version that autograd would have checked, and counted.
-
-    Args:
-        recording: Fills it again after it was dropped; None if it never is.
-    """
+    """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
     __slots__ = ("__weakref__", "_counted", "_like", "_meter", "_recording", "tensor", "version")
 
@@ -163,10 +159,6 @@ class BringsWeights(Protocol):
 
 class SavedTensors:
     """Pushes and pops the engine's pair of saved-tensor hooks.
-
-    Args:
-        meter: Counts the device memory that saved tensors hold.
-        offloader: Takes the tensors that may be offloaded.
 
     Attributes:
         twins: Twins by the identity of their memory.

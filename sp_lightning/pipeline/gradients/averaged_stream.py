@@ -18,16 +18,7 @@ from sp_lightning.pipeline.weights.window import Window
 
 
 class AveragedStream(GradientStream):
-    """Brings averages of gradients to the host; a process's own while `Replicas.averages` is off.
-
-    Args:
-        units: All units, the resident one included.
-        window: Waits for steps that read the gradients of a unit.
-        backend: Runs the copies.
-        stats: Counters.
-        pin: Whether to pin host memory.
-        averaging: Agrees with the other processes on whose turn it is.
-    """
+    """Brings averages of gradients to the host; a process's own while `Replicas.averages` is off."""
 
     def __init__(
         self,

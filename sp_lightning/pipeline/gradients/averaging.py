@@ -38,11 +38,6 @@ class CountsSteps(Protocol):
 class Averaging:
     """Averages the gradients of an arrangement's weights.
 
-    Args:
-        replicas: The processes.
-        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        steps: Counts optimizer steps: they must be as many in all processes whenever gradients are averaged.
-
     Attributes:
         replicas: The processes.
     """

@@ -51,12 +51,7 @@ class StagingBuffer(TensorsIn):
 
 
 class StagingBuffers:
-    """Staging buffers that take turns, each large enough for any unit's gradients.
-
-    Args:
-        units: The units.
-        backend: Allocates the memory.
-    """
+    """Staging buffers that take turns, each large enough for any unit's gradients."""
 
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._units = units
@@ -119,13 +114,7 @@ class LandingBuffer(TensorsIn):
 
 
 class LandingBuffers:
-    """Buffers that are used again and again; a new one is made only if no other is free.
-
-    Args:
-        units: The units whose gradients pass.
-        backend: Pins the memory.
-        pin: Whether to pin it.
-    """
+    """Buffers that are used again and again; a new one is made only if no other is free."""
 
     def __init__(self, units: Sequence[Unit], backend: Backend, pin: bool) -> None:
         self._units = units

@@ -13,10 +13,6 @@ from sp_lightning.pipeline.weights.weight import Weight
 class HeldGradients:
     """The gradients of all units.
 
-    Args:
-        units: The gradients of each unit.
-        stats: Counters.
-
     Attributes:
         units: The same.
     """

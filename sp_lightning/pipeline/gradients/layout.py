@@ -16,10 +16,6 @@ from sp_lightning.pipeline.weights.weight import Weight
 class GradientLayout:
     """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
 
-    Args:
-        weights: The weights that the gradients belong to.
-        dtypes: The dtype of each gradient.
-
     Attributes:
         norms_at: Offset of the norms, in bytes.
         nbytes: Bytes in all.

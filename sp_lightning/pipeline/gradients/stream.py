@@ -42,13 +42,6 @@ from sp_lightning.pipeline.weights.window import Window
 class GradientStream(HeldGradients):
     """Brings gradients to the host.
 
-    Args:
-        units: All units, the resident one included.
-        window: Waits for steps that read the gradients of a unit.
-        backend: Runs the copies.
-        stats: Counters.
-        pin: Whether to pin host memory.
-
     Attributes:
         taker: What takes gradients as they arrive, while there is such a thing.
         measures_norms: Whether each gradient brings its norm.

@@ -23,14 +23,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Clipping:
-    """Clips and unscales the gradients of an arrangement's weights.
-
-    Args:
-        weights: All weights, by the identity of their masters.
-        on_device: Parameters that live on the device.
-        backend: Has the thread for work on host memory.
-        stream: Brings the gradients of the weights.
-    """
+    """Clips and unscales the gradients of an arrangement's weights."""
 
     def __init__(
         self,

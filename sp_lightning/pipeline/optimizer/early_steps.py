@@ -24,13 +24,6 @@ from sp_lightning.pipeline.weights.group import Group
 class EarlyStep:
     """A step of an optimizer that begins before its `step()` is called; takes gradients as they arrive.
 
-    Args:
-        optimizer: The optimizer.
-        plan: What is decided about its steps.
-        steps: Gives steps to the thread.
-        clamp: Value to clip gradients to, plus and minus; None not to clip them.
-        keeps_gradients: Whether gradients are kept after the step.
-
     Attributes:
         optimizer: The optimizer.
         keeps_gradients: Whether gradients are kept after the step.

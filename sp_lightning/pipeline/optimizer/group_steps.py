@@ -44,11 +44,6 @@ class PlannedStep(NamedTuple):
 class Plan:
     """What is decided once for an optimizer, as long as its param groups have the same parameters.
 
-    Args:
-        optimizer: The optimizer.
-        weights: All weights, by the identity of their masters.
-        stream: Brings their gradients.
-
     Attributes:
         gradients: The gradients of its weights, in the order of its parameters.
         others: For each param group, the parameters that are no weights of ours.
@@ -123,13 +118,6 @@ class Job(NamedTuple):
 
 class GroupSteps:
     """Gives steps to the thread, and knows which are under way.
-
-    Args:
-        window: Is told when a step outdates a group on the device.
-        backend: Has the thread.
-        stream: Brings gradients.
-        stats: Counters.
-        fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
 
     Attributes:
         stream: Brings gradients.

@@ -97,11 +97,6 @@ class OptimizerParts(Protocol):
 class Optimizers:
     """The services of a pipeline to the optimizers of its weights.
 
-    Args:
-        stats: Counters.
-        at_work: Context entered around the engine's own work.
-        must_overlap: Whether it is an error if an optimizer cannot step unit by unit.
-
     Attributes:
         seen: Optimizers that have stepped weights of the module.
         steps_taken: Number of their steps.

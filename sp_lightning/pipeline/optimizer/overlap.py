@@ -40,14 +40,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Overlap:
-    """Decides what is stepped when, and gives it to the thread for work on host memory.
-
-    Args:
-        weights: All weights, by the identity of their masters.
-        steps: Gives steps to the thread.
-        stream: Brings the gradients, and hands them over in backward.
-        overlaps: Whether steps overlap with computing; if not, they are done when `step()` returns.
-    """
+    """Decides what is stepped when, and gives it to the thread for work on host memory."""
 
     def __init__(
         self, weights: Mapping[int, Weight], steps: GroupSteps, stream: GradientStream, overlaps: bool

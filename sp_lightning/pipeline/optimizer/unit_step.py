@@ -31,14 +31,7 @@ _STAGGER = 17 * 64  # large buffers begin at the same offset in their pages: an 
 
 
 class UnitStep:
-    """Steps the weights of one param group that travel together. What can be stepped as one is decided once.
-
-    Args:
-        kind: The class of the optimizer.
-        masters: The masters.
-        homes: Their memory; one that was given other memory (`p.data = ...`) is stepped there, by itself.
-        copies: For each, the lowered copy to write; None if there is none.
-    """
+    """Steps the weights of one param group that travel together. What can be stepped as one is decided once."""
 
     def __init__(
         self,
@@ -115,11 +108,6 @@ class UnitStep:
 
 class _Run:
     """Weights that lie side by side, and are stepped as one flat weight where their gradients do, too.
-
-    Args:
-        first: The number of its first weight.
-        memory: The memory of that.
-        copy: Its lowered copy; None if there is none.
 
     Attributes:
         first: The number of its first weight.

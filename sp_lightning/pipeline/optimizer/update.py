@@ -133,11 +133,6 @@ class Part(NamedTuple):
 class Update:
     """One step of one param group: casts and scales gradients, runs the optimizer's code, and writes copies.
 
-    Args:
-        optimizer: The user's optimizer. Neither its param groups nor its `state` are read.
-        settings: The param group without its parameters, as it was when the user's `step` was called.
-        scaling: Unscaling and clipping of the gradients before the update.
-
     Attributes:
         limit: The elements that stay in the cache from one operation to the next.
         is_fused: Whether the code is one kernel, so that a part with nothing else to do need not stay in the cache.

@@ -116,11 +116,7 @@ class Tree:
 
 
 class Shape:
-    """Which children each module of a tree has, and how many parameters of its own: whether it is the same tree.
-
-    Args:
-        root: The module at the top. What is in scripted modules cannot change.
-    """
+    """Which children each module of a tree has, and how many parameters of its own: whether it is the same tree."""
 
     def __init__(self, root: nn.Module) -> None:
         modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
