@@ -467,9 +467,9 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def is_on_host(self, address: int) -> bool:
-        units = self.pipe._assembly.stream.units.values()
+        units = self.pipe._engine.stream.units.values()
         homes = [buffer.bytes for unit in units for buffer in (unit._own, unit.sums) if buffer is not None]
-        slabs = [slab.buffer.bytes for slab in self.pipe._lasting.pool._slabs]
+        slabs = [slab.buffer.bytes for slab in self.pipe._engine.pool._slabs]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
 
 

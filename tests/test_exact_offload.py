@@ -381,7 +381,7 @@ def test_memory_of_a_graph_without_a_backward_is_freed() -> None:
                 pipe.module(Run.rows(0)).square().mean().item()
         with pipe.step():
             pipe.module(Run.rows(0)).square().mean().backward()
-        assert pipe._lasting.pool.in_use == 0
+        assert pipe._engine.pool.in_use == 0
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -399,7 +399,7 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
         run.normal_step("after three failures", optimizer, seed=2)
         if run.pipe is not None:
             assert run.pipe.stats.resets >= 3
-            assert run.pipe._lasting.pool.in_use == 0
+            assert run.pipe._engine.pool.in_use == 0
 
     assert_same_story(story, bombs, k=1, activations="offload")
 

@@ -7,20 +7,18 @@ steps have shown something (learned.py), a planner wants another window, autocas
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.assembly import Assembly
-from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import Shape
-from sp_lightning.pipeline.weights.gates import Gatekeeper
 from sp_lightning.pipeline.weights.units import Member
 
 
@@ -28,13 +26,10 @@ class Arranger:
     """Makes arrangements of a module and keeps one of them at work.
 
     Args:
-        lasting: The parts that outlive an arrangement.
+        engine: The engine.
         planner: Chooses what the options leave open; without one the window keeps its initial size.
-        keeper: The object that members' calls are routed to.
-        in_step: Tells whether the scope of a step is open.
 
     Attributes:
-        assembly: The parts that stream the current arrangement.
         survey: A planner's view of the pipeline.
         arrangements: Number of arrangements that were made.
 
@@ -42,25 +37,18 @@ class Arranger:
         ValueError: If an option does not fit the module or the available memory.
     """
 
-    assembly: Assembly
-
     def __init__(
         self,
-        lasting: Lasting,
+        engine: Engine,
         planner: Planner | None,
-        *,
-        keeper: Gatekeeper,
-        in_step: Callable[[], bool],
     ) -> None:
-        self._lasting = lasting
-        self._options = lasting.options
-        self._learned = lasting.learned
-        self._graphs = lasting.graphs
-        self._activations = lasting.activations
+        self._engine = engine
+        self._options = engine.options
+        self._learned = engine.learned
+        self._graphs = engine.graphs
+        self._activations = engine.activations
         self._planner = planner
-        self._keeper = keeper
-        self._in_step = in_step
-        self.survey = Survey(lasting, lambda: self.arrangement, lambda: self.assembly.stream.device_bytes())
+        self.survey = Survey(engine)
         self.arrangements = 0
         self._is_arranged = False
         self._arrange()
@@ -68,7 +56,7 @@ class Arranger:
     @property
     def arrangement(self) -> Arrangement:
         """The units, and where their weights currently lie."""
-        return self.assembly.arrangement
+        return self._engine.arrangement
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
         """Arrange anew if there is a reason to.
@@ -82,14 +70,14 @@ class Arranger:
         must_stay = waiting or self._is_lent_out()
         if not must_stay and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
-        self.assembly.overlap.restore_param_groups()
+        self._engine.overlap.restore_param_groups()
         if must_stay:
             return
         if torch.is_grad_enabled():
             masters = (weight.master for weight in self.arrangement.weights)
             with without_torch_function():
                 self._learned.note_trained(chain(masters, self.arrangement.parameters_on_device))
-        self.assembly.outside.conclude_watching()
+        self._engine.outside.conclude_watching()
         if self._learned.conclude(self.arrangement.units):
             self.rearrange()
         self._follow_plan()
@@ -105,12 +93,12 @@ class Arranger:
             Whether everything was arranged anew for it.
         """
         if self.arrangement.unused_in_step and not (self._graphs.waiting() or self._is_lent_out()):
-            self.assembly.guard.in_step = False
+            self._engine.guard.in_step = False
             self._rearrange_for(autocast)
-            self.assembly.arm_guard()
+            self._engine.arm_guard()
             return True
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
-            self.assembly.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
+            self._engine.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
         return False
 
     def stop_planning(self) -> None:
@@ -122,7 +110,12 @@ class Arranger:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        return any(type(entry.current) is Tensor for member in self.arrangement.members for entry in member.entries)
+        for member in self.arrangement.members:
+            for entry in member.entries:
+                lent: Any = entry.parameters.get(entry.key)
+                if type(lent) is Tensor:
+                    return True
+        return False
 
     def _has_new_parameters(self) -> bool:
         """Tell whether modules were added or removed, or Parameters replaced (`load_state_dict(assign=True)`).
@@ -138,8 +131,11 @@ class Arranger:
         )
 
     def _has_replaced_weights(self) -> bool:
-        with self._lasting.at_work:
-            return any(weight.is_converted for weight in self.arrangement.weights)
+        with self._engine.at_work:
+            segments = [segment for group in self.arrangement.groups for segment in group.segments]
+            return any(
+                weight.is_converted for segment in segments if segment.is_elsewhere for weight in segment.weights
+            )
 
     def _follow_plan(self) -> None:
         """Adopt the window that the planner wants."""
@@ -162,8 +158,8 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.uninstall()
-        module = self._lasting.module
+        self._engine.uninstall()
+        module = self._engine.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
         try:
             self.arrangement.give_up()
@@ -173,28 +169,27 @@ class Arranger:
             raise
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        lasting = self._lasting
+        engine = self._engine
         arrangement = Arrangement(
-            lasting.module,
+            engine.module,
             self._options,
             self._learned,
-            lasting.memory,
-            lasting.backend,
+            engine.memory,
+            engine.backend,
             autocast,
-            lasting.replicas,
+            engine.replicas,
         )
-        assembly = Assembly(arrangement, lasting, self._in_step, self._keeper)
+        engine.take(arrangement)
         try:
-            assembly.install()
+            engine.install()
         except BaseException:
             arrangement.release_host_memory()
             raise
-        self.assembly = assembly
-        self._shape = Shape(lasting.module)
+        self._shape = Shape(engine.module)
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew
         self.arrangements += 1
-        lasting.stats.arrangements += 1
+        engine.stats.arrangements += 1
         if not arrangement.units and self._options.activations not in ("keep", "auto"):
             warnings.warn(
                 f"`activations={self._options.activations!r}` has no effect any more: every weight is used outside of "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,20 +33,18 @@ from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
+class FollowsBackward(Protocol):
+    """What follows backward passes."""
+
+    def begin_backward(self) -> None:
+        """Follow the beginning of a backward pass."""
+
+    def end_backward(self) -> None:
+        """Follow the end of a backward pass."""
+
+
 class BackwardPass:
     """Follows backward passes, one after the other.
-
-    Args:
-        window: Brings groups to the device.
-        order: Records the order in which units are used.
-        stream: Brings gradients to the host.
-        overlap: Steps units in backward.
-        write_back: Copies what is written to weights on the device to the masters.
-        resident: The unit of resident weights.
-        stats: Counters.
-        at_work: Context entered around the engine's own work.
-        on_begin: Called when a pass opens.
-        on_end: Called when a pass has ended.
 
     Attributes:
         running: Whether a pass is open.
@@ -56,6 +55,7 @@ class BackwardPass:
 
     def __init__(
         self,
+        follower: FollowsBackward,
         *,
         window: Window,
         order: Order,
@@ -65,8 +65,6 @@ class BackwardPass:
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
-        on_begin: Callable[[], None],
-        on_end: Callable[[], None],
     ) -> None:
         self.running = False
         self.closed = False
@@ -81,8 +79,7 @@ class BackwardPass:
         self._resident = resident
         self._stats = stats
         self._at_work = at_work
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._follower = follower
         self.in_use: list[Group] = []
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
@@ -99,7 +96,7 @@ class BackwardPass:
     def _begin(self) -> None:
         self.running = True
         self.task = graph_task()
-        self._on_begin()
+        self._follower.begin_backward()
         callback = partial(self._end)
         self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
         when_backward_ends(callback)
@@ -234,7 +231,7 @@ class BackwardPass:
             self._write_back.write_again()
             self._stream.finish()
             self.running = False
-            self._on_end()
+            self._follower.end_backward()
 
     def _leave_units(self) -> None:
         for unit in self._reached:

@@ -13,16 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.offload import Bundle
+from sp_lightning.pipeline.activations.offload import Bundle, Offloader
+from sp_lightning.pipeline.activations.policy import Activations
+from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.trace import Kind
-from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
+from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
-from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs
 from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.hooks import before_backward
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
@@ -32,46 +36,38 @@ from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Calls:
-    """Runs the calls of an arrangement's members during a step.
-
-    Args:
-        arrangement: The arrangement.
-        lasting: The parts that outlive it.
-        window: Brings groups to the device.
-        order: Records which members are used.
-        backward: Follows backward passes.
-        outside: Makes weights resident that cannot stay in their group.
-        write_back: Copies what is written to weights on the device to the masters.
-        in_step: Tells whether the scope of a step is open.
-    """
+    """Runs the calls of an arrangement's members during a step."""
 
     def __init__(
         self,
         arrangement: Arrangement,
-        lasting: Lasting,
+        backend: Backend,
         *,
+        learned: Learned,
+        graphs: Graphs,
+        saved: SavedTensors,
+        activations: Activations,
+        offloader: Offloader,
+        at_work: EngineAtWork,
         window: Window,
         order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
         write_back: WriteBack,
-        in_step: Callable[[], bool],
     ) -> None:
         self._arrangement = arrangement
-        self._learned = lasting.learned
-        self._graphs = lasting.graphs
-        self._saved = lasting.saved
-        self._activations = lasting.activations
-        self._offloader = lasting.offloader
-        self._backend = lasting.backend
-        self._stats = lasting.stats
-        self._at_work = lasting.at_work
+        self._backend = backend
+        self._learned = learned
+        self._graphs = graphs
+        self._saved = saved
+        self._activations = activations
+        self._offloader = offloader
+        self._at_work = at_work
         self._window = window
         self._order = order
         self._backward = backward
         self._outside = outside
         self._write_back = write_back
-        self._in_step = in_step
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
     def run(
@@ -262,7 +258,7 @@ class Calls:
         """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in hooks.py)."""
         if self._backward.closed:
             return  # if it matters, unpacking raises
-        if torch.is_grad_enabled() and not self._in_step():
+        if torch.is_grad_enabled() and not self._graphs.in_step:
             raise RuntimeError(
                 "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
                 "with `with pipeline.step():`."

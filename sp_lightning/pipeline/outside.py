@@ -7,7 +7,8 @@ is right. The next arrangement makes the former resident, and sends the latter i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,12 +16,13 @@ from torch import nn
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
-from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
+from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
-from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs
 from sp_lightning.pipeline.weights.group import Group
-from sp_lightning.pipeline.weights.guard import Guard
+from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
 from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
 from sp_lightning.pipeline.weights.units import Member
@@ -29,17 +31,15 @@ from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
+class Settles(Protocol):
+    """What finishes everything that is under way."""
+
+    def settle(self) -> None:
+        """Wait until gradients have landed and optimizer steps are done."""
+
+
 class OutsideUse:
     """Responds to the guard of an arrangement's masters.
-
-    Args:
-        arrangement: The arrangement.
-        lasting: The parts that outlive it.
-        window: Brings groups to the device.
-        stream: Brings gradients to the host.
-        backward: Follows backward passes.
-        write_back: Copies what is written to weights on the device to the masters.
-        settle: Waits until gradients have landed and optimizer steps are done.
 
     Attributes:
         device: The device that forward and backward run on.
@@ -48,26 +48,30 @@ class OutsideUse:
 
     def __init__(
         self,
+        settles: Settles,
         arrangement: Arrangement,
-        lasting: Lasting,
+        device: torch.device,
         *,
+        learned: Learned,
+        graphs: Graphs,
+        stats: Stats,
+        at_work: EngineAtWork,
         window: Window,
         stream: GradientStream,
         backward: BackwardPass,
         write_back: WriteBack,
-        settle: Callable[[], None],
     ) -> None:
-        self.device = lasting.device
+        self.device = device
+        self._settles = settles
         self._arrangement = arrangement
-        self._learned = lasting.learned
-        self._graphs = lasting.graphs
-        self._stats = lasting.stats
-        self._at_work = lasting.at_work
+        self._learned = learned
+        self._graphs = graphs
+        self._stats = stats
+        self._at_work = at_work
         self._window = window
         self._stream = stream
         self._backward = backward
         self._write_back = write_back
-        self._settle = settle
         self.guard = Guard(self, arrangement.weights)
         self._reach_leaf = self._graphs.announce(self._note_leaf)
         self._watched: list[Lowering] = []
@@ -145,7 +149,7 @@ class OutsideUse:
                 self._window.finish_copies(weight.unit.group)
                 self._write_back.write([weight])
         else:
-            self._settle()
+            self._settles.settle()
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""

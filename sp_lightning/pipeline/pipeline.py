@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.arranger import Arranger
-from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.trace import Recording
-from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
@@ -109,24 +108,14 @@ class Pipeline:
         _check_share(self.options, self._backend)
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
-        self._depth = 0
-        self._lasting = lasting = Lasting(
-            module,
-            self.device,
-            self.options,
-            self._backend,
-            replicas,
-            require=lambda twin: self._assembly.backward.bring_for_backward(twin),
-            relax_guard=lambda: self._assembly.relax_guard(),
-            settle=self.settle,
-        )
-        self.stats, self.optimizers = lasting.stats, lasting.optimizers
-        self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
-        self._activations, self._offloader = lasting.activations, lasting.offloader
+        self._engine = engine = Engine(module, self.device, self.options, self._backend, replicas, keeper=self)
+        self.stats, self.optimizers = engine.stats, engine.optimizers
+        self._at_work, self._graphs, self._saved = engine.at_work, engine.graphs, engine.saved
+        self._activations, self._offloader = engine.activations, engine.offloader
         try:
-            self._arranger = Arranger(lasting, planner, keeper=self, in_step=lambda: self._depth > 0)
+            self._arranger = Arranger(engine, planner)
         except BaseException:
-            lasting.memory.keep([])
+            engine.memory.keep([])
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
@@ -157,15 +146,15 @@ class Pipeline:
         yield
         if self.replicas is not None and self.replicas.passes == before:
             with self._at_work:
-                self._assembly.stream.finish(takes_part=True)
+                self._engine.stream.finish(takes_part=True)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
-        self._assembly.window.suspect_all()
+        self._engine.window.suspect_all()
 
     def settle(self) -> None:
         """Wait until gradients have landed and optimizer steps are done. Reading a weight does this by itself."""
-        self._assembly.settle()
+        self._engine.settle()
 
     def rebuild(self) -> None:
         """Adopt a changed module tree: other Parameter objects, added or removed modules.
@@ -173,7 +162,7 @@ class Pipeline:
         Raises:
             RuntimeError: If it is called in the middle of a step.
         """
-        if self._depth or self._assembly.backward.running:
+        if self._graphs.scopes or self._engine.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
         self._arranger.rearrange()
 
@@ -181,12 +170,12 @@ class Pipeline:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         with self._at_work:
             self.stats.resets += 1
-            self._assembly.abandon()
+            self._engine.abandon()
             self._arranger.stop_planning()
-            self._depth = 0
+            self._graphs.scopes = 0
             self._graphs.begin()
             forget_optimizer_steps()
-            self._assembly.relax_guard()
+            self._engine.relax_guard()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -197,20 +186,20 @@ class Pipeline:
             self.settle()
         except Exception as error:  # a pending optimizer step failed: give the module back first, then raise
             failed = error
-        if self._depth or self._assembly.backward.running or failed is not None:
+        if self._graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
-        self._assembly.uninstall()
+        self._engine.uninstall()
         self.arrangement.give_up()
         self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.let_go()
         self._activations.second_forwards.let_go()
         self._offloader.close()
-        self._lasting.memory.keep([])
+        self._engine.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         bring_states_home(self.arrangement.weights)
         move_all_but_parameters(self.module, _HOST)
@@ -229,7 +218,7 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
-        return summarize(self._assembly, self._lasting)
+        return summarize(self._engine)
 
     @property
     def arrangement(self) -> Arrangement:
@@ -254,11 +243,11 @@ class Pipeline:
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
         """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
-        self._assembly.remove_gates()
+        self._engine.remove_gates()
         try:
             yield
         finally:
-            self._assembly.install_gates()
+            self._engine.install_gates()
 
     def share_buffers(self) -> None:
         """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
@@ -270,23 +259,19 @@ class Pipeline:
         """A planner's view of the pipeline."""
         return self._arranger.survey
 
-    @property
-    def _assembly(self) -> Assembly:
-        return self._arranger.assembly
-
     # -------------------------------------------------------------------------------------------------- the scope
 
     @contextmanager
     def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
-        if self._depth == 0:
+        if self._graphs.scopes == 0:
             self._open(look_for_new_parameters, goes_on)
         pushed = self._saved.push(ahead=True)
-        self._depth += 1
+        self._graphs.scopes += 1
         try:
             with self._checked():
                 yield
         except BaseException as error:
-            if self._depth == 1 and not in_backward():
+            if self._graphs.scopes == 1 and not in_backward():
                 self.reset()
             if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
                 raise RuntimeError(
@@ -297,30 +282,30 @@ class Pipeline:
         finally:
             if pushed:
                 self._saved.pop()
-            if self._depth:
-                self._depth -= 1
-                if self._depth == 0 and not in_backward():
-                    self._assembly.write_back.end_step()
-                    self._assembly.window.end_step()
+            if self._graphs.scopes:
+                self._graphs.scopes -= 1
+                if self._graphs.scopes == 0 and not in_backward():
+                    self._engine.write_back.end_step()
+                    self._engine.window.end_step()
                     self._graphs.begin()  # whoever still holds the old graph waits for its backward
-                self._assembly.relax_guard()
+                self._engine.relax_guard()
 
     def _checked(self) -> AbstractContextManager[Any]:
         # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
-        if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
+        if self.options.debug and self._graphs.scopes == 1 and torch.is_grad_enabled():
             return AccessCheck(
                 lambda: self.arrangement, lambda: bool(self._at_work) or optimizer_is_stepping(), self.device.type
             )
         return nullcontext()
 
     def _recover(self) -> None:
-        if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
+        if self._engine.backward.running or any(member.running_calls for member in self.arrangement.members):
             self.reset()  # a backward outside of any scope ended with an exception
 
     def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         forget_optimizer_steps()
         if in_backward():
-            self._assembly.backward.note()
+            self._engine.backward.note()
             return
         self._recover()
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
@@ -331,16 +316,16 @@ class Pipeline:
             self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()
-            self._lasting.meter.begin_step()
-            self._assembly.order.begin_step()
+            self._engine.meter.begin_step()
+            self._engine.order.begin_step()
             if torch.is_grad_enabled():
                 with self._at_work:
-                    self._assembly.stream.reserve()
+                    self._engine.stream.reserve()
         self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
-        self._assembly.arm_guard()
+        self._engine.arm_guard()
         with self._at_work:
-            self._assembly.window.begin_step()
+            self._engine.window.begin_step()
 
     # ------------------------------------------------------------------------------------------- calls of modules
 
@@ -352,7 +337,7 @@ class Pipeline:
                 "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
                 "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
             )
-        if in_transform() and (member.is_streamed or self._depth == 0):
+        if in_transform() and (member.is_streamed or self._graphs.scopes == 0):
             raise RuntimeError(
                 f"{member.name or 'the model'!r}, whose weights are streamed, is called within a transform of "
                 "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
@@ -364,7 +349,7 @@ class Pipeline:
         return self._call(member, forward, args, kwargs)
 
     def _call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._depth == 0:
+        if self._graphs.scopes == 0:
             arrangement = self.arrangement
             with self._scope():
                 if self.arrangement is not arrangement:
@@ -379,7 +364,7 @@ class Pipeline:
             and self._arranger.adapt_to_autocast(member, autocast)
         ):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
-        return self._assembly.calls.run(member, forward, args, kwargs, autocast)
+        return self._engine.calls.run(member, forward, args, kwargs, autocast)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype that autocast lowers weights to, so that they can be sent in it; None if autocast is off."""

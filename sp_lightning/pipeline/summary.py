@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sp_lightning.pipeline.assembly import Assembly
-from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.sizes import readable_bytes
 
@@ -96,24 +95,24 @@ class Summary:
         return as_table(self.rows())
 
 
-def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
+def summarize(engine: Engine) -> Summary:
     """Summarize the plan of the pipeline that these parts belong to."""
-    arrangement = assembly.arrangement
+    arrangement = engine.arrangement
     every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
     return Summary(
-        device=str(lasting.device),
+        device=str(engine.device),
         units=len(arrangement.units),
         k=arrangement.k,
         k_prime=arrangement.k_prime,
         model_bytes=sum(weight.nbytes for weight in every_weight),
         device_bytes=arrangement.device_bytes(),
-        gradient_bytes=assembly.stream.device_bytes(),
+        gradient_bytes=engine.stream.device_bytes(),
         resident=tuple(weight.name for weight in arrangement.resident.weights),
         resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
         host_bytes=sum(group.host_bytes() for group in arrangement.groups if group.unit_count),
-        host_gradient_bytes=assembly.stream.host_bytes(),
-        optimizer_bytes=lasting.optimizers.state_bytes(arrangement.parameters_on_device),
-        host_activation_bytes=lasting.pool.held,
+        host_gradient_bytes=engine.stream.host_bytes(),
+        optimizer_bytes=engine.optimizers.state_bytes(arrangement.parameters_on_device),
+        host_activation_bytes=engine.pool.held,
         parameters=sum(weight.master.numel() for weight in every_weight),
         unit_names=tuple(unit.name for unit in arrangement.units),
         unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),

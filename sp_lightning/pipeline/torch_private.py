@@ -18,14 +18,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd import Variable, forward_ad
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
@@ -43,19 +42,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
-
-
-def unpacks_a_checkpoint() -> bool:
-    """Tell whether `torch.utils.checkpoint` runs a forward again in this thread, to unpack what the first one saved.
-
-    The hooks on top do not tell: they may be those of a checkpoint within it, in which that has its first forward.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
@@ -82,11 +68,6 @@ def running_node() -> Node | None:
     """Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
     node: Node | None = torch._C._current_autograd_node()
     return node
-
-
-def brings_gradient(leaf: Tensor) -> bool:
-    """Tell whether the backward pass that this thread runs a node of brings a leaf a gradient, or has brought it."""
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
 
 
 def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
@@ -212,21 +193,6 @@ def storage_key(tensor: Tensor) -> int:
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """Return a weak reference to a tensor's storage: its identity is not reused, but its memory may be freed."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def users_of_storage(tensor: Tensor) -> int:
-    """Count the tensors and storage objects that hold this memory, to tell whether a user kept an old gradient."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-def users_of_tensor(tensor: Tensor) -> int:
-    """Count the owners of this very tensor: Python as a whole is one, each Parameter whose `.grad` it is another.
-
-    Python's reference count includes the latter only in some versions of torch.
-    """
-    untyped: Any = tensor  # only some versions of torch declare the method
-    return int(untyped._use_count())
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights import sections
 
 from ..helpers import Trace, assert_same_trace, lightning_run
 from ..random_graphs import Example, examples
@@ -52,8 +50,7 @@ def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.d
     assume("lstm" not in str(example.trees) or not IN_USE)
     note(str(example))
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
-    with mock.patch.object(sections, "SECTION", example.section):
-        compare(example.case(), device, options)
+    compare(example.case(), device, options)
 
 
 def compare(case: Case, device: torch.device, options: PipelineOptions, autocast: torch.dtype | None = None) -> None:

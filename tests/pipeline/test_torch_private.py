@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import torch_private
 from sp_lightning.pipeline.torch_private import (
     StepCode,
-    brings_gradient,
     call_before_compiling,
     contains_others,
     explain_graph_break,
@@ -49,10 +48,7 @@ from sp_lightning.pipeline.torch_private import (
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
-    unpacks_a_checkpoint,
     use_expandable_segments,
-    users_of_storage,
-    users_of_tensor,
     weak_storage,
     when_backward_ends,
     without_compile,
@@ -64,24 +60,6 @@ from ..helpers import CAPTURES
 
 def keep(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def test_a_checkpoint_that_runs_again_is_told_from_one_that_runs_the_first_time() -> None:
-    runs: list[bool] = []
-
-    def forward(x: Tensor) -> Tensor:
-        runs.append(unpacks_a_checkpoint())
-        return x.exp().sin()
-
-    def around(x: Tensor) -> Tensor:
-        return checkpoint(forward, x, use_reentrant=False).exp()
-
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(around, x, use_reentrant=False).sum().backward()
-    assert runs == [False, True, True], "once in a checkpoint around it that runs again, and once by itself"
-    runs.clear()
-    checkpoint(around, x, use_reentrant=True).sum().backward()
-    assert runs == [False, False, True]
 
 
 def test_a_pair_is_pushed_and_popped() -> None:
@@ -138,17 +116,6 @@ def test_backward_passes_are_told_apart() -> None:
     assert -1 not in numbers
     assert graph_task() == -1
     assert not in_backward()
-
-
-def test_a_backward_pass_tells_which_leaves_it_brings_gradients() -> None:
-    """Also those that have got theirs, but not what another pass does, be it nested in this one or around it."""
-    first, last, nested = (torch.ones(2, requires_grad=True) for _ in range(3))
-    seen = []
-    for leaf in (first, last, nested):
-        leaf.register_post_accumulate_grad_hook(lambda _: seen.append([*map(brings_gradient, (first, last, nested))]))
-    x = torch.ones(2, requires_grad=True) * first
-    (checkpoint(lambda x: x * nested, x, use_reentrant=True) * last).sum().backward()
-    assert seen == [[True, True, False], [False, False, True], [True, True, False]]
 
 
 def test_the_node_that_runs_again_what_a_checkpoint_has_run() -> None:
@@ -224,16 +191,6 @@ def test_torch_function_is_switched_off() -> None:
         loud + 1
 
 
-def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
-    tensor = torch.ones(3)
-    names = [tensor, tensor]
-    assert users_of_tensor(names[0]) == 1
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    for parameter in parameters:
-        parameter.grad = tensor
-    assert users_of_tensor(tensor) == 3
-
-
 @pytest.mark.parametrize(
     "view", [lambda w: w.t(), lambda w: w[0], lambda w: w.data, lambda w: w.detach(), lambda w: w.view(-1)]
 )
@@ -247,18 +204,6 @@ def test_views_share_the_key_of_their_memory(view: Any) -> None:
     vmap(lambda x: (pytest.fail("functorch's wrappers have no memory") if storage_key(x) else None, x)[1])(
         torch.ones(2, 2)
     )
-
-
-def test_users_of_memory_are_counted() -> None:
-    """One for the tensor itself; one more for each view, alias or storage object that someone keeps."""
-    tensor = torch.ones(4)
-    assert users_of_storage(tensor) == 1
-    view = tensor[1:]
-    assert users_of_storage(tensor) == 2
-    alias = tensor.detach()
-    assert users_of_storage(tensor) == 3
-    del view, alias
-    assert users_of_storage(tensor) == 1
 
 
 def test_an_identity_is_not_used_again_while_it_is_kept() -> None:

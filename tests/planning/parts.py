@@ -196,7 +196,7 @@ def train(
 ) -> Trained:
     """Train on virtual clocks; the device computes 1e9 FLOPs a second."""
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
-    pipeline._lasting.meter.always = True
+    pipeline._engine.meter.always = True
     optimizer = SGD(model.parameters(), 1e-3)
     seconds = []
     for _ in range(steps):

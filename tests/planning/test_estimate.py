@@ -57,7 +57,7 @@ class Wrapped(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         # not in a hook after the step, for which the engine would keep gradients
         pipeline = self.trainer.strategy.pipeline
-        pipeline._lasting.meter.always = True
+        pipeline._engine.meter.always = True
         self.summary = pipeline.summary()
         self.peaks.append(pipeline.stats.activation_peak_bytes)
         self.sent.append(pipeline.stats.bytes_to_device)

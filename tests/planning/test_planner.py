@@ -141,7 +141,7 @@ def test_much_larger_inputs_are_planned_anew() -> None:
     optimizer = SGD(model.parameters(), 1e-3)
     plans = []
     with planned(model, memory_budget=total) as pipeline:
-        pipeline._lasting.meter.always = True
+        pipeline._engine.meter.always = True
         for size in [4] * 6 + [5] * 3 + [24] * 8:
             pipeline.stats.activation_peak_bytes = 0
             step(model, optimizer, torch.randn(size, 32))

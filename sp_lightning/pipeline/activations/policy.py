@@ -19,7 +19,7 @@ from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Poli
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import in_backward, unpacks_a_checkpoint
+from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.weights.units import Member
 
@@ -121,10 +121,6 @@ class Activations:
         call, self._call, self._saved.recording = self._call, None, None
         if self.auto is not None and call is not None:
             self.auto.end_call()
-
-    def runs_again(self) -> bool:
-        """Tell whether a forward runs again in backward only for what it saves: ours, or that of a checkpoint."""
-        return self.second_forwards.under_way or (not self._saved.are_alone() and unpacks_a_checkpoint())
 
     def begin_backward(self) -> None:
         """Note that backward has begun, at the end of the graph."""

@@ -265,9 +265,11 @@ class UnitCall(Recording):
 
     def _weights_are_changed(self) -> bool:
         with without_torch_function():
-            # another twin: the weight is no longer lowered, say
+            # another leaf: the weight is no longer lowered, say
             return any(
-                twin.weight.twin is not twin or twin.changes() != changes or twin.weight.master.requires_grad != trained
+                twin.weight.twin.parameter is not twin.parameter
+                or twin.changes() != changes
+                or twin.weight.master.requires_grad != trained
                 for twin, changes, trained in self._weights
             ) or any(parameter._version != version for parameter, version in self._on_device)
 

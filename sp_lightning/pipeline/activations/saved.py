@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -26,7 +26,6 @@ from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.torch_private import (
     contains_others,
-    parts_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     storage_key,
@@ -39,7 +38,7 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_replacements", "_version", "_views", "alias", "twin")
+    __slots__ = ("_group", "_replacements", "_version", "alias", "twin")
 
     def __init__(self, twin: Twin, alias: Tensor) -> None:
         self.twin = twin
@@ -47,9 +46,8 @@ class _Handle:
         self._version = twin.version()
         self._group = twin.group
         self._group.handles += 1
-        self._views = 0 if alias is twin.parameter else len(parts_of(alias))
-        twin.saved_views += self._views
-        has_old_memory = self._views > 0 or twin.weight.lowered  # in plain training: a view, or what autocast made
+        # in plain training, a view, or what autocast made, would still have the old memory
+        has_old_memory = alias is not twin.parameter or twin.weight.lowered
         self._replacements = twin.replacements() if has_old_memory else None
 
     @property
@@ -60,7 +58,6 @@ class _Handle:
 
     def __del__(self) -> None:
         self._group.handles -= 1
-        self.twin.saved_views -= self._views
 
 
 class Recording(ABC):
@@ -157,22 +154,31 @@ Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated | tuple[Tensor, int]
 """What autograd holds in place of a saved tensor; mostly, the tensor itself with its version."""
 
 
+class BringsWeights(Protocol):
+    """What brings weights back for backward."""
+
+    def bring_for_backward(self, twin: Twin) -> None:
+        """Bring a weight that backward is about to read to the device."""
+
+
 class SavedTensors:
     """Pushes and pops the engine's pair of saved-tensor hooks.
 
     Args:
-        require: Called with a twin before backward reads it.
+        meter: Counts the device memory that saved tensors hold.
+        offloader: Takes the tensors that may be offloaded.
 
     Attributes:
         twins: Twins by the identity of their memory.
+        backward: Brings their weights to the device before backward reads them.
         recording: Holds what the call that is under way saves; None if nothing of it is to be dropped.
     """
 
-    def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
+    def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}
         self.recording: Recording | None = None
-        self.require = require
+        self.backward: BringsWeights | None = None
         self._offloader = offloader
         self._pushed = 0
 
@@ -215,7 +221,7 @@ class SavedTensors:
     def let_go(self) -> None:
         """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Announcement)."""
         self.twins = {}
-        del self.require
+        self.backward = None
 
     def handle(self, tensor: Tensor) -> _Handle | None:
         """Return a handle for a weight or a view of one; None for other tensors."""
@@ -240,6 +246,11 @@ class SavedTensors:
     def hold(self, tensor: Tensor) -> Packed:
         """Hold a tensor that is no weight, on the device or on the host."""
         return self._offloader.pack(tensor) or Kept(tensor, self.meter)
+
+    def require(self, twin: Twin) -> None:
+        """Bring a weight that backward is about to read to the device."""
+        assert self.backward is not None
+        self.backward.bring_for_backward(twin)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read.

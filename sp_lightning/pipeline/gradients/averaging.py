@@ -64,9 +64,14 @@ class Averaging:
     def of(self, units: Sequence[UnitGradients]) -> None:
         """Average the gradients of these units; processes may expect them in other orders."""
         self._units = sorted(units, key=lambda unit: (unit.unit.resident, _in_words_and_numbers(unit.unit.name)))
-        self._order = sorted(self._units[::-1], key=lambda unit: unit.unit.resident)  # noqa: C415
-        names = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
-        self._signature = zlib.crc32(repr([names, [len(unit.unit.weights) for unit in self._units]]).encode())
+        by_name = {unit.unit.name: unit for unit in self._units}
+        if self.replicas.order.keys() != by_name.keys():  # else what was agreed on in another arrangement
+            names = list(by_name)[::-1]
+            names.sort(key=lambda name: by_name[name].unit.resident)
+            self.replicas.order = dict.fromkeys(names)
+        self._order = [by_name[name] for name in self.replicas.order]
+        weights = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
+        self._signature = zlib.crc32(repr([weights, [len(unit.unit.weights) for unit in self._units]]).encode())
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
@@ -166,6 +171,7 @@ class Averaging:
         first = len(order)
         reached = torch.stack(answers)[:, first:].amax(0).tolist()
         self._order = [self._units[number] for number in answers[0][:first].tolist()]
+        self.replicas.order = dict.fromkeys(unit.unit.name for unit in self._order)
         self._deferred = list(zip(self._unmanaged, reached[len(gradients) :], strict=True))
         self._reset()
         return {gradient for gradient, flag in zip(gradients, reached, strict=False) if flag}

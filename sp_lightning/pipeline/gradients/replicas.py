@@ -30,6 +30,7 @@ class Replicas:
         averages: Whether gradients are averaged. If not, backward passes are each process's own, and others need not
             run one.
         passes: Number of backward passes that this process has taken part in.
+        order: The names of units, in the order in which they are averaged, which is the same in all processes.
         steps_alone: Number of optimizer steps taken while gradients were not averaged.
     """
 
@@ -40,6 +41,7 @@ class Replicas:
         self.averages = True
         self.passes = 0
         self.steps_alone = 0
+        self.order: dict[str, None] = {}
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:

@@ -34,15 +34,6 @@ from sp_lightning.pipeline.weights.weight import Twin, Weight
 class Arrangement:
     """The layout of a module's weights on host and device. Nothing is changed before everything has been checked.
 
-    Args:
-        module: The module.
-        options: The user's choices.
-        learned: The findings of earlier steps.
-        memory: The host memory that masters lie in.
-        backend: Allocates and pins memory.
-        autocast: The dtype to which autocast lowers in the steps to come, if it is on.
-        replicas: Other processes that train the same model, if there are any.
-
     Attributes:
         units: Streamed units in expected order.
         resident: The unit of resident weights.

@@ -21,12 +21,6 @@ _UNITS_PER_DEVICE = 6  # blocks above 1/6 of the device are divided
 class DeviceLayout:
     """One way for units to share the device.
 
-    Args:
-        division: The units.
-        k: Units on the device at once, not counting those with a place of their own.
-        k_prime: Units that travel together.
-        plan: The planner's choice, if this is it.
-
     Attributes:
         k: Units on the device at once, not counting those with a place of their own.
         k_prime: Units that travel together.

@@ -20,12 +20,6 @@ _PINNED_SHARE = 0.8  # of the host's memory, so that the rest of the system does
 class HostShare:
     """The share of the host's memory that an arrangement takes.
 
-    Args:
-        units: All units.
-        backend: Pins memory, if it can.
-        pin_memory: The user's choice.
-        processes: How many processes on this machine take such a share.
-
     Attributes:
         pin: Whether to pin weights.
         pin_gradients: Whether to pin gradients.

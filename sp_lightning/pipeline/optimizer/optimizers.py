@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ from sp_lightning.pipeline.weights.guard import (
     optimizer_waits,
 )
 from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Afterwards(enum.Enum):
@@ -59,24 +60,38 @@ class _Listener(Protocol):
         """Called after the optimizer has updated its parameters."""
 
 
-class OptimizerParts(NamedTuple):
-    """The parts of an arrangement that serve optimizers.
+class OptimizerParts(Protocol):
+    """The engine, as far as optimizers know it."""
 
-    Attributes:
-        overlap: Steps units while the device computes.
-        clipping: Clips and unscales gradients.
-        stream: Brings gradients, with their norms.
-        window: Knows which groups are on the device.
-        parameters: The identities of the module's parameters.
-        write_back: Copies what was written to weights on the device to the masters.
-    """
+    @property
+    def overlap(self) -> Overlap:
+        """Steps units while the device computes."""
 
-    overlap: Overlap
-    clipping: Clipping
-    stream: GradientStream
-    window: Window
-    parameters: frozenset[int]
-    write_back: Callable[[], None]
+    @property
+    def clipping(self) -> Clipping:
+        """Clips and unscales gradients."""
+
+    @property
+    def stream(self) -> GradientStream:
+        """Brings gradients, with their norms."""
+
+    @property
+    def window(self) -> Window:
+        """Knows which groups are on the device."""
+
+    @property
+    def write_back(self) -> WriteBack:
+        """Copies what was written to weights on the device to the masters."""
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        """The identities of the module's parameters."""
+
+    def settle(self) -> None:
+        """Finish all steps."""
+
+    def relax_guard(self) -> None:
+        """Note that work for an optimizer is over."""
 
 
 class Optimizers:
@@ -85,8 +100,6 @@ class Optimizers:
     Args:
         stats: Counters.
         at_work: Context entered around the engine's own work.
-        relax_guard: Called after work between steps.
-        settle: Finishes all steps; called before an optimizer's state is saved or loaded as a whole.
         must_overlap: Whether it is an error if an optimizer cannot step unit by unit.
 
     Attributes:
@@ -102,14 +115,10 @@ class Optimizers:
         stats: Stats,
         at_work: EngineAtWork,
         *,
-        relax_guard: Callable[[], None],
-        settle: Callable[[], None],
         must_overlap: bool,
     ) -> None:
         self._stats = stats
         self._at_work = at_work
-        self._relax_guard = relax_guard
-        self._settle = settle
         self._must_overlap = must_overlap
         self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -118,7 +127,7 @@ class Optimizers:
         self._kept: list[nn.Parameter] = []
 
     def work_with(self, parts: OptimizerParts) -> None:
-        """Work with the parts of another arrangement from now on."""
+        """Work with these parts from now on."""
         self._parts = parts
 
     def begin_step(self) -> None:
@@ -148,7 +157,7 @@ class Optimizers:
             self.seen.add(optimizer)
             self._watch_state(optimizer)
             move_state(optimizer, self._with_state_elsewhere(optimizer))
-        self._parts.write_back()  # what is written to weights on the device has to be in the masters that are stepped
+        self._parts.write_back.write_served()  # to the masters that are stepped
         with self._at_work:
             self._parts.overlap.before_step(optimizer)
 
@@ -203,14 +212,14 @@ class Optimizers:
             self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
-            self._relax_guard()
+            self._parts.relax_guard()
 
     def _watch_state(self, optimizer: Optimizer) -> None:
         """Finish all steps before an optimizer's state is saved or loaded: it steps unit by unit from now on."""
         if optimizer not in self._hooks:
             self._hooks[optimizer] = [
-                optimizer.register_state_dict_pre_hook(lambda _: self._settle()),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle()),
+                optimizer.register_state_dict_pre_hook(lambda _: self._parts.settle()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self._parts.settle()),
             ]
 
     def let_go(self) -> None:
@@ -267,7 +276,7 @@ class Optimizers:
         parameters = list(parameters)
         with self._at_work:
             done = self._parts.clipping.clip_norm(parameters, max_norm)
-            self._relax_guard()
+            self._parts.relax_guard()
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -276,7 +285,7 @@ class Optimizers:
         parameters = list(parameters)
         with self._at_work:
             done = self._parts.clipping.clip_value(parameters, limit)
-            self._relax_guard()
+            self._parts.relax_guard()
         if not done:
             nn.utils.clip_grad_value_(self._parts.clipping.not_stepped(parameters), limit)
 
@@ -292,7 +301,7 @@ class Optimizers:
         """
         with self._at_work:
             overflow = self._parts.clipping.unscale(optimizer, inverse_scale)
-            self._relax_guard()
+            self._parts.relax_guard()
             return overflow
 
 

@@ -169,7 +169,8 @@ class Overlap:
     def _plan_of(self, optimizer: Optimizer) -> Plan:
         plan = self._plans.get(optimizer)
         if plan is None or not plan.is_for(optimizer):
-            self._steps.settle()  # what an earlier plan has begun works on the same state
+            if plan is not None:
+                self._steps.settle()  # what the earlier plan has begun works on the same state
             plan = self._plans[optimizer] = Plan(optimizer, self._weights, self._stream)
         return plan
 

@@ -13,9 +13,6 @@ _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one bac
 class Graph:
     """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
 
-    Args:
-        number: The number of the step.
-
     Attributes:
         number: The number of the step.
         has_calls: Whether units were called in it, so that their nodes tell when backward runs through it.
@@ -33,9 +30,6 @@ class Announcement:
 
     A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes
     hold, so the module would never be freed if that led to it.
-
-    Args:
-        action: What a call does.
     """
 
     def __init__(self, action: Callable[..., None]) -> None:
@@ -57,6 +51,7 @@ class Graphs:
     Attributes:
         current: The graph that is being built.
         calls: How many calls of units have begun.
+        scopes: How many scopes of the step under way are open, one inside of the other.
     """
 
     def __init__(self) -> None:
@@ -64,7 +59,13 @@ class Graphs:
         self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
         self.current = Graph(0)
         self.calls = 0
+        self.scopes = 0
         self._has_warned = False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the scope of a step is open."""
+        return self.scopes > 0
 
     def begin(self) -> None:
         """Begin the graph of a new step."""

@@ -84,10 +84,6 @@ class Owner(Protocol):
 class Guard:
     """Guards the masters of an arrangement.
 
-    Args:
-        owner: Decides what follows from an access.
-        weights: All weights.
-
     Attributes:
         in_step: Whether a step or a backward pass is under way, so that operations on masters get the device's weights.
         settled: Whether nothing is under way that writes masters or their gradients.

@@ -81,11 +81,6 @@ def hide_dtype(weight: Weight) -> None:
 class Lowering:
     """How a leaf, and views of it, are used under autocast. The leaf may outlive the weight and its owner.
 
-    Args:
-        weight: The weight.
-        owner: Serves it.
-        dtype: The dtype that autocast lowers to.
-
     Attributes:
         is_cast: Whether autocast has cast it, in a graph if it is trained.
         as_is: Whether it was used in another way, or cast several times in one graph, whose gradients add up in the

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from sp_lightning.pipeline.torch_private import contains_others
 
 _LAYERS = (
     nn.Linear,
@@ -43,8 +45,7 @@ def weights_under_autocast(module: nn.Module, device_type: str) -> tuple[set[int
     parts_of_it = {part for each in with_fast_path for part in each.modules()} if device_type != "cuda" else set()
     for part in module.modules():
         for name, parameter in _weights_of(part):
-            is_plain = parameter.dtype is torch.float32 and type(parameter.data) is Tensor  # and not quantized
-            if part in parts_of_it or not is_plain:
+            if part in parts_of_it or parameter.dtype is not torch.float32 or contains_others(parameter):
                 as_is.add(id(parameter))
             elif is_lowered_layer(part) and name in ("weight", "bias"):
                 lowered.add(id(parameter))

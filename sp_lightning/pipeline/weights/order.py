@@ -22,11 +22,7 @@ class Pass(enum.IntEnum):
 
 
 class Order:
-    """Records which members (modules whose calls enter a unit) are used, and predicts which are used next.
-
-    Args:
-        members: The number of members. Until more is known they are expected to be used in order.
-    """
+    """Records which members (modules whose calls enter a unit) are used, and predicts which are used next."""
 
     def __init__(self, members: int) -> None:
         self._members = members

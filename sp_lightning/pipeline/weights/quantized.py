@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.torch_private import contains_others, parts_of, users_of_storage
+from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Group, Twin, Weight
 
@@ -69,12 +69,6 @@ class QuantizedTwin(Twin):
         """Lay the leaf over the twin's memory, or over the master's if that was given up."""
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether others hold its memory without a handle."""
-        own_users = 1 + len(self._places) * 2
-        return users_of_storage(self.data) > own_users + self.saved_views
 
     @property
     def is_touched(self) -> bool:
@@ -168,11 +162,6 @@ class QuantizedWeight(Weight):
         self.adopt(self.home)
         self.replacements += 1
         return True
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether others hold memory of the master, and so could look at it unnoticed."""
-        return any(users_of_storage(part) > 1 for part in parts_of(self.master))
 
     @property
     def is_converted(self) -> bool:

@@ -29,12 +29,6 @@ _WORD = 4  # bytes
 class Segment:
     """Weights that lie together in host memory, and are sent in one copy.
 
-    Args:
-        weights: The weights, in the order in which they are sent.
-        backend: Pins the memory.
-        pin: Whether to pin the memory that is sent.
-        memory: Memory in which the masters already lie like this; otherwise they move into new memory.
-
     Attributes:
         weights: The weights.
         memory: The memory that the masters lie in.
@@ -102,9 +96,14 @@ class Segment:
         self._are_other_versions()
         self._sample = None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a master may have been given other memory since the last look."""
+        return not self._all_plain or self._pointers != [master.data_ptr() for master in self._masters]
+
     def _have_moved(self) -> bool:
         """Find masters that were given other memory, and tell whether one has, or had, such memory."""
-        if self._all_plain and self._pointers == [master.data_ptr() for master in self._masters]:
+        if not self.is_elsewhere:
             return False
         moved = [weight.follow() for weight in self.weights]
         at_home = all(weight.host is weight.home for weight in self.weights)

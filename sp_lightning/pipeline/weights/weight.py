@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.torch_private import storage_key, users_of_storage, without_torch_function
+from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 
@@ -22,8 +22,6 @@ Group: TypeAlias = Any  # units and groups are made of weights, and import this 
 Unit: TypeAlias = Any
 
 _DATA: Any = Tensor.data
-_OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter
-_OWN_USERS_OF_MASTER = 2  # of its memory: the master itself, and `Weight.host`
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -37,12 +35,6 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
 
-    Args:
-        weight: The weight it is the twin of.
-        group: The group that has to be on the device for its values to be valid.
-        data: Its values as a tensor outside of autograd.
-        compiled: Whether torch compiles the model.
-
     Attributes:
         weight: The weight it is the twin of.
         group: The group that has to be on the device for its values to be valid.
@@ -50,7 +42,6 @@ class Twin:
         parameter: The leaf that graphs are built on.
         key: The identity of its memory.
         required_gradient: Whether the leaf required a gradient when the engine last set that.
-        saved_views: How many saved tensors of live graphs are views of it.
         gradient_hook: Collects its gradients, once it requires one.
     """
 
@@ -63,7 +54,6 @@ class Twin:
         self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
         self.key = storage_key(data)
         self.required_gradient = False
-        self.saved_views = 0
         self.gradient_hook: RemovableHandle | None = None
         self._changes_seen = self._changes_of_leaf()
         self._write_backs = 0
@@ -75,7 +65,7 @@ class Twin:
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
         moved = copy(self)
-        moved.group, moved.data, moved.key, moved.saved_views = group, data, storage_key(data), 0
+        moved.group, moved.data, moved.key = group, data, storage_key(data)
         moved.lay_leaf()
         return moved
 
@@ -120,11 +110,6 @@ class Twin:
         """Whether a forward may have written to it since the last look, as `nn.Embedding(max_norm=...)` does."""
         return self._changes_of_leaf() != self._changes_seen
 
-    @property
-    def is_aliased(self) -> bool:
-        """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS_OF_TWIN + ("lent" in self.parameter.__dict__) + self.saved_views
-
     def note_written_back(self) -> None:
         """Note that the master got the change by an in-place write, which must not count a second time."""
         self.note_unchanged()
@@ -144,10 +129,6 @@ class Twin:
 
 class Weight:
     """A weight of the model.
-
-    Args:
-        name: Its first name in the module tree.
-        master: The user's Parameter.
 
     Attributes:
         kind: The master's class, while it is not guarded.
@@ -255,11 +236,6 @@ class Weight:
             self.host = self.home if is_home else self.master.data
             self.replacements += 1
         return True
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether others hold the master's memory, and so could look at it unnoticed."""
-        return users_of_storage(self.host) > _OWN_USERS_OF_MASTER
 
     @property
     def is_converted(self) -> bool:

@@ -39,16 +39,7 @@ _GROUPS_AHEAD = 3
 
 
 class Window:
-    """Brings groups to the device and evicts others to make room.
-
-    Args:
-        groups: All groups, resident ones included; others may be added to this list.
-        group_of_member: The group of each streamed member, by its index in the order.
-        order: Predicts what is used next.
-        backend: Makes the copies.
-        stats: Counts them.
-        write_back: Copies what was written to weights on the device to masters, before what lies there is discarded.
-    """
+    """Brings groups to the device and evicts others to make room."""
 
     def __init__(
         self,

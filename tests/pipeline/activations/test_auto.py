@@ -39,7 +39,7 @@ def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy
 
 def second_forwards(backend: Backend) -> SecondForwards:
     meter = Meter(backend, Stats())
-    saved = SavedTensors(lambda twin: None, meter, Offloader(backend, HostPool(backend), meter, Stats()))
+    saved = SavedTensors(meter, Offloader(backend, HostPool(backend), meter, Stats()))
     return SecondForwards(saved, backend, Stats(), checks=False)
 
 

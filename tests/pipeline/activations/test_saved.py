@@ -29,8 +29,12 @@ class Scene:
         self.required: list[Twin] = []
         backend, stats = self.placed.backend, Stats()
         meter = Meter(backend, stats)
-        self.saved = SavedTensors(self.required.append, meter, Offloader(backend, HostPool(backend), meter, stats))
+        self.saved = SavedTensors(meter, Offloader(backend, HostPool(backend), meter, stats))
         self.saved.twins = self.placed.by_memory
+        self.saved.backward = self
+
+    def bring_for_backward(self, twin: Twin) -> None:
+        self.required.append(twin)
 
 
 @pytest.fixture

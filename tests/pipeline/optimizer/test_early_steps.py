@@ -369,7 +369,7 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         optimizer = adam(model)
         stepped_early(pipeline, model, optimizer)
         if when == "when all is done":
-            pipeline._assembly.settle()
+            pipeline._engine.settle()
         with pytest.raises(RuntimeError, match=r"gradient of weight '\d.\w+' was used in backward already"):
             look(model, optimizer)
         optimizer.step()

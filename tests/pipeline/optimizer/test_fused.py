@@ -25,7 +25,7 @@ def module() -> nn.Module:
 def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
     pipeline = Pipeline(module, "cpu")
-    pipeline._assembly.steps._fused = True
+    pipeline._engine.steps._fused = True
     settings: list[dict[str, Any]] = []
 
     def run(self: UnitStep, optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> None:

@@ -129,6 +129,17 @@ def test_a_change_in_place() -> None:
     assert_equal_to_plain(changed_in_place, "later", cache=False)
 
 
+@pytest.mark.parametrize("when", ["always", "later"])
+def test_a_change_of_data(when: str) -> None:
+    """Of a weight that is watched, or lowered until then."""
+
+    def clamped(block: Block, x: Tensor, y: Tensor) -> Tensor:
+        block.w.data.clamp_(-0.1, 0.1)
+        return block.layer(x)
+
+    assert_equal_to_plain(clamped, when, cache=False)
+
+
 def test_a_change_in_place_in_a_compiled_model() -> None:
     """Nothing is served there: the host would get a rounded weight."""
     model = nn.Sequential(*[Block(changed_in_place) for _ in range(2)])
