@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.weights.guard import Guard
 
 from .helpers import attached
@@ -394,3 +396,29 @@ def test_two_slots_save_most_of_the_memory() -> None:
         assert pipe.stats.loads > 0
         assert summary.model_bytes == weight_bytes(model)
         assert summary.device_bytes <= 0.3 * summary.model_bytes, str(summary)
+
+
+def test_python_calls_of_a_unit_in_a_step() -> None:
+    """Forward, backward and step of LayerNorm, Linear, GELU, Linear; FSDP2 makes 1,899 on the same."""
+
+    def unit() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    model = nn.Sequential(*(unit() for _ in range(BLOCKS)))
+    optimizer, x = SGD(model.parameters(), lr=1e-3), torch.ones(1, 8)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2))
+    try:
+        steps(6)
+        profile = cProfile.Profile()
+        profile.runcall(steps, 10)
+    finally:
+        pipeline.detach()
+    calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    assert calls / 10 / BLOCKS < 1300

@@ -15,7 +15,20 @@ or when all gradients have landed (clipping, a loss scaler)."""
 
 @dataclass(frozen=True)
 class UnitWork:
-    """The work of one unit in a step."""
+    """The work of one unit in a step.
+
+    Args:
+        name: Its name.
+        weight_bytes: Bytes sent to the device; 0 if it lives there.
+        gradient_bytes: Bytes of gradients that come back; 0 for a frozen unit.
+        step_bytes: Bytes of host memory that its optimizer step reads and writes.
+        forward_seconds: Time of its forward on the device, with what is computed between it and the next unit.
+        backward_seconds: Time of its backward on the device, without recomputing.
+        ways: What may become of its activations, in order of preference.
+        bytes_on_device: Device memory with gradients and optimizer state, if it lives there; 0 if it may not.
+        host_bytes: Host memory for weights, the copies that are sent, gradients and optimizer state.
+        resent_bytes: Bytes sent after a step, if the weights that are not stepped still lie there; None for all.
+    """
 
     name: str
     weight_bytes: int
@@ -36,7 +49,22 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a step of a model."""
+    """The work of a step of a model.
+
+    Args:
+        units: The units that may stream, in the order of the forward.
+        resident: Everything that is never streamed, as if it were one unit; it computes nothing.
+        trains: Whether there is a backward.
+        stepping: When the optimizer steps units; None if it does not, in inference or with everything frozen.
+        micro_steps: Forwards and backwards for each step of the optimizer: gradient accumulation.
+        add_seconds: Time on the host for adding up gradients, in each of these but the first.
+        rest_seconds: Time between the end of a step and the beginning of the next one.
+        turn_bytes: Memory taken after the last unit, by a head or a loss, and freed when its backward begins.
+        outside_bytes: Bytes that are otherwise saved outside of units.
+        staging_buffers: How many units' gradients are on their way to the host at once.
+        reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
+        on_device_bytes: Memory of the units that live on the device, with gradients and optimizer state.
+    """
 
     units: tuple[UnitWork, ...]
     resident: UnitWork = UnitWork("resident", 0)
@@ -68,7 +96,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Machine:
-    """The speeds of a machine, in bytes per second."""
+    """The speeds of a machine, in bytes per second.
+
+    Args:
+        to_device: Of copies to the device.
+        to_host: Of copies to the host.
+        host: Of optimizer steps, for the host memory that they read and write.
+        copy_seconds: The constant cost of a copy, independent of its size.
+    """
 
     to_device: float
     to_host: float
@@ -90,7 +125,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Choice:
-    """Everything that the planner chooses."""
+    """Everything that the planner chooses.
+
+    Args:
+        k: Units on the device at once, not counting those in `kept` and `on_device`.
+        k_prime: Units moved together.
+        kept: Numbers of the units that have a place of their own and are never evicted.
+        ways: For each unit, what becomes of its activations; if empty, the first of each unit's ways.
+        on_device: Numbers of the units that live on the device with their gradients and optimizer state.
+    """
 
     k: int
     k_prime: int = 1
