@@ -33,9 +33,9 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
+from sp_lightning.pipeline.weights.hooks import run_hooks
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.weight_hooks import run_hooks
 from sp_lightning.pipeline.weights.window import Window
 
 

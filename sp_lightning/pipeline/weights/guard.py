@@ -30,10 +30,10 @@ from sp_lightning.pipeline.torch_private import (
     tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.weights.hooks import run_hooks
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.weight_hooks import run_hooks
 
 ON_DEVICE = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
 """What transformers' `model.device` and the like ask to place inputs: in a step, the answer is the device."""

@@ -1,4 +1,4 @@
-"""Hooks that run before backward reaches what a call of a module has computed, and what weights wait for.
+"""Hooks that run before backward reaches what a call of a module has computed, and users' hooks on weights.
 
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
@@ -8,7 +8,7 @@ autograd function returns has a base from before its graph, or from inside of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -77,3 +77,11 @@ def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph
     graphs = metadata[_NEEDED_BY]
     if graph not in graphs:  # a loss that is kept keeps the node alive over several steps, and so for several graphs
         graphs[:] = [*(other for other in graphs if not other.done), graph]
+
+
+def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    """Run hooks of `Tensor.register_hook`, and return what they make of a gradient, where it was."""
+    for hook in hooks:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed.to(gradient.device)
+    return gradient

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.hooks import (
+from sp_lightning.pipeline.weights.hooks import run_hooks, (
     before_backward,
     hold_while_needed,
 )
@@ -156,3 +156,11 @@ def test_a_leaf_in_several_graphs_holds_those_that_wait() -> None:
     assert gone() is None
     results[1].sum().backward()
     assert reached == [second]
+
+
+def test_hooks_run_in_order_and_may_only_look() -> None:
+    """What one returns is what the next one gets."""
+    seen: list[Tensor] = []
+    changed = run_hooks([lambda gradient: gradient * 2, seen.append, lambda gradient: gradient + 1], torch.ones(3))
+    assert changed.tolist() == [3.0, 3.0, 3.0]
+    assert [each.tolist() for each in seen] == [[2.0, 2.0, 2.0]]
