@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.hooks import run_hooks, (
+from sp_lightning.pipeline.weights.hooks import (
     before_backward,
     hold_while_needed,
+    run_hooks,
 )
 
 
