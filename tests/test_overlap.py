@@ -352,9 +352,9 @@ def test_bf16_gradients_stay_in_bf16_until_they_are_read() -> None:
             backward(index)
             optimizer.step()
             optimizer.zero_grad()
-        small = pipeline._assembly.stream.host_bytes()
+        small = pipeline._engine.stream.host_bytes()
         backward(9)
-        assert pipeline._assembly.stream.host_bytes() == small
+        assert pipeline._engine.stream.host_bytes() == small
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     finally:
         pipeline.detach()

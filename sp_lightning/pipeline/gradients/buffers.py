@@ -6,6 +6,7 @@ they land go through a *landing buffer*, on their way into a sum or into the opt
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -138,15 +139,17 @@ class LandingBuffers:
 
     def _find(self, nbytes: int, patient: bool) -> LandingBuffer | None:
         """Find a free buffer that is large enough, or make one; None if there may not be more."""
-        free = [buffer for buffer in self._buffers if buffer.is_free]
-        large_enough = [buffer for buffer in free if buffer.memory.nbytes >= nbytes]
-        if large_enough:
-            return min(large_enough, key=lambda buffer: buffer.memory.nbytes)
-        if free:
+        free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.memory.nbytes)
+        is_full = len(self._buffers) >= self._few() and (patient or not _is_left_over(nbytes))
+        most = sys.maxsize if is_full else 2 * nbytes  # or all would become as large as the largest unit's
+        fitting = [buffer for buffer in free if nbytes <= buffer.memory.nbytes <= most]
+        if fitting:
+            return fitting[0]
+        if is_full and not free:
+            return None
+        if is_full:
             self._buffers.remove(free[0])
             free[0].host.release()
-        elif len(self._buffers) >= self._few() and (patient or not _is_left_over(nbytes)):
-            return None
         self._buffers.append(LandingBuffer(HostBuffer(nbytes, self._backend, self._pin), self._released))
         return self._buffers[-1]
 

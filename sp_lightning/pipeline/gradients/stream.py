@@ -189,6 +189,7 @@ class GradientStream(HeldGradients):
         has_norms = self.measures_norms and layout.can_be_measured
         is_plain = complete and is_first and is_hidden
         if is_plain and taker is not None and not taker.keeps_gradients:
+            unit.release_empty()  # gradients pass through a few buffers from now on
             shipment = self._send_through_buffer(unit, gradients, layout, staging, patient=False)
         elif is_plain and unit.sums is None:
             shipment = self._land(unit, gradients, layout, staging, has_norms)

@@ -166,7 +166,12 @@ class UnitGradients:
 
     def release_own(self) -> None:
         """Release the memory of gradients as they arrive, which have become parts of sums, unless it is theirs, too."""
-        if self._own is not None and self.sums is not None:
+        if self.sums is not None:
+            self.release_empty()
+
+    def release_empty(self) -> None:
+        """Release the memory of gradients as they arrive, in which there is none that is still needed."""
+        if self._own is not None:
             self.wait()
             self._own.release()
             self._own = None
