@@ -78,30 +78,12 @@ class Calls:
         kwargs: dict[str, Any],
         autocast: torch.dtype | None,
     ) -> Any:
-        """Run a module's call with its weights on the device.
-
-        Args:
-            member: The member whose module is called.
-            forward: The module's call, without the gate around it.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-            autocast: The dtype that autocast lowers to, if it is on.
-        """
+        """Run a module's call, without the gate around it, with its weights on the device."""
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
-        if self._activations.manages(member):
-            return self._run_managed(member, forward, args, kwargs, autocast)
-        return self._run(member, forward, args, kwargs, autocast)
-
-    def _run_managed(
-        self,
-        member: Member,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        autocast: torch.dtype | None,
-    ) -> Any:
-        """Run the outermost call of a unit, whose saved tensors have a policy of their own."""
+        if not self._activations.manages(member):
+            return self._run(member, forward, args, kwargs, autocast)
+        # the outermost call of a unit, whose saved tensors have a policy of their own
         self._finish_optimizer(member)  # later, their end would look like a write by the forward
         try:
             self._activations.begin(member, args, kwargs)

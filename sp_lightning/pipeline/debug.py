@@ -8,7 +8,6 @@ without it on either.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline.layout.arrangement import Arrangement
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.torch_private import run_as_without_mode, storage_key
+from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
 from sp_lightning.pipeline.weights.operands import instances_in
 
 
@@ -26,11 +26,10 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
 
-    def __init__(self, arrangement: Callable[[], Arrangement], is_paused: Callable[[], bool], device_type: str) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arrangement = arrangement
-        self._is_paused = is_paused
-        self._device_type = device_type
+        self._engine = engine
+        self._device_type = engine.device.type
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -39,7 +38,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""
-        if not is_view(func) and not self._is_paused():
+        if not (is_view(func) or self._engine.at_work or optimizer_is_stepping()):
             operands = tensors_among(args)
             for operand in operands:
                 self._check_twin(operand, func)
@@ -48,14 +47,14 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return run_as_without_mode(func, args, kwargs or {}, self._device_type)
 
     def _check_twin(self, operand: Tensor, func: Any) -> None:
-        twin = self._arrangement().twins.get(storage_key(operand))
+        twin = self._engine.arrangement.twins.get(storage_key(operand))
         if twin is not None and not twin.group.readable:
             raise AssertionError(
                 f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
             )
 
     def _check_masters(self, operands: list[Tensor], func: Any) -> None:
-        by_memory = self._arrangement().weights_by_memory
+        by_memory = self._engine.arrangement.weights_by_memory
         masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
         others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
         if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host

@@ -5,9 +5,9 @@
 call *enters* its unit (the group is brought to the device, twins take the masters' place in the module tree) and
 *leaves* it (masters are put back, the slot may be reused). Backward *reaches* units through the nodes that made their
 outputs, through the saved tensors that it unpacks, and through recomputation; it leaves all of them when it ends. Each
-time, the schedule tells what comes next, and copies are started for it.
+time, the order of uses tells what comes next, and copies are started for it.
 
-    schedule -> transfer -> device -> hooks -> autograd -> gradients -> optimizer -> host
+    order -> window -> lanes -> device -> autograd -> gradients -> optimizer -> host
 """
 
 from __future__ import annotations
@@ -293,9 +293,7 @@ class Pipeline:
     def _checked(self) -> AbstractContextManager[Any]:
         # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
         if self.options.debug and self._graphs.scopes == 1 and torch.is_grad_enabled():
-            return AccessCheck(
-                lambda: self.arrangement, lambda: bool(self._at_work) or optimizer_is_stepping(), self.device.type
-            )
+            return AccessCheck(self._engine)
         return nullcontext()
 
     def _recover(self) -> None:

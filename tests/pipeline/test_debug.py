@@ -26,10 +26,10 @@ class Scene:
     def __init__(self) -> None:
         self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
         self.placed.group.residency = Residency.READABLE
-        self.paused = False
         masters = {storage_key(weight.host): weight for weight in self.placed.weights}
         plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights_by_memory=masters)
-        self.check = AccessCheck(lambda: plan, lambda: self.paused, "cpu")
+        self.engine: Any = SimpleNamespace(arrangement=plan, at_work=False, device=torch.device("cpu"))
+        self.check = AccessCheck(self.engine)
 
     @property
     def twin(self) -> Tensor:
@@ -103,7 +103,7 @@ def test_views_and_the_engines_own_work_are_no_reads(scene: Scene) -> None:
     with scene.check:
         scene.twin.t()
         scene.twin[0]
-        scene.paused = True
+        scene.engine.at_work = True
         assert (scene.twin + scene.master).shape == (2, 3)
 
 

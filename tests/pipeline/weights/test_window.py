@@ -20,7 +20,7 @@ from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
 
 
 class Scene:
-    """A window over groups of equal size; group i is member i of the schedule."""
+    """A window over groups of equal size; group i is member i of the order."""
 
     def __init__(self, count: int, k: int) -> None:
         self.groups = slots(count, k)
