@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import host_step
 import plot_k
 import pytest
 import sweep_k
@@ -266,3 +267,14 @@ def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path, monkeypatch):
     drawn = (tmp_path / "k.svg").read_text(encoding="utf-8")
     assert drawn.count('rx="5"') == 2 * 3 + 1, "a dot for each point, and one in the legend"
     assert result["title"] in drawn
+
+
+def test_the_step_on_the_host_is_measured(tmp_path, monkeypatch):
+    small = ["--parameters=1e4", "--tensors=2", "--threads=1", "--rounds=1", f"--json={tmp_path / 'step.json'}"]
+    monkeypatch.setattr(sys, "argv", ["host_step.py", *small])
+    threads = torch.get_num_threads()
+    host_step.main()
+    torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["work"] for row in rows] == ["update", "clip", "mixed"]
+    assert all(milliseconds > 0 for row in rows for milliseconds in row["ms"].values())

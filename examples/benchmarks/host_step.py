@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.optimizer.runs import StepInputs
-from sp_lightning.pipeline.optimizer.stepping import Scaling, UnitStep
+from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 
 FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value
 
@@ -78,15 +78,13 @@ def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
     gradients = unit.arrived if work == "mixed" else unit.gradients
     copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
     scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
-    stepper = UnitStep(unit.masters)
+    stepper = UnitStep(type(optimizer), unit.masters, unit.masters, copies)
     states = [optimizer.state[master] for master in unit.masters]
 
     @torch.no_grad()
     def step() -> None:
         hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        inputs = StepInputs(gradients, states, copies)
-        for _ in stepper.sections(optimizer, hyper, scaling, inputs, wait_for_all=lambda: None):
-            pass
+        stepper.run(optimizer, hyper, scaling, gradients, states)
 
     return step
 
