@@ -163,9 +163,9 @@ def _stays_whole(tree: Tree, module: nn.Module, largest: int | None, is_block: b
     nbytes = tree.bytes_of(module)
     if module is tree.root or not tree.may_be_member(module) or (largest is not None and nbytes > largest):
         return False
-    if type(module) is nn.Sequential and len(module) > 1 and not is_compiled(module):
-        if all(map(tree.streamable_children, module)):
-            return False  # it only calls blocks, and each of them can then recompute its activations by itself
+    called = [*module.children()] if type(module) is nn.Sequential and not is_compiled(module) else []
+    if len(called) > 1 and all(map(tree.streamable_children, called)):
+        return False  # it only calls blocks, and each of them can then recompute its activations by itself
     if is_block:
         return 4 * nbytes <= tree.total or not _has_blocks(tree, module)
     return nbytes * _TYPICAL_UNIT_COUNT <= tree.total
