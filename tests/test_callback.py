@@ -339,7 +339,7 @@ def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
     summary = replace(SUMMARY, **changes.pop("summary", {}))
     pipeline = SimpleNamespace(
         stats=Stats(steps=10, recomputed=changes.pop("recomputed", 0)),
-        survey=SimpleNamespace(peak_memory=peak, usable_memory=total),
+        backend=SimpleNamespace(peak_memory=lambda: peak, usable_memory=lambda: total),
         summary=lambda: summary,
         options=PipelineOptions(**changes),
     )

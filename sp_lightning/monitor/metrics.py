@@ -24,7 +24,7 @@ class Counters:
             "loads": stats.loads,
             "late_loads": stats.misses,
             "heals": stats.heals,
-            "allocation_retries": self._pipeline.survey.allocation_retries,
+            "allocation_retries": self._pipeline.backend.allocation_retries(),
         }
 
     def read(self) -> dict[str, float]:
@@ -71,8 +71,8 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
 
     On a device whose memory torch does not count, the peak is what the engine itself has counted.
     """
-    peak = pipeline.survey.peak_memory
+    peak = pipeline.backend.peak_memory()
     if peak is None:
         summary = pipeline.summary()
         peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
-    return peak, pipeline.survey.usable_memory
+    return peak, pipeline.backend.usable_memory()

@@ -46,6 +46,8 @@ from sp_lightning.pipeline.weights.window import Window
 
 _HOST = torch.device("cpu")
 
+SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
+
 
 class Engine:
     """The parts that stream a module.
@@ -145,6 +147,19 @@ class Engine:
             return GradientStream(units, self.window, backend, stats, pin)
         averaging = Averaging(self.replicas, list(arrangement.unmanaged.values()), self.optimizers)
         return AveragedStream(units, self.window, backend, stats, pin, averaging)
+
+    @property
+    def budget(self) -> int | None:
+        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
+        if self.arrangement.budget is not None:
+            return self.arrangement.budget
+        free = self.backend.free_memory()
+        if free is None:
+            return None
+        streaming = self.arrangement.streaming_bytes()
+        if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
+            streaming = min(streaming, self.arrangement.device_bytes() + self.stream.device_bytes())
+        return streaming + int(SHARE_OF_FREE_MEMORY * free)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 

@@ -33,7 +33,7 @@ def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
 
 
 def _taken(pipeline: Pipeline, trains: bool) -> str:
-    summary, peak = pipeline.summary(), pipeline.survey.peak_memory
+    summary, peak = pipeline.summary(), pipeline.backend.peak_memory()
     parts = [f"{readable_bytes(summary.device_bytes)} for weights (`k={summary.k}` of {summary.units} units)"]
     if trains:
         activations = readable_bytes(pipeline.stats.activation_peak_bytes)
@@ -47,7 +47,7 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
 
 def _remedy(pipeline: Pipeline, trains: bool) -> str:
     """Return the one option that is most likely to help."""
-    options, summary, budget = pipeline.options, pipeline.summary(), pipeline.survey.budget
+    options, summary, budget = pipeline.options, pipeline.summary(), pipeline.budget
     if trains and options.activations in ("keep", "offload", "recompute"):
         less = "recompute" if options.activations == "keep" else "recompute_offload"
         return f"Set `activations={less!r}`."

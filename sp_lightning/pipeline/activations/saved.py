@@ -21,9 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import (
     contains_others,
     pop_saved_tensor_hooks,
@@ -257,8 +256,8 @@ class SavedTensors:
         if isinstance(packed, Kept):
             return packed.get()
         if isinstance(packed, Offloaded):
-            if packed.view.changed_in_place:
-                raise _changed_in_place(packed.view.shape)
+            if packed.is_changed:
+                raise _changed_in_place(packed.size)
             return self._offloader.unpack(packed)
         assert isinstance(packed, _Delegated)
         tensor = packed.unpack(packed.packed)
