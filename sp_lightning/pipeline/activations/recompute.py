@@ -227,7 +227,7 @@ class UnitCall(Recording):
             weights = [entry.weight for entry in self.member.entries]
             return [
                 self.member.module.training,
-                *((id(each.twin.parameter), each.twin.changes(), each.master.requires_grad) for each in weights),
+                *((id(each.twin.parameter), each.twin.version(), each.master.requires_grad) for each in weights),
                 *(parameter._version for parameter in self.member.parameters_on_device),
             ]
 

@@ -37,16 +37,13 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_replacements", "_version", "alias", "twin")
+    __slots__ = ("_group", "_version", "alias", "twin")
 
     def __init__(self, twin: Twin, tensor: Tensor) -> None:
         with without_torch_function():
             self.twin = twin
             self.alias = tensor.detach() if contains_others(tensor) else tensor
             self._version = twin.version()
-            # in plain training, a view, or what autocast made, would still have the old memory
-            has_old_memory = self.alias is not twin.parameter or twin.weight.lowered
-            self._replacements = twin.replacements() if has_old_memory else None
         self._group = twin.group
         self._group.handles += 1
 
@@ -54,8 +51,7 @@ class _Handle:
     def is_changed(self) -> bool:
         """Whether the weight has changed since it was saved, and backward would use values that are gone."""
         with without_torch_function():
-            is_replaced = self._replacements is not None and self.twin.replacements() != self._replacements
-            return is_replaced or self.twin.version() != self._version
+            return self.twin.version() != self._version
 
     def __del__(self) -> None:
         self._group.handles -= 1
