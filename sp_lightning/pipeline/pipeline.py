@@ -193,7 +193,6 @@ class Pipeline:
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
         self._engine.uninstall()
-        self.arrangement.give_up()
         self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.let_go()
