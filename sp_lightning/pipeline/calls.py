@@ -32,7 +32,6 @@ from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Calls:
@@ -53,7 +52,6 @@ class Calls:
         order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
-        write_back: WriteBack,
     ) -> None:
         self._arrangement = arrangement
         self._backend = backend
@@ -67,7 +65,6 @@ class Calls:
         self._order = order
         self._backward = backward
         self._outside = outside
-        self._write_back = write_back
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
     def run(
@@ -175,7 +172,6 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            self._write_back.write(entry.weight for entry in member.entries)
             for entry in member.entries:
                 self._backward.adopt_requires_grad(entry.weight.twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):

@@ -43,7 +43,6 @@ from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _HOST = torch.device("cpu")
 
@@ -96,8 +95,7 @@ class Engine:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.order = Order(len(members))
-        self.write_back = WriteBack(backend, stats, at_work)
-        self.window = Window(arrangement.groups, groups, self.order, backend, stats, self.write_back)
+        self.window = Window(arrangement.groups, groups, self.order, backend, stats)
         self.stream = self._make_stream()
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
@@ -110,7 +108,6 @@ class Engine:
             order=self.order,
             stream=self.stream,
             overlap=self.overlap,
-            write_back=self.write_back,
             resident=arrangement.resident,
             stats=stats,
             at_work=at_work,
@@ -126,7 +123,6 @@ class Engine:
             window=self.window,
             stream=self.stream,
             backward=self.backward,
-            write_back=self.write_back,
         )
         self.guard = self.outside.guard
         self.calls = Calls(
@@ -142,7 +138,6 @@ class Engine:
             order=self.order,
             backward=self.backward,
             outside=self.outside,
-            write_back=self.write_back,
         )
 
     def _make_stream(self) -> GradientStream:

@@ -28,7 +28,6 @@ from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_le
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Settles(Protocol):
@@ -59,7 +58,6 @@ class OutsideUse:
         window: Window,
         stream: GradientStream,
         backward: BackwardPass,
-        write_back: WriteBack,
     ) -> None:
         self.device = device
         self._settles = settles
@@ -71,7 +69,6 @@ class OutsideUse:
         self._window = window
         self._stream = stream
         self._backward = backward
-        self._write_back = write_back
         self.guard = Guard(self, arrangement.weights)
         self._reach_leaf = self._graphs.announce(self._note_leaf)
         self._watched: list[Lowering] = []
@@ -94,7 +91,6 @@ class OutsideUse:
         """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_optimizer(weight.unit.group)
-            self._write_back.served.add(weight)
             twin = self._twin_as_is(weight)
             in_use = twin.group.users > 0 or weight.unit.is_reached
             if not (twin.group.resident or (in_use and twin.group.loaded)):
@@ -147,7 +143,7 @@ class OutsideUse:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
-                self._write_back.write([weight])
+                self._window.write_back([weight])
         else:
             self._settles.settle()
 
@@ -240,7 +236,7 @@ class OutsideUse:
                 "`resident=`."
             )
         self._window.finish_optimizer(weight.unit.group)  # it is sent at once
-        self._write_back.write([weight])
+        self._window.write_back([weight])
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
         self._learned.outdated = True

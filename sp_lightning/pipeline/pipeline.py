@@ -192,6 +192,7 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
+        forget_optimizer_steps()
         self._engine.uninstall()
         self.optimizers.let_go()
         self._graphs.let_go()
@@ -284,8 +285,8 @@ class Pipeline:
             if self._graphs.scopes:
                 self._graphs.scopes -= 1
                 if self._graphs.scopes == 0 and not in_backward():
-                    self._engine.write_back.end_step()
-                    self._engine.window.end_step()
+                    with self._at_work:
+                        self._engine.window.end_step()
                     self._graphs.begin()  # whoever still holds the old graph waits for its backward
                 self._engine.relax_guard()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.contract import PLAIN
-from sp_lightning.pipeline.activations.memory import Offloaded
+from sp_lightning.pipeline.activations.offload import Offloaded
 from sp_lightning.pipeline.activations.saved import Kept, Packed, SavedTensors
 
 
@@ -62,7 +62,7 @@ class _Number(int):
 
 def _is_changed(packed: Packed) -> bool:
     if isinstance(packed, Offloaded):
-        return packed.view.changed_in_place
+        return packed.is_changed
     return isinstance(packed, Kept) and packed.is_changed
 
 

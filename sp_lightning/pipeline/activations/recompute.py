@@ -193,7 +193,7 @@ class UnitCall(Recording):
         self._surroundings = Surroundings(runner.backend.device)
         with without_torch_function():
             twins = {entry.weight.twin for entry in member.entries}
-            self._weights = [(twin, twin.changes(), twin.weight.master.requires_grad) for twin in twins]
+            self._weights = [(twin, twin.version(), twin.weight.master.requires_grad) for twin in twins]
         self._on_device = [(parameter, parameter._version) for parameter in member.parameters_on_device]
 
     # ------------------------------------------------------------------------------------------------ first forward
@@ -264,9 +264,9 @@ class UnitCall(Recording):
             # another leaf: the weight is no longer lowered, say
             return any(
                 twin.weight.twin.parameter is not twin.parameter
-                or twin.changes() != changes
+                or twin.version() != version
                 or twin.weight.master.requires_grad != trained
-                for twin, changes, trained in self._weights
+                for twin, version, trained in self._weights
             ) or any(parameter._version != version for parameter, version in self._on_device)
 
     # --------------------------------------------------------------------------------------------------- in backward

@@ -21,9 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import (
     contains_others,
     pop_saved_tensor_hooks,
@@ -38,7 +37,7 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_replacements", "_version", "alias", "twin")
+    __slots__ = ("_group", "_version", "alias", "twin")
 
     def __init__(self, twin: Twin, alias: Tensor) -> None:
         self.twin = twin
@@ -46,15 +45,11 @@ class _Handle:
         self._version = twin.version()
         self._group = twin.group
         self._group.handles += 1
-        # in plain training, a view, or what autocast made, would still have the old memory
-        has_old_memory = alias is not twin.parameter or twin.weight.lowered
-        self._replacements = twin.replacements() if has_old_memory else None
 
     @property
     def is_outdated(self) -> bool:
         """Whether the weight has changed since it was saved, and backward would use values that are gone."""
-        is_replaced = self._replacements is not None and self.twin.replacements() != self._replacements
-        return is_replaced or self.twin.version() != self._version
+        return self.twin.version() != self._version
 
     def __del__(self) -> None:
         self._group.handles -= 1
@@ -261,8 +256,8 @@ class SavedTensors:
         if isinstance(packed, Kept):
             return packed.get()
         if isinstance(packed, Offloaded):
-            if packed.view.changed_in_place:
-                raise _changed_in_place(packed.view.shape)
+            if packed.is_changed:
+                raise _changed_in_place(packed.size)
             return self._offloader.unpack(packed)
         assert isinstance(packed, _Delegated)
         tensor = packed.unpack(packed.packed)

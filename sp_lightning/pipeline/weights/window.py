@@ -48,14 +48,13 @@ class Window:
         order: Order,
         backend: Backend,
         stats: Stats,
-        write_back: WriteBack,
     ) -> None:
         self.groups = groups
         self._group_of_member = list(group_of_member)
         self._order = order
         self._backend = backend
         self._stats = stats
-        self._write_back = write_back
+        self._write_back = WriteBack(backend, stats)
         self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
@@ -71,10 +70,21 @@ class Window:
 
     def end_step(self) -> None:
         """Remember samples of what stays on the device, so that edits past versions show in the next step."""
+        self.write_back_all()
         for group in self.groups:
             if group.loaded and not self._is_being_stepped(group):
                 for segment in group.segments:
                     segment.take_sample()
+
+    def write_back(self, weights: Iterable[Weight]) -> None:
+        """Write back what was written to these weights on the device."""
+        self._write_back.write(weights)
+
+    def write_back_all(self) -> None:
+        """Write back what was written to any weights on the device."""
+        for group in self.groups:
+            if group.readable:
+                self.write_back(group.weights)
 
     def suspect_all(self) -> None:
         """Check every group for changed masters before it is used again."""
@@ -90,6 +100,8 @@ class Window:
     def abandon(self) -> None:
         """After an exception: treat every group as absent, with no call inside."""
         for group in self.groups:
+            for weight in group.weights:
+                weight.twin.note_unchanged()
             group.users, group.suspect = 0, True
             self._mark_absent(group)
             group.clear_place()
@@ -148,7 +160,7 @@ class Window:
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         if group.readable:
-            self._write_back.before_discard(group)
+            self._write_back.write(group.weights)
         self._mark_absent(group)
         stepped = set(weights)
         for segment in group.segments:
@@ -210,7 +222,7 @@ class Window:
                 segment.look_anew()
         if group.loaded and group.is_outdated():
             if group.readable:
-                self._write_back.before_discard(group)
+                self._write_back.write(group.weights)
             self._mark_absent(group)
 
     def _mark_absent(self, group: Group) -> None:
@@ -267,10 +279,10 @@ class Window:
         if self._awaits_step(group):
             self.finish_optimizer(group)
         was_readable = group.readable
-        self._write_back.write_again()  # while the group can be read
+        if was_readable:
+            self._write_back.write(group.weights)
         for unit in group.units:
             if unit.is_reached:
-                self._write_back.write_in_backward(unit.weights)
                 leave_unit(unit)
         self._mark_absent(group)
         group.clear_place()

@@ -11,10 +11,8 @@ import pytest
 
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.group import Group
-from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
 
@@ -27,14 +25,7 @@ class Scene:
         self.order = Order(count)
         self.backend = RecordingBackend()
         self.stats = Stats()
-        self.window = Window(
-            self.groups,
-            self.groups,
-            self.order,
-            self.backend,
-            self.stats,
-            WriteBack(self.backend, self.stats, EngineAtWork()),
-        )
+        self.window = Window(self.groups, self.groups, self.order, self.backend, self.stats)
 
     def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
         """What the pipeline does when a unit is called."""
