@@ -46,8 +46,7 @@ class Group:
         users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
         residency: Whether its bytes are on the device.
         lying: For each segment, its epoch when what lies in its place was sent.
-        tickets: Its last copies to the device; none once computing has waited for them.
-        used_copies: Copies that computing has used, or will: they may still be under way.
+        uploads: Copies to the device, which may still be under way.
         suspect: Whether its masters may have changed since they were last checked.
         handles: How many saved tensors of live graphs are its weights, or views of them.
         being_stepped: An optimizer's work on its masters; None if there is none, or once it is known to be done.
@@ -85,8 +84,7 @@ class Group:
         self.users = 0
         self.residency = Residency.ABSENT
         self.lying = [NOTHING] * len(segments)
-        self.tickets: list[Ticket] = []
-        self.used_copies: list[Ticket] = []
+        self.uploads: list[Ticket] = []
         self.suspect = False
         self.handles = 0
         self.being_stepped: Ticket | None = None
