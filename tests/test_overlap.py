@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
-from sp_lightning.pipeline.optimizer import update
+from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.weights.group import Group
 
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of a block are cut."""
-    monkeypatch.setattr(update, "_PART", 64)  # whole vectors, as torch's kernels round the rest otherwise
+    monkeypatch.setattr(unit_step, "_PART", 64)  # whole vectors, as torch's kernels round the rest otherwise
 
 
 class Model(nn.Sequential):

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.worker import Job
+from sp_lightning.pipeline.optimizer.kinds import BY_WEIGHT
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
-from sp_lightning.pipeline.optimizer.update import BY_WEIGHT
 
 from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everything, momentum, plain_step, same
 
