@@ -22,7 +22,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
-from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.units import Group
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, frozen, note_state, slow_host
 from .lightning_modules import trainer

@@ -144,7 +144,7 @@ class Segment:
 
     def _look(self) -> Tensor:
         with torch.inference_mode(False):
-            return self._words.index_select(0, self._sampled)
+            return self._words.take(self._sampled)
 
     # ----------------------------------------------------------------------------------------------------- the copies
 

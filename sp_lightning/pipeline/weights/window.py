@@ -28,9 +28,9 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.group import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.swap import leave_unit
+from sp_lightning.pipeline.weights.units import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.write_back import WriteBack
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.order import Order, Pass
+from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.window import Window
 
 from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
