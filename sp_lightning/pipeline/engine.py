@@ -221,12 +221,13 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
+        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
         on_device.move(moving, _HOST, self.optimizers.seen)
+        arrangement.close()
 
     # ------------------------------------------------------------------------------------------------------ in a step
 

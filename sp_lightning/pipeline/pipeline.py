@@ -194,7 +194,6 @@ class Pipeline:
         stop_listening(self.optimizers)
         forget_optimizer_steps()
         self._engine.uninstall()
-        self.arrangement.give_up()
         self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.close()
