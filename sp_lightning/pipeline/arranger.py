@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.window_plan import WindowPlan
+from sp_lightning.pipeline.layout.device_layout import WindowPlan
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import Shape
 from sp_lightning.pipeline.weights.units import Member
@@ -147,7 +147,7 @@ class Arranger:
         policies = self._activations.auto
         self._learned.plan = plan
         self.rearrange()
-        self._activations.auto = policies  # the units are the same, so their measurements still hold
+        self._activations.choose_by(policies)  # the units are the same, so their measurements still hold
         if policies is not None and plan is not None and plan.policies:
             units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
             policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
@@ -161,12 +161,7 @@ class Arranger:
         self._engine.uninstall()
         module = self._engine.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
-        try:
-            self.arrangement.give_up()
-            self._arrange(autocast)
-        except BaseException:
-            self.arrangement.find_masters()
-            raise
+        self._arrange(autocast)
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         engine = self._engine
@@ -183,11 +178,11 @@ class Arranger:
         try:
             engine.install()
         except BaseException:
-            arrangement.release_host_memory()
+            arrangement.release_copies()
             raise
         self._shape = Shape(engine.module)
         self._is_arranged = True
-        self._activations.auto = self._auto_policy()  # other units: measured anew
+        self._activations.choose_by(self._auto_policy())  # other units: measured anew
         engine.stats.arrangements += 1
         if not arrangement.units and self._options.activations not in ("keep", "auto"):
             warnings.warn(

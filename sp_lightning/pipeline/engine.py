@@ -84,7 +84,7 @@ class Engine:
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
-        self.activations = Activations(options.activations, self.saved, backend, self.stats, checks=options.debug)
+        self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.stats, self.at_work, options.overlap_optimizer)
 
     def take(self, arrangement: Arrangement) -> None:
@@ -221,12 +221,13 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
+        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
         self._move(moving, _HOST)
+        arrangement.close()
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
@@ -264,13 +265,13 @@ class Engine:
     def begin_backward(self) -> None:
         """Follow the beginning of a backward pass."""
         self.arm_guard()
-        self.activations.begin_backward()
+        if self.activations.auto is not None:
+            self.activations.auto.begin_backward()
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
         self.backend.trace.end()
         self.activations.end_backward()
-        self.offloader.end_backward()
         if not self.graphs.in_step:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward

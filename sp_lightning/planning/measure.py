@@ -17,7 +17,7 @@ from itertools import pairwise
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
 from sp_lightning.pipeline.gradients.layout import gradient_bytes
-from sp_lightning.pipeline.layout.device_layout import sent_bytes, stepped_bytes
+from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload
 
@@ -29,14 +29,14 @@ _PATIENCE = 32  # steps to wait for one of the optimizer
 
 def bytes_of(unit: Unit) -> UnitWork:
     """Return the bytes of a unit, wherever it lives now."""
-    whole = Unit(unit.name, weights=unit.every_weight)
-    trained = [weight for weight in whole.weights if weight.master.requires_grad]
+    weights = unit.every_weight
+    trained = [weight for weight in weights if weight.master.requires_grad]
     return UnitWork(
         name=unit.name,
-        weight_bytes=sent_bytes([whole]),
-        gradient_bytes=gradient_bytes(whole) if trained else 0,
+        weight_bytes=sent_bytes(weights),
+        gradient_bytes=gradient_bytes(Unit(unit.name, weights=trained)) if trained else 0,
         step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.gradient_dtype.itemsize for w in trained),
-        resent_bytes=stepped_bytes(whole),
+        resent_bytes=sent_bytes(trained),
     )
 
 
@@ -162,7 +162,6 @@ def workload_of(engine: Engine, measured: FirstSteps) -> Workload:
         rest_seconds=max(0.0, min(step.rest for step in steps)),
         turn_bytes=0 if auto is None else auto.turn_bytes,
         outside_bytes=measured.activation_peak if auto is None else auto.outside_bytes,
-        staging_buffers=arrangement.staging_buffers,
         reserve_bytes=measured.reserve_bytes,
     )
 

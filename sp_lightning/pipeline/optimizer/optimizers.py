@@ -39,8 +39,8 @@ from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, Plan
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork
+from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.weight import Weight
 
 
