@@ -170,8 +170,8 @@ class Optimizers(Clipping):
                     f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only "
                     "while it is used there; the weight itself would never change. The copy was taken from its module "
                     "in the middle of a forward, as Pyro's parameter store does. Give the optimizer what "
-                    "`module.parameters()` yields outside of the forward; where that is not possible, name the module "
-                    "in `resident=`, or train without superpipeline."
+                    "`module.parameters()` yields outside of the forward; where that is not possible, train without "
+                    "superpipeline (`resident` does not help: such weights have copies, too)."
                 )
         own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parts.parameters]
         if not own:
