@@ -223,7 +223,7 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """The units, and where their weights currently lie."""
-        return self._arranger.arrangement
+        return self._engine.arrangement
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 

@@ -51,9 +51,9 @@ class Window:
     ) -> None:
         self.groups = groups
         self._group_of_member = list(group_of_member)
-        self._order = order
-        self._backend = backend
-        self._stats = stats
+        self.order = order
+        self.backend = backend
+        self.stats = stats
         self._write_back = WriteBack(backend, stats)
         self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
@@ -119,7 +119,7 @@ class Window:
         if group.residency is Residency.READABLE:
             return
         if not group.loaded:
-            self._stats.misses += 1
+            self.stats.misses += 1
             self._load(group)
         used = [*group.used_copies, *group.tickets]
         self._wait_for_copies(group)
@@ -144,7 +144,7 @@ class Window:
 
     def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
         needed: set[Group] = set(in_use)
-        for member in self._order.upcoming(self._horizon):
+        for member in self.order.upcoming(self._horizon):
             group = self._group_of_member[member]
             if group in needed:
                 continue
@@ -174,7 +174,7 @@ class Window:
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters."""
-        group.finish_step(self._stats)
+        group.finish_step(self.stats)
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
@@ -192,9 +192,9 @@ class Window:
 
     def _finish_used_copies(self, groups: Iterable[Group]) -> None:
         copies = [ticket for group in groups for ticket in group.used_copies if not ticket.done]
-        self._stats.host_syncs += bool(copies)
+        self.stats.host_syncs += bool(copies)
         for ticket in copies:
-            self._backend.synchronize(ticket)
+            self.backend.synchronize(ticket)
 
     @property
     def settled(self) -> bool:
@@ -256,19 +256,19 @@ class Window:
             group.lying[number] = segment.epoch
         group.residency = Residency.COMING
         if group.resident:
-            self._stats.resident_loads += 1
+            self.stats.resident_loads += 1
         else:
-            self._stats.loads += group.unit_count
+            self.stats.loads += group.unit_count
 
     def _wait_for_copies(self, group: Group) -> None:
         while group.tickets:
-            self._backend.trace.wait(group.tickets[0], "weights")
+            self.backend.trace.wait(group.tickets[0], "weights")
             del group.tickets[0]  # only now: a copy that failed has not come
 
     def _upload(self, group: Group, place: Tensor, source: Tensor, after: Ticket | None) -> None:
-        group.tickets.append(self._backend.upload(place, source, after))
-        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
-        self._stats.bytes_to_device += source.nbytes
+        group.tickets.append(self.backend.upload(place, source, after))
+        self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
+        self.stats.bytes_to_device += source.nbytes
 
     def _evict(self, group: Group) -> None:
         if group.users:
@@ -287,7 +287,7 @@ class Window:
         self._mark_absent(group)
         group.clear_place()
         if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
-            self._backend.invalidate(group.place)
+            self.backend.invalidate(group.place)
 
 
 def _readers(group: Group) -> Iterable[Group]:
