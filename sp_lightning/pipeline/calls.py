@@ -22,11 +22,11 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.weights.graphs import Graph, Graphs
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.hooks import before_backward
+from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward
-from sp_lightning.pipeline.units.tensors import tensor_bytes, tensors_in
+from sp_lightning.pipeline.weights.operands import tensor_bytes, tensors_in
 from sp_lightning.pipeline.weights.units import Member
 
 

@@ -40,7 +40,7 @@ from sp_lightning.pipeline.activations.saved import Recording, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
-from sp_lightning.pipeline.units.tensors import tensors_in
+from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
