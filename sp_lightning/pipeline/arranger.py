@@ -134,7 +134,7 @@ class Arranger:
         policies = self._engine.activations.auto
         self._engine.learned.plan = plan
         self.rearrange()
-        self._engine.activations.auto = policies  # the units are the same, so their measurements still hold
+        self._engine.activations.choose_by(policies)  # the units are the same, so their measurements still hold
         if policies is None:
             return
         prescribed = None
@@ -163,7 +163,7 @@ class Arranger:
             raise
         self._shape = Shape(engine.module)
         self._is_arranged = True
-        engine.activations.auto = self._auto_policy()  # other units: measured anew
+        engine.activations.choose_by(self._auto_policy())  # other units: measured anew
         engine.stats.arrangements += 1
 
     def _auto_policy(self) -> AutoPolicy | None:

@@ -21,12 +21,11 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
-from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.weights.units import Group, Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 

@@ -196,8 +196,8 @@ class Pipeline:
         self._engine.uninstall()
         self.optimizers.let_go()
         self._graphs.let_go()
-        self._saved.let_go()
-        self._activations.second_forwards.let_go()
+        self._saved.close()
+        self._activations.second_forwards.close()
         self._offloader.close()
         self._engine.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
@@ -310,16 +310,13 @@ class Pipeline:
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
             self.optimizers.begin_step()
-            self._activations.conclude_step()
             self.stats.steps += 1
             self.backend.trace.begin_step()
             self._activations.begin_step()
-            self._engine.meter.begin_step()
             self._engine.order.begin_step()
             if torch.is_grad_enabled():
                 with self._at_work:
                     self._engine.stream.reserve()
-        self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
         self._engine.arm_guard()
         with self._at_work:

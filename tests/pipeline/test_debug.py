@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.group import Residency
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps
+from sp_lightning.pipeline.weights.units import Residency
 
 from .parts import Placed, place
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from .blocks import WIDTH, Block, Chain, Stashing, chain, rows
+from .blocks import WIDTH, Block, Chain, Stashing, StashOnContext, chain, rows
 from .case import Batch, Case, adamw_loop
 
 # ---------------------------------------------------------------------------------------------- outputs and activations
@@ -53,6 +53,24 @@ class StashingChain(Chain):
             y += x
             x = y.tanh()
         return x
+
+
+class ReturnsView(StashOnContext):
+    """As a fused kernel that flattens its batch: its result is a view of what it has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return StashOnContext.forward(ctx, x, weight).view(x.shape)
+
+
+class Fused(Stashing):
+    """A layer over ReturnsView."""
+
+    def __init__(self) -> None:
+        super().__init__(inplace=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ReturnsView.apply(x, self.weight)
 
 
 @dataclass
@@ -382,6 +400,7 @@ CASES = [
         lightning=True,
         autocast=True,
     ),
+    Case("weight-on-ctx-and-view-returned", lambda: Chain(Fused() for _ in range(5)), rows),
     Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
     Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
     Case("returns-own-parameter", Prompted, rows),

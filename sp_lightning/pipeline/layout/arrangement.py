@@ -23,11 +23,10 @@ from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.lowering import weights_under_autocast
 from sp_lightning.pipeline.weights.places import overlaps
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 

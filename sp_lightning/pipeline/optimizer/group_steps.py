@@ -22,8 +22,8 @@ from sp_lightning.pipeline.optimizer.kinds import State, keeps_state, settings_o
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 

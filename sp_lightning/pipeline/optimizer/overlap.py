@@ -34,7 +34,7 @@ from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStep
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Job, Plan
 from sp_lightning.pipeline.optimizer.kinds import parameters_of, why_not_by_unit
-from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.weight import Weight
 
 
