@@ -55,6 +55,7 @@ class Window:
         self.backend = backend
         self.stats = stats
         self._write_back = WriteBack(backend, stats)
+        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
@@ -128,25 +129,32 @@ class Window:
         Args:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
+        self._fetch_used_next(in_use)
+        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+            del self._outdated[group]
+            if group.residency is Residency.ABSENT:
+                self._load(group)
+
+    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
         needed: set[Group] = set(in_use)
-        is_full = False
         for member in self.order.upcoming(self._horizon):
             group = self._group_of_member[member]
             if group in needed:
                 continue
             if group.suspect:
                 self._verify(group)
-            if group.residency is Residency.ABSENT and not (is_full and group.conflicts):
-                # see [Note: when a group may be evicted]; from then on, only what has its own place is fetched
-                is_full = any(o.users or o in needed or self._awaits_step(o) for o in self._in_the_way_of(group))
-                if is_full:
-                    continue
+            if group.residency is Residency.ABSENT:
+                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
+                    if other.users or other in needed or self._awaits_step(other):
+                        return
                 self._load(group)
             needed.add(group)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         self._discard(group)
+        if not group.conflicts:
+            self._outdated[group] = None
         stepped = set(weights)
         for segment in group.segments:
             if group.suspect:
