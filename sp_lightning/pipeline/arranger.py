@@ -54,7 +54,7 @@ class Arranger:
         engine, learned = self._engine, self._engine.learned
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange()
-        engine.overlap.restore_param_groups()
+        engine.optimizers.restore_param_groups()
         if waiting or self._is_lent_out():
             return
         if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
