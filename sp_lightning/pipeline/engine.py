@@ -60,6 +60,7 @@ class Engine:
     """
 
     arrangement: Arrangement
+    keeper: Gatekeeper
 
     def __init__(
         self,
@@ -68,14 +69,12 @@ class Engine:
         options: PipelineOptions,
         backend: Backend,
         replicas: Replicas | None,
-        keeper: Gatekeeper,
     ) -> None:
         self.module = module
         self.device = device
         self.options = options
         self.backend = backend
         self.replicas = replicas
-        self.keeper = keeper
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()
