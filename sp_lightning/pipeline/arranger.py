@@ -147,7 +147,7 @@ class Arranger:
         policies = self._activations.auto
         self._learned.plan = plan
         self.rearrange()
-        self._activations.auto = policies  # the units are the same, so their measurements still hold
+        self._activations.choose_by(policies)  # the units are the same, so their measurements still hold
         if policies is not None and plan is not None and plan.policies:
             units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
             policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
@@ -182,7 +182,7 @@ class Arranger:
             raise
         self._shape = Shape(engine.module)
         self._is_arranged = True
-        self._activations.auto = self._auto_policy()  # other units: measured anew
+        self._activations.choose_by(self._auto_policy())  # other units: measured anew
         engine.stats.arrangements += 1
         if not arrangement.units and self._options.activations not in ("keep", "auto"):
             warnings.warn(

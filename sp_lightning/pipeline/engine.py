@@ -84,7 +84,7 @@ class Engine:
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
-        self.activations = Activations(options.activations, self.saved, backend, self.stats, checks=options.debug)
+        self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.stats, self.at_work, must_overlap=options.overlap_optimizer is True)
 
     def take(self, arrangement: Arrangement) -> None:
@@ -264,13 +264,13 @@ class Engine:
     def begin_backward(self) -> None:
         """Follow the beginning of a backward pass."""
         self.arm_guard()
-        self.activations.begin_backward()
+        if self.activations.auto is not None:
+            self.activations.auto.begin_backward()
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
         self.backend.trace.end()
         self.activations.end_backward()
-        self.offloader.end_backward()
         if not self.graphs.in_step:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward

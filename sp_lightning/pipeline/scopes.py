@@ -108,16 +108,13 @@ class StepScopes:
         self.arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
             self._engine.optimizers.begin_step()
-            self._engine.activations.conclude_step()
             self._engine.stats.steps += 1
             self._engine.backend.trace.begin_step()
             self._engine.activations.begin_step()
-            self._engine.meter.begin_step()
             self._engine.order.begin_step()
             if torch.is_grad_enabled():
                 with self._at_work:
                     self._engine.stream.reserve()
-        self._engine.offloader.begin()
         self._engine.arrangement.unused_in_step = not goes_on
         self._engine.arm_guard()
         with self._at_work:

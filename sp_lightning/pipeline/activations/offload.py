@@ -208,7 +208,7 @@ class Offloader:
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step; its first bundle follows none of an earlier step."""
         self._last_bundle = None
 
