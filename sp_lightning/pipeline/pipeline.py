@@ -176,7 +176,7 @@ class Pipeline:
         self._engine.uninstall()
         self.optimizers.let_go()
         self._graphs.let_go()
-self._engine.saved.close()
+        self._engine.saved.close()
         self._engine.activations.second_forwards.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
