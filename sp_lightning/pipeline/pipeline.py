@@ -18,13 +18,12 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.trace import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.optimizer import on_device
-from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.listen import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.scopes import StepScopes
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
@@ -83,7 +82,7 @@ class Pipeline:
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         _check_not_attached(module)
-        on_device.move(weights_on_accelerators(module), _HOST, optimizers=())
+        move_parameters(weights_on_accelerators(module), _HOST)
         if replicas is not None:
             if self.options.resident_optimizer:
                 raise ValueError(
@@ -174,7 +173,7 @@ class Pipeline:
         stop_listening(self.optimizers)
         forget_optimizer_steps()
         self._engine.uninstall()
-        self.optimizers.let_go()
+        self.optimizers.close()
         self._graphs.let_go()
         self._engine.saved.close()
         self._engine.activations.second_forwards.close()
