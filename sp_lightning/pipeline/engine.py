@@ -59,6 +59,7 @@ class Engine:
     """
 
     arrangement: Arrangement
+    keeper: Gatekeeper
 
     def __init__(
         self,
@@ -67,14 +68,12 @@ class Engine:
         options: PipelineOptions,
         backend: Backend,
         replicas: Replicas | None,
-        keeper: Gatekeeper,
     ) -> None:
         self.module = module
         self.device = device
         self.options = options
         self.backend = backend
         self.replicas = replicas
-        self.keeper = keeper
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()
