@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
-from sp_lightning.pipeline.gradients.layout import gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes

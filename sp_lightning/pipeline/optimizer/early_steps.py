@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.gradients.shipment import Shipment
+from sp_lightning.pipeline.gradients.stream import Shipment
 from sp_lightning.pipeline.gradients.unit_gradients import State, UnitGradients
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Plan
 from sp_lightning.pipeline.optimizer.update import keeps_state
