@@ -18,7 +18,6 @@ from sp_lightning.losses import chunked_cross_entropy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.timeline import write_timeline
-from sp_lightning.trainer._namespace import why_unsupported
 
 if TYPE_CHECKING:
     from sp_lightning.lightning import SuperpipelineCallback, SuperpipelineCheckpointIO, SuperpipelineStrategy
@@ -45,11 +44,7 @@ _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lig
 
 def _adaptors() -> list[str]:
     loaded = [adaptor for package, adaptor in _ADAPTORS.items() if sys.modules.get(package) is not None]
-    return loaded or [
-        adaptor
-        for package, adaptor in _ADAPTORS.items()
-        if find_spec(package) is not None and why_unsupported(package) is None
-    ]
+    return loaded or [adaptor for package, adaptor in _ADAPTORS.items() if find_spec(package) is not None]
 
 
 _registered = _adaptors()

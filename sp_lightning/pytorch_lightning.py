@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sp_lightning.callback import CallbackMixin
-from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.trainer._namespace import Namespace, namespace, why_unsupported
-from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
-
-if (_reason := why_unsupported("pytorch_lightning")) is not None:
-    raise ImportError(_reason)
-
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+
+from sp_lightning.callback import CallbackMixin
+from sp_lightning.strategy import SuperpipelineMixin
+from sp_lightning.trainer._namespace import Namespace, namespace
+from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
 class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):

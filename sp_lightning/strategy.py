@@ -23,8 +23,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
-from sp_lightning.trainer.host_memory import keep_averages_on_host, warn_of_optimizer_memory
-from sp_lightning.trainer.materialize import materialize
+from sp_lightning.trainer.host_memory import keep_averages_on_host, materialize, warn_of_optimizer_memory
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import attach, detach, host_precision, without_engine
 from sp_lightning.trainer.processes import ProcessesMixin

@@ -469,8 +469,8 @@ class LiveBytes(TorchDispatchMode):
     def is_on_host(self, address: int) -> bool:
         units = self.pipe._engine.stream.units.values()
         homes = [buffer.bytes for unit in units for buffer in (unit._own, unit.sums) if buffer is not None]
-        slabs = [slab.buffer.bytes for slab in self.pipe._engine.pool._slabs]
-        return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
+        lent = [buffer.bytes for buffer in self.pipe._engine.pool._buffers]
+        return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + lent)
 
 
 # ----------------------------------------------------------------------------------------------------------- exceptions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline.optimizer import update
+from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Plan, autocast_forgets_gradients
@@ -225,6 +225,6 @@ def examples(draw: st.DrawFn) -> Example:
     forest = draw(st.lists(trees(), min_size=1, max_size=4))
     if "reentrant" in str(forest) and AUTOCAST_FORGETS_GRADIENTS:
         plan = replace(plan, cast_cache=False)
-    part = draw(st.sampled_from([64, update._PART]))
+    part = draw(st.sampled_from([64, unit_step._PART]))
     k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))
     return Example(forest, k, k_prime, policy, activations, room, mixed, part, lag, plan)

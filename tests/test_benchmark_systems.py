@@ -15,7 +15,6 @@ from suite.runner import Processes
 from suite.sets import WORKLOADS
 from suite.systems import SYSTEMS, base, make_system
 from suite.systems.base import System
-from suite.systems.deepspeed import DeepSpeedZeRO2, DeepSpeedZeRO3
 from suite.systems.device import Device
 from suite.systems.paper import Paper
 from suite.worker import Job, measure, run
@@ -130,16 +129,6 @@ class TestReasons:
         assert make_system(name).why_not(CHAIN) == "does not do training"
 
 
-class TestDeepSpeed:
-    @pytest.mark.parametrize("system", [DeepSpeedZeRO2, DeepSpeedZeRO3])
-    def test_deepspeed_knows_all_settings(self, system):
-        config = pytest.importorskip("deepspeed.runtime.zero.config")
-        precision = pytest.importorskip("deepspeed.runtime.precision_config")
-        settings = system().config(WORKLOADS["toy-lm-bf16"])
-        config.DeepSpeedZeroConfig(**settings["zero_optimization"])
-        precision.DeepSpeedBF16Config(**settings["bf16"])
-
-
 class TestPaper:
     @pytest.mark.parametrize("window", [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (BLOCKS, 1)], ids=str)
     def test_weights_are_those_of_plain_training(self, window: Window):
@@ -181,13 +170,3 @@ def test_fsdp2_reaches_the_losses_of_plain_training(workload, tmp_path):
     fsdp2 = in_a_process(job(workload, "fsdp2"), tmp_path)
     assert fsdp2["error"] is None
     assert fsdp2["values"] == pytest.approx(measure(job(workload, "device"))["values"], abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", ["toy-lm-inference", "toy-vit-inference", "toy-generation"])
-@pytest.mark.parametrize("system", ["accelerate", "diffusers"])
-def test_rivals_predict_as_plain_lightning(system, workload, tmp_path):
-    pytest.importorskip(system)
-    rival = in_a_process(job(workload, system), tmp_path)
-    assert rival["error"] is None
-    assert rival["values"] == measure(job(workload, "device"))["values"]

@@ -20,9 +20,10 @@ from lightning.pytorch.tuner import Tuner
 from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.monitor.advice import diagnose
 from sp_lightning.monitor.metrics import PREFIX
-from sp_lightning.monitor.report import outcome
 from sp_lightning.pipeline import Stats, Summary
 from sp_lightning.timeline import break_down
+from sp_lightning.trainer import narrator
+from sp_lightning.trainer.narrator import outcome
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
 from .recordings import make_recording
@@ -50,8 +51,9 @@ SUMMARY = Summary(
 
 
 @pytest.fixture
-def messages(caplog):
+def messages(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(narrator, "_said_in_brief", set())
     return lambda: [record.message for record in caplog.records if record.levelno == logging.INFO]
 
 
@@ -140,7 +142,7 @@ def test_a_run_prints_its_plan_and_its_outcome(messages, entry, module, given, m
 
 
 def test_a_plan_is_printed_once(messages):
-    """By the same Trainer; what came of a run is said as long as the plan is new."""
+    """By the same Trainer; what came of a run is said as long as the plan is new. In brief, by the same process."""
     told = []
     run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True)
     for entry in ["predict", "predict", "test", "fit"]:
@@ -150,6 +152,11 @@ def test_a_plan_is_printed_once(messages):
         told.append(("k, k_prime" in said, "unit loads" in said))
     nothing, everything = (False, False), (True, True)  # what optimizers do is new in the first fit
     assert told == [everything, nothing, nothing, everything]
+    before = len(messages())
+    for _ in range(3):
+        trainer(streamed()).fit(Base(), loader(2))
+    (said,) = [text for text in messages()[before:] if text.startswith("Superpipeline")]
+    assert said.startswith("Superpipeline: 4 units")
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics
@@ -339,7 +346,7 @@ def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
     summary = replace(SUMMARY, **changes.pop("summary", {}))
     pipeline = SimpleNamespace(
         stats=Stats(steps=10, recomputed=changes.pop("recomputed", 0)),
-        survey=SimpleNamespace(peak_memory=peak, usable_memory=total),
+        backend=SimpleNamespace(peak_memory=lambda: peak, usable_memory=lambda: total),
         summary=lambda: summary,
         options=PipelineOptions(**changes),
     )

@@ -14,7 +14,6 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
-from sp_lightning.trainer.checkpoint_io import standalone
 
 from .helpers import Trace, assert_same_trace
 from .lightning_modules import Base, fit, loader, note_end, plain, run, streamed, trainer
@@ -255,17 +254,3 @@ def test_wrappers_get_the_streaming_one(tmp_path):
     own = AsyncCheckpointIO(Own())
     assert SuperpipelineStrategy(checkpoint_io=own).checkpoint_io.checkpoint_io is own.checkpoint_io
     assert isinstance(own.checkpoint_io, Own)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_standalone(dtype, shape):
-    count = max(1, int(torch.tensor(shape).prod()))
-    flat_buffer = torch.ones(count + 8).to(dtype)
-    view = flat_buffer[4 : 4 + count].view(shape)
-    alone = standalone(view)
-    assert (alone.dtype, alone.shape, alone.data_ptr()) == (dtype, view.shape, view.data_ptr())
-    assert alone.untyped_storage().nbytes() == alone.nbytes
-    assert torch.equal(alone, view)
-    flat_buffer.zero_()
-    assert not alone.any(), "a copy was made"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import PipelineOptions
 
@@ -629,33 +628,6 @@ def test_user_hooks_around_the_model(around: Callable[[], AbstractContextManager
         run.normal_step("after", optimizer, seed=4)
 
     assert_same_story(story, partial(chain, 4, dropout=0.1))
-
-
-class CountedBlock(Block):
-    """Counts its forwards."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_still_recompute(reentrant: bool) -> None:
-    """Hooks pushed inside of a checkpoint would switch it off: right numbers, and no memory saved."""
-
-    def story(run: Run) -> None:
-        for step in range(2):
-            with run.step():
-                x = run.rows(step).requires_grad_()
-                for block in run.model.blocks:
-                    x = checkpoint(block, x, use_reentrant=reentrant)
-                x.square().mean().backward()
-        run.note("calls", [block.calls for block in run.model.blocks])
-        assert [block.calls for block in run.model.blocks] == [4] * 3
-
-    assert_same_story(story, lambda: Chain(CountedBlock() for _ in range(3)))
 
 
 # ------------------------------------------------------------------------------------------------- scopes and lifetimes

@@ -30,8 +30,6 @@ from .helpers import (
     assert_same_story,
     assert_same_trace,
     attached,
-    bombs,
-    fail,
     lightning_reference,
     lightning_run,
     note_gradients,
@@ -162,13 +160,15 @@ def peaks(activations: str) -> tuple[list[int], int]:
 
 
 @pytest.mark.usefixtures("usual_sizes")
-def test_peak_memory_of_a_transformer() -> None:
-    """A fifth of what is kept otherwise, from the first step on: two units, and what one computes with."""
+@pytest.mark.parametrize("activations", ["offload", "recompute"])
+def test_peak_memory_of_a_transformer(activations: str) -> None:
+    """A quarter of what is kept otherwise, from the first step on, gradients and temporary tensors included."""
     kept, kept_alive = peaks("keep")
-    offloaded, offloaded_alive = peaks("offload")
+    peak, alive = peaks(activations)
     assert min(kept) >= sum(saved_by_each_block()), "the measurement misses something"
-    assert max(offloaded) <= 0.25 * min(kept)
-    assert offloaded_alive <= 0.25 * kept_alive
+    assert max(kept) <= kept_alive <= 1.1 * min(kept), "both count the same things"
+    assert max(peak) <= 0.25 * min(kept)
+    assert alive <= 0.25 * kept_alive
 
 
 @pytest.mark.usefixtures("usual_sizes")
@@ -270,7 +270,7 @@ class AddsToItsInput(Block):
 
 @pytest.mark.filterwarnings("ignore:`activations='recompute_offload'`. 'blocks.1' changes its input in place")
 def test_what_cannot_run_again_is_offloaded() -> None:
-    """From its second call on, and but for calls that look whether it still cannot."""
+    """Once that is known; until then it is kept."""
 
     def build() -> nn.Module:
         return Chain([Tripled(), AddsToItsInput(), *(Tripled() for _ in range(4))])
@@ -278,12 +278,11 @@ def test_what_cannot_run_again_is_offloaded() -> None:
     assert_same_story(three_steps, build, activations="recompute_offload")
     with attached(build(), k=1, activations="recompute_offload") as pipe:
         left = []
-        for step in range(9):
+        for step in range(5):
             pipe.stats.clear()
             pipe.module(Run.rows(step)).square().mean().backward()
             left.append(pipe.stats.offloaded_bytes)
-    looked, (usual,) = {left[call - 1] for call in (2, 4, 8)}, {left[call - 1] for call in (3, 5, 6, 7, 9)}
-    assert max(looked) < usual
+    assert left[0] == left[1] < left[2] == left[3] == left[4]
 
 
 def saved_by_each_block() -> list[int]:
@@ -344,35 +343,6 @@ def test_a_retained_graph_runs_twice(k: int) -> None:
     assert_same_story(story, partial(chain, 6), k=k, activations="offload")
 
 
-def test_double_backward() -> None:
-    def story(run: Run) -> None:
-        for step in range(2):
-            x = run.rows(step).requires_grad_()
-            with run.step():
-                loss = run.model(x).square().mean()
-                (inner,) = torch.autograd.grad(loss, x, create_graph=True)
-                (loss + inner.square().sum()).backward()
-            run.note(f"step {step} / inner", inner)
-            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
-
-    assert_same_story(story, partial(chain, 6), k=1, activations="offload")
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
-def test_several_graphs_wait_for_their_backward(order: tuple[int, ...]) -> None:
-    """Losses of three batches, and backward in any order."""
-
-    def story(run: Run) -> None:
-        for step in range(2):
-            with run.step():
-                losses = [run.model(run.rows(step + index)).square().mean() for index in range(3)]
-                for index in order:
-                    losses[index].backward()
-                    note_gradients(run.trace, f"{step}, after {index}", dict(run.model.named_parameters()))
-
-    assert_same_story(story, partial(chain, 5), k=2, activations="offload")
-
-
 def test_memory_of_a_graph_without_a_backward_is_freed() -> None:
     """A loss that is only looked at: host and device memory are free as soon as it is dropped."""
     with attached(chain(6), activations="offload") as pipe:
@@ -382,26 +352,6 @@ def test_memory_of_a_graph_without_a_backward_is_freed() -> None:
         with pipe.step():
             pipe.module(Run.rows(0)).square().mean().backward()
         assert pipe._engine.pool.in_use == 0
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_after_an_exception_is_right(where: str, error: type[BaseException]) -> None:
-    """And all host memory is free again."""
-
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        fail(run, error, where)
-        run.normal_step("after", optimizer, seed=1)
-        fail(run, error, where)
-        fail(run, error, where)
-        run.evaluate("evaluation")
-        run.normal_step("after three failures", optimizer, seed=2)
-        if run.pipe is not None:
-            assert run.pipe.stats.resets >= 3
-            assert run.pipe._engine.pool.in_use == 0
-
-    assert_same_story(story, bombs, k=1, activations="offload")
 
 
 class SavesOnCpu(Block):

@@ -16,7 +16,7 @@ from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.ways import Policy
-from sp_lightning.pipeline.optimizer import update
+from sp_lightning.pipeline.optimizer import unit_step
 
 from .helpers import Fingerprint, Plan, Trace, assert_exact, reference_of, slow_host
 from .random_graphs import Example, examples, units_are_leaves, units_are_nodes
@@ -30,7 +30,7 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     activations="keep",
     room=None,
     mixed=False,
-    part=update._PART,
+    part=unit_step._PART,
     lag=0,
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False),
 )
@@ -74,7 +74,7 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # too little room
         stack.enter_context(patch.object(HostBackend, "free_memory", return_value=example.room))
-        stack.enter_context(patch.object(update, "_PART", example.part))
+        stack.enter_context(patch.object(unit_step, "_PART", example.part))
         stack.enter_context(slow_host(example.lag))
         if example.mixed:
             chance = random.Random(0)

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCRIPTS = sorted(path for folder in (EXAMPLES, EXAMPLES / "benchmarks") for path in folder.glob("*.py"))
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=4", "--accelerator=cpu"]
 
@@ -213,6 +214,12 @@ def test_finetune_vlm_learns_to_read(call):
 
 
 # ---------------------------------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_can_be_imported(path):
+    """Also those that no other test runs."""
+    assert import_module(path.stem).__doc__
 
 
 def test_plain_loop_learns(capsys):

@@ -160,8 +160,7 @@ def test_declared_dependencies_are_those_imported():
 
     optional = names([line for extra in ("cli", "examples") for line in project["optional-dependencies"][extra]])
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
-    # Every `lightning` brings `pytorch_lightning` of the same release.
-    found -= {*sys.stdlib_module_names, "sp_lightning", "pytorch_lightning"}
+    found -= {*sys.stdlib_module_names, "sp_lightning"}
     assert found - optional == names(project["dependencies"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,6 @@ import pytorch_lightning
 import sp_lightning
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.trainer._namespace import why_unsupported
 
 
 def python(code: str) -> str:
@@ -96,38 +94,6 @@ def test_the_engine_works_without_lightning():
             print(error)
     """
     assert "pip install -U lightning" in python(code)
-
-
-@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize(
-    ("installed", "reason"),
-    [
-        ("2.5.4", "needs .* 2.5.5 or newer, and 2.5.4 is installed"),
-        ("2.6.2", "is a compromised release"),
-        ("2.6.3", "is a compromised release"),
-        ("2.5.5", None),
-        ("2.10.0.dev20270101", None),
-    ],
-)
-def test_versions_that_must_not_be_used(name, installed, reason, monkeypatch):
-    monkeypatch.setattr("sp_lightning.trainer._namespace.version", lambda package: installed)
-    found = why_unsupported(name)
-    assert found is None if reason is None else re.search(reason, found)
-
-
-@pytest.mark.slow
-def test_a_compromised_release_is_not_imported():
-    code = """
-        import importlib.metadata, sys
-        version = importlib.metadata.version
-        importlib.metadata.version = lambda name: "2.6.3" if name == "pytorch_lightning" else version(name)
-        import lightning, sp_lightning
-        try:
-            import sp_lightning.pytorch_lightning
-        except ImportError as error:
-            print("compromised" in str(error), "pytorch_lightning" in sys.modules)
-    """
-    assert python(code) == "True False"
 
 
 @pytest.mark.slow

@@ -42,7 +42,6 @@ from .lightning_modules import (
     loader,
     note_end,
     plain,
-    run,
     streamed,
     trainer,
 )
@@ -304,22 +303,6 @@ def test_hazard_09_averages_on_the_device_are_refused_before_any_copy(module, av
         strategy.setup_environment()
 
 
-def test_hazard_10_copies_made_while_attached_are_plain():
-    class Copying(callbacks.Callback):
-        copies: list[Base]
-
-        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-            self.copies = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
-
-    callback = Copying()
-    module = Base()
-    fit(trainer(streamed(), callbacks=callback), module)
-    for copied in callback.copies:
-        assert_plain(copied)
-        assert type(copied) is Base
-        fit(trainer(streamed()), copied)
-
-
 def test_hazard_10_the_strategy_can_be_pickled_while_attached():
     class Pickling(callbacks.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -368,26 +351,7 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place):
     assert_same_training(lambda: Large(place, RuntimeError), drive)
 
 
-class Hooked(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def on_fit_start(self) -> None:
-        for index, weight in enumerate([self.blocks[0].up.weight, self.head.weight]):
-            weight.register_hook(lambda gradient, index=index: self.note(f"hook {index}", gradient))
-            weight.register_post_accumulate_grad_hook(lambda p, index=index: self.note(f"post hook {index}", p.grad))
-
-
-def test_hazard_18_hooks_on_parameters_fire():
-    expected = run(plain(), Hooked, fit, dict)
-    actual = run(streamed(), Hooked, fit, dict)
-
-    # When a hook fires among the hooks of other weights is not promised; what it sees is.
-    seen = [label for label in expected if "hook" in label]
-    assert len(seen) == 2 * 2 * 12
-    assert_same_trace({label: expected[label] for label in seen}, {label: actual.get(label) for label in seen})
-
+# Hazard 10, copies, is in test_exact_mechanisms.py, and 18, hooks on parameters, in test_overlap.py and the zoo.
 
 # Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
 # that checkpoints take, is in test_checkpoint.py.

@@ -1,5 +1,7 @@
 """The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
 
+from sp_lightning.pipeline.arranger import Planner
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
@@ -7,20 +9,20 @@ from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.cores import use_all_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
 from sp_lightning.pipeline.lanes.trace import Kind, Lane, Recording, Span
-from sp_lightning.pipeline.layout.window_plan import WindowPlan
+from sp_lightning.pipeline.layout.device_layout import WindowPlan
 from sp_lightning.pipeline.optimizer.optimizers import Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, as_table
-from sp_lightning.pipeline.survey import Planner, Survey
 
 __all__ = [
     "AcceleratorBackend",
     "ActivationPolicy",
     "Afterwards",
     "Backend",
+    "Engine",
     "HostBackend",
     "Kind",
     "Lane",
@@ -32,7 +34,6 @@ __all__ = [
     "Span",
     "Stats",
     "Summary",
-    "Survey",
     "UnitPolicy",
     "WindowPlan",
     "as_table",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,24 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.survey import Planner, Survey
+from sp_lightning.pipeline.layout.device_layout import WindowPlan
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import Shape
 from sp_lightning.pipeline.weights.units import Member
 
 
+class Planner(Protocol):
+    """Chooses the window; asked between steps, when no graph waits for its backward."""
+
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        """Return the plan for the next step, which may have a backward or not; None for the smallest window."""
+
+    def abandon(self) -> None:
+        """Discard the measurement under way: a step did not finish, or the pipeline ends."""
+
+
 class Arranger:
     """Makes arrangements of a module and keeps one of them at work.
-
-    Attributes:
-        survey: A planner's view of the pipeline.
-        arrangements: Number of arrangements that were made.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory.
@@ -44,8 +50,6 @@ class Arranger:
         self._graphs = engine.graphs
         self._activations = engine.activations
         self._planner = planner
-        self.survey = Survey(engine)
-        self.arrangements = 0
         self._is_arranged = False
         self._arrange()
 
@@ -137,13 +141,13 @@ class Arranger:
         """Adopt the window that the planner wants."""
         if self._planner is None:
             return
-        plan = self._planner.before_step(self.survey, torch.is_grad_enabled())
+        plan = self._planner.before_step(self._engine, torch.is_grad_enabled())
         if plan == self._learned.plan:
             return
         policies = self._activations.auto
         self._learned.plan = plan
         self.rearrange()
-        self._activations.auto = policies  # the units are the same, so their measurements still hold
+        self._activations.choose_by(policies)  # the units are the same, so their measurements still hold
         if policies is not None and plan is not None and plan.policies:
             units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
             policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
@@ -157,12 +161,7 @@ class Arranger:
         self._engine.uninstall()
         module = self._engine.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
-        try:
-            self.arrangement.give_up()
-            self._arrange(autocast)
-        except BaseException:
-            self.arrangement.find_masters()
-            raise
+        self._arrange(autocast)
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         engine = self._engine
@@ -179,12 +178,11 @@ class Arranger:
         try:
             engine.install()
         except BaseException:
-            arrangement.release_host_memory()
+            arrangement.release_copies()
             raise
         self._shape = Shape(engine.module)
         self._is_arranged = True
-        self._activations.auto = self._auto_policy()  # other units: measured anew
-        self.arrangements += 1
+        self._activations.choose_by(self._auto_policy())  # other units: measured anew
         engine.stats.arrangements += 1
         if not arrangement.units and self._options.activations not in ("keep", "auto"):
             warnings.warn(
@@ -195,7 +193,7 @@ class Arranger:
 
     def _auto_policy(self) -> AutoPolicy | None:
         """Make the policy that chooses for each unit; None where activations have no memory limit."""
-        if not self._activations.chooses or self.survey.budget is None:
+        if not self._activations.chooses or self._engine.budget is None:
             return None
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
         return AutoPolicy(
@@ -207,4 +205,4 @@ class Arranger:
 
     def _room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
-        return max(0, (self.survey.budget or 0) - self.arrangement.streaming_bytes())
+        return max(0, (self._engine.budget or 0) - self.arrangement.streaming_bytes())

@@ -22,15 +22,13 @@ from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
-from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.weights.units import Group, Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class FollowsBackward(Protocol):
@@ -61,7 +59,6 @@ class BackwardPass:
         order: Order,
         stream: GradientStream,
         overlap: Overlap,
-        write_back: WriteBack,
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
@@ -73,7 +70,6 @@ class BackwardPass:
         self._order = order
         self._stream = stream
         self._overlap = overlap
-        self._write_back = write_back
         self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
         self._watched: set[Weight] = set()
         self._resident = resident
@@ -145,7 +141,6 @@ class BackwardPass:
             return
         complete = self._stream.gather(twin.weight, gradient)
         if complete is not None:
-            self._write_back.write_again()
             # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
             self._stream.send(complete, is_last=graph_task() == self.task)
 
@@ -173,7 +168,6 @@ class BackwardPass:
             self.note()
             self._graphs.add(graph)
             self._order.visit(member.index, Pass.BACKWARD)
-            self._write_back.write_again()  # also if the unit that it left is frozen
             for left in self._stream.left_behind([unit, self._resident]):
                 self._stream.send(left, is_last=False)
             for group in groups:
@@ -222,13 +216,11 @@ class BackwardPass:
     def _end(self) -> None:
         with self._at_work:
             for unit in self._reached:
-                if unit.is_reached:
-                    self._write_back.write_in_backward(unit.weights)
+                self._window.write_back(unit.weights)
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
-            self._write_back.write_again()
             self._stream.finish()
             self.running = False
             self._follower.end_backward()

@@ -23,16 +23,14 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.weights.graphs import Graph, Graphs
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.hooks import before_backward
+from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Calls:
@@ -53,7 +51,6 @@ class Calls:
         order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
-        write_back: WriteBack,
     ) -> None:
         self._arrangement = arrangement
         self._backend = backend
@@ -67,7 +64,6 @@ class Calls:
         self._order = order
         self._backward = backward
         self._outside = outside
-        self._write_back = write_back
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
     def run(
@@ -81,7 +77,7 @@ class Calls:
         """Run a module's call, without the gate around it, with its weights on the device."""
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
-        if not self._activations.manages(member):
+        if self._activations.are_kept or not self._activations.manages(member):
             return self._run(member, forward, args, kwargs, autocast)
         # the outermost call of a unit, whose saved tensors have a policy of their own
         self._finish_optimizer(member)  # later, their end would look like a write by the forward
@@ -152,9 +148,8 @@ class Calls:
             if self._inside:
                 member.called_in.update(*self._inside)
             self._inside.append(member.groups)
-            if self._activations.may_offload and member.is_streamed:
-                self._offloader.enter(member, self._activations.offloads)
-                self._activations.pack_inputs()
+            if member.is_streamed and not self._activations.are_kept:
+                self._activations.enter(member)
             return number
 
     def _begin(self, member: Member) -> None:
@@ -175,13 +170,12 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            self._write_back.write(entry.weight for entry in member.entries)
             for entry in member.entries:
                 self._backward.adopt_requires_grad(entry.weight.twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 swap_out(member)
-            if self._activations.may_offload and member.is_streamed:
-                self._offloader.leave()
+            if member.is_streamed and not self._activations.are_kept:
+                self._activations.leave()
             self._window.prefetch([*member.groups, *self._backward.in_use] if is_backward else ())
 
     def _run_around_units(
@@ -227,7 +221,7 @@ class Calls:
         around = [group for each in outer for group in each]
         if in_backward():  # the call that it was inside of is over, but the backward of that is not
             around += [group for group in self._backward.in_use if group in member.called_in]
-        bundle = self._offloader.current
+        bundle = None if self._activations.are_kept else self._offloader.current
 
         def reach() -> None:
             self._reach(member, graph, groups, around, bundle)
@@ -246,7 +240,8 @@ class Calls:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
-        self._activations.reach()
+        if self._activations.auto is not None:
+            self._activations.auto.reach()
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)

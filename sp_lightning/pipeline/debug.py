@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.torch_private import run_as_without_mode, storage_key
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
 from sp_lightning.pipeline.weights.operands import instances_in
 
@@ -44,7 +44,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._check_twin(operand, func)
             if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
                 self._check_masters(operands, func)
-        return run_as_without_mode(func, args, kwargs or {}, self._device_type)
+        return func(*args, **(kwargs or {}))
 
     def _check_twin(self, operand: Tensor, func: Any) -> None:
         twin = self._engine.arrangement.twins.get(storage_key(operand))

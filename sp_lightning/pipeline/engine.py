@@ -43,9 +43,10 @@ from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _HOST = torch.device("cpu")
+
+SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
 class Engine:
@@ -84,7 +85,7 @@ class Engine:
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
-        self.activations = Activations(options.activations, self.saved, backend, self.stats, checks=options.debug)
+        self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.stats, self.at_work, must_overlap=options.overlap_optimizer is True)
 
     def take(self, arrangement: Arrangement) -> None:
@@ -94,8 +95,7 @@ class Engine:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.order = Order(len(members))
-        self.write_back = WriteBack(backend, stats, at_work)
-        self.window = Window(arrangement.groups, groups, self.order, backend, stats, self.write_back)
+        self.window = Window(arrangement.groups, groups, self.order, backend, stats)
         self.stream = self._make_stream()
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
@@ -108,7 +108,6 @@ class Engine:
             order=self.order,
             stream=self.stream,
             overlap=self.overlap,
-            write_back=self.write_back,
             resident=arrangement.resident,
             stats=stats,
             at_work=at_work,
@@ -124,7 +123,6 @@ class Engine:
             window=self.window,
             stream=self.stream,
             backward=self.backward,
-            write_back=self.write_back,
         )
         self.guard = self.outside.guard
         self.calls = Calls(
@@ -140,7 +138,6 @@ class Engine:
             order=self.order,
             backward=self.backward,
             outside=self.outside,
-            write_back=self.write_back,
         )
 
     def _make_stream(self) -> GradientStream:
@@ -150,6 +147,19 @@ class Engine:
             return GradientStream(units, self.window, backend, stats, pin)
         averaging = Averaging(self.replicas, list(arrangement.unmanaged.values()), self.optimizers)
         return AveragedStream(units, self.window, backend, stats, pin, averaging)
+
+    @property
+    def budget(self) -> int | None:
+        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
+        if self.arrangement.budget is not None:
+            return self.arrangement.budget
+        free = self.backend.free_memory()
+        if free is None:
+            return None
+        streaming = self.arrangement.streaming_bytes()
+        if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
+            streaming = min(streaming, self.arrangement.device_bytes() + self.stream.device_bytes())
+        return streaming + int(SHARE_OF_FREE_MEMORY * free)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 
@@ -211,12 +221,13 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
+        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
         on_device.move(moving, _HOST, self.optimizers.seen)
+        arrangement.close()
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
@@ -254,13 +265,13 @@ class Engine:
     def begin_backward(self) -> None:
         """Follow the beginning of a backward pass."""
         self.arm_guard()
-        self.activations.begin_backward()
+        if self.activations.auto is not None:
+            self.activations.auto.begin_backward()
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
         self.backend.trace.end()
         self.activations.end_backward()
-        self.offloader.end_backward()
         if not self.graphs.in_step:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward

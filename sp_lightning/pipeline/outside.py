@@ -21,14 +21,12 @@ from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graph, Graphs
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
 from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Settles(Protocol):
@@ -59,7 +57,6 @@ class OutsideUse:
         window: Window,
         stream: GradientStream,
         backward: BackwardPass,
-        write_back: WriteBack,
     ) -> None:
         self.device = device
         self._settles = settles
@@ -71,7 +68,6 @@ class OutsideUse:
         self._window = window
         self._stream = stream
         self._backward = backward
-        self._write_back = write_back
         self.guard = Guard(self, arrangement.weights)
         self._reach_leaf = self._graphs.announce(self._note_leaf)
         self._watched: list[Lowering] = []
@@ -94,7 +90,6 @@ class OutsideUse:
         """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_optimizer(weight.unit.group)
-            self._write_back.served.add(weight)
             twin = self._twin_as_is(weight)
             in_use = twin.group.users > 0 or weight.unit.is_reached
             if not (twin.group.resident or (in_use and twin.group.loaded)):
@@ -147,7 +142,7 @@ class OutsideUse:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
-                self._write_back.write([weight])
+                self._window.write_back([weight])
         else:
             self._settles.settle()
 
@@ -242,7 +237,7 @@ class OutsideUse:
                 "`resident=`."
             )
         self._window.finish_optimizer(weight.unit.group)  # it is sent at once
-        self._write_back.write([weight])
+        self._window.write_back([weight])
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
         self._learned.outdated = True

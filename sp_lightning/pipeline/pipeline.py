@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.arranger import Arranger
+from sp_lightning.pipeline.arranger import Arranger, Planner
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.replicas import Replicas
@@ -34,7 +34,6 @@ from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
@@ -65,6 +64,7 @@ class Pipeline:
     Attributes:
         module: The module.
         device: The device that forward and backward run on.
+        backend: Allocates and copies memory.
         options: The options.
         replicas: The other processes; None if there are none.
         stats: Counters of what the engine has done.
@@ -104,11 +104,11 @@ class Pipeline:
                 )
             replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
-        self._backend = backend or make_backend(self.device, self.options, processes)
-        _check_share(self.options, self._backend)
+        self.backend = backend or make_backend(self.device, self.options, processes)
+        _check_share(self.options, self.backend)
         keep_out_of_graphs()
-        finish_before_compiling(self._backend)
-        self._engine = engine = Engine(module, self.device, self.options, self._backend, replicas, keeper=self)
+        finish_before_compiling(self.backend)
+        self._engine = engine = Engine(module, self.device, self.options, self.backend, replicas, keeper=self)
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._at_work, self._graphs, self._saved = engine.at_work, engine.graphs, engine.saved
         self._activations, self._offloader = engine.activations, engine.offloader
@@ -116,7 +116,7 @@ class Pipeline:
             self._arranger = Arranger(engine, planner)
         except BaseException:
             engine.memory.keep([])
-            self._backend.close()
+            self.backend.close()
             raise
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
@@ -137,7 +137,7 @@ class Pipeline:
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
-        return self._backend.trace.record()
+        return self.backend.trace.record()
 
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
@@ -192,18 +192,18 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
+        forget_optimizer_steps()
         self._engine.uninstall()
-        self.arrangement.give_up()
         self.optimizers.let_go()
         self._graphs.let_go()
-        self._saved.let_go()
-        self._activations.second_forwards.let_go()
+        self._saved.close()
+        self._activations.second_forwards.close()
         self._offloader.close()
         self._engine.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         bring_states_home(self.arrangement.weights)
         move_all_but_parameters(self.module, _HOST)
-        self._backend.close()
+        self.backend.close()
         if failed is not None:
             raise failed
 
@@ -214,7 +214,7 @@ class Pipeline:
             process: The process that has the threads. A fork of it has none.
         """
         if os.getpid() == process:
-            self._backend.close()
+            self.backend.close()
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
@@ -255,9 +255,9 @@ class Pipeline:
             self.replicas.share_buffers(self.module)
 
     @property
-    def survey(self) -> Survey:
-        """A planner's view of the pipeline."""
-        return self._arranger.survey
+    def budget(self) -> int | None:
+        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
+        return self._engine.budget
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -285,8 +285,8 @@ class Pipeline:
             if self._graphs.scopes:
                 self._graphs.scopes -= 1
                 if self._graphs.scopes == 0 and not in_backward():
-                    self._engine.write_back.end_step()
-                    self._engine.window.end_step()
+                    with self._at_work:
+                        self._engine.window.end_step()
                     self._graphs.begin()  # whoever still holds the old graph waits for its backward
                 self._engine.relax_guard()
 
@@ -310,16 +310,13 @@ class Pipeline:
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
             self.optimizers.begin_step()
-            self._activations.conclude_step()
             self.stats.steps += 1
-            self._backend.trace.begin_step()
+            self.backend.trace.begin_step()
             self._activations.begin_step()
-            self._engine.meter.begin_step()
             self._engine.order.begin_step()
             if torch.is_grad_enabled():
                 with self._at_work:
                     self._engine.stream.reserve()
-        self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
         self._engine.arm_guard()
         with self._at_work:

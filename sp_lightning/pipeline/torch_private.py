@@ -11,7 +11,6 @@ trainer/_namespace.py.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
@@ -102,45 +100,6 @@ def is_capturing() -> bool:
     fx: Any = _symbolic_trace
     by_fx = fx._get_is_fx_tracing() if hasattr(fx, "_get_is_fx_tracing") else fx._is_fx_tracing_flag  # of torch 2.9
     return bool(torch._C._is_tracing() or by_fx)
-
-
-def _autocast_key(device_type: str) -> str:
-    if device_type == torch._C._get_privateuse1_backend_name():
-        return "AutocastPrivateUse1"
-    return f"Autocast{device_type.upper()}"
-
-
-_dispatch_key = functools.cache(torch._C._dispatch_key_parse)
-
-
-@functools.cache  # modes ask for each operation
-def _has_kernel(func: OpOverload, key: str) -> bool:
-    name = str(func.name())  # type: ignore[no-untyped-call]
-    is_known = torch._C._dispatch_has_kernel(name)  # not `prim::layout` or `aten::sym_size`, of nested tensors
-    return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-_CALLER = {torch.ops.aten._euclidean_dist.default: torch.ops.aten.cdist.default}  # a mode gets the former alone
-
-
-def run_as_without_mode(func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    """Run an operation that a `TorchDispatchMode` got, with the same results as without the mode.
-
-    Torch disables autocast while a mode handles an operation. An operation that autocast has no rule for may consist of
-    others that it does cast: `_transformer_encoder_layer_fwd` on the CPU, `einsum` in inference mode. But `cdist` has a
-    rule, so what multiplies in it is left alone.
-    """
-    name = _autocast_key(device_type)
-    if not isinstance(func, OpOverload) or _has_kernel(_CALLER.get(func, func), name):
-        return func(*args, **kwargs)
-    key = _dispatch_key(name)
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    if was_off:
-        return func(*args, **kwargs)
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
-        return func(*args, **kwargs)
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

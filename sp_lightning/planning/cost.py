@@ -27,6 +27,7 @@ from functools import lru_cache
 
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way, peak
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
 from sp_lightning.pipeline.lanes.trace import Lane
 from sp_lightning.pipeline.weights.places import place_in_arena, travel_together
 from sp_lightning.planning.workload import Choice, Machine, UnitWork, Workload
@@ -85,7 +86,7 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 
 def gradient_bytes(workload: Workload) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return workload.staging_buffers * max(unit.gradient_bytes for unit in workload.everything)
+    return STAGING_BUFFERS * max(unit.gradient_bytes for unit in workload.everything)
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:

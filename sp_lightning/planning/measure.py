@@ -2,7 +2,7 @@
 
 Each number is taken from the fastest of the recorded steps, as disturbances only make them slower. Time that computing
 waited for copies (stalls) is subtracted, so the numbers hold for any window. Time between the calls of two units counts
-for the earlier one. `division_of`, `units_of` and `bytes_of` are the adapter to the engine: all that looks into units.
+for the earlier one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 
-from sp_lightning.pipeline import Kind, Recording, Span, Survey
+from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
-from sp_lightning.pipeline.layout.device_layout import sent_bytes, stepped_bytes
+from sp_lightning.pipeline.layout.device_layout import sent_bytes
+from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload
 
@@ -27,27 +28,30 @@ _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
 
 
-def division_of(survey: Survey) -> object:
-    """Return something that is another object once units, or their bytes, have changed."""
-    return survey.arrangement
-
-
-def units_of(survey: Survey) -> tuple[Sequence[Unit], Unit]:
-    """Return the units that may stream, in the order of the forward, and all resident weights as one unit."""
-    return survey.arrangement.units, survey.arrangement.resident
-
-
 def bytes_of(unit: Unit) -> UnitWork:
     """Return the bytes of a unit, wherever it lives now."""
-    whole = Unit(unit.name, weights=unit.every_weight)
-    trained = [weight for weight in whole.weights if weight.master.requires_grad]
+    weights = unit.every_weight
+    trained = [weight for weight in weights if weight.master.requires_grad]
     return UnitWork(
         name=unit.name,
-        weight_bytes=sent_bytes([whole]),
-        gradient_bytes=gradient_bytes(whole) if trained else 0,
+        weight_bytes=sent_bytes(weights),
+        gradient_bytes=gradient_bytes(Unit(unit.name, weights=trained)) if trained else 0,
         step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.gradient_dtype.itemsize for w in trained),
-        resent_bytes=stepped_bytes(whole),
+        resent_bytes=sent_bytes(trained),
     )
+
+
+def bytes_on_device(engine: Engine, unit: Unit) -> int:
+    """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is trained.
+
+    It may if the user allows it and every optimizer steps weight by weight; others look at weights together.
+    """
+    optimizers, every = engine.optimizers, unit.every_weight
+    trained = [weight.master for weight in every if weight.master.requires_grad]
+    if not (engine.options.resident_optimizer and optimizers.step_by_unit and trained):
+        return 0
+    weights = sum(weight.nbytes + weight.lowered * weight.compute_bytes for weight in every)
+    return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trained)
 
 
 class FirstSteps:
@@ -63,19 +67,20 @@ class FirstSteps:
         steps_in_backward: Units that were stepped before backward had ended since then.
     """
 
-    def __init__(self, survey: Survey, trains: bool, waits: bool) -> None:
+    def __init__(self, engine: Engine, trains: bool, waits: bool) -> None:
         self.trains = trains
         self.recording = Recording()
         self.policies: list[Mapping[str, Policy]] = []
         self.activation_peak = self.reserve_bytes = self.optimizer_steps = self.steps_in_backward = 0
-        self._survey = survey
+        self._engine = engine
         self._waits = waits
         self._steps = -1  # the first call comes before the first step
         self._scope: ExitStack | None = None
         self._before = self._counts()
 
     def _counts(self) -> tuple[int, int, int]:
-        return self._survey.optimizer_steps, self._survey.stats.steps_in_backward, self._survey.backward_passes
+        engine = self._engine
+        return engine.optimizers.steps_taken, engine.stats.steps_in_backward, engine.activations.backward_passes
 
     def go_on(self) -> bool:
         """Count the step that ended before this call, and tell whether more steps are needed."""
@@ -98,37 +103,41 @@ class FirstSteps:
 
     def _start(self) -> None:
         self._steps, self._before = 0, self._counts()
-        self._in_use = self._survey.begin_watching_memory()
+        # sampled at the end of each backward, because somebody may reset the device's peak between steps
+        self._engine.activations.watched_peak = 0
+        self._in_use = self._engine.backend.reset_peak_memory()
         self._scope = ExitStack()
-        self.recording = self._scope.enter_context(self._survey.record())
+        self.recording = self._scope.enter_context(self._engine.backend.trace.record())
 
     def _note_step(self) -> None:
-        survey, auto = self._survey, self._survey.activations
+        auto = self._engine.activations.auto
         self.policies.append({} if auto is None else dict(auto.in_use))
         if auto is not None:  # depends on the policies in use, as memory that two units save is counted for both
             auto.update_peaks()
-        self.activation_peak = max(self.activation_peak, survey.activation_peak)
+        self.activation_peak = max(self.activation_peak, self._engine.meter.step_peak)
 
     def stop(self) -> None:
         """End the recording, if it has begun."""
         if self._scope is None:
             return
-        auto, most_in_use = self._survey.activations, self._survey.end_watching_memory()
+        activations = self._engine.activations
+        auto, watched, activations.watched_peak = activations.auto, activations.watched_peak or 0, None
         with suppress(Exception):  # a failed copy has raised elsewhere
             self._scope.close()
         self.reserve_bytes = 0 if auto is None else auto.reserve_bytes
         if self._in_use is not None and (auto is None or not auto.counts_operations):
+            most_in_use = max(watched, self._engine.backend.peak_since_reset() or 0)
             self.reserve_bytes = max(0, most_in_use - self._in_use - self.activation_peak)
 
 
-def workload_of(survey: Survey, measured: FirstSteps) -> Workload:
+def workload_of(engine: Engine, measured: FirstSteps) -> Workload:
     """Return the work of a step."""
-    (units, resident), auto, recording = units_of(survey), survey.activations, measured.recording
+    arrangement, auto, recording = engine.arrangement, engine.activations.auto, measured.recording
     ways = {} if auto is None else auto.ways()
-    names = {unit.name for unit in units}
+    names = {unit.name for unit in arrangement.units}
     steps = [_Step(recording.spans, begin, end, names) for begin, end in recording.steps]
     for step, policies in zip(steps, measured.policies, strict=False):
-        for unit in units:
+        for unit in arrangement.units:
             step.backward[unit.name] -= _second_forwards(unit, ways, policies)
     steps = [step for step in steps if step.has_backward] or steps  # a step that returns no loss has none
     added = sum(span.end - span.begin for span in recording.spans if span.kind is Kind.ADD)
@@ -141,12 +150,12 @@ def workload_of(survey: Survey, measured: FirstSteps) -> Workload:
                 bytes_of(unit),
                 forward_seconds=min(step.forward[unit.name] for step in steps),
                 backward_seconds=max(0.0, min(step.backward[unit.name] for step in steps)),
-                ways=_ways_of(unit, ways) or (_given_way(survey, unit, recording),),
-                bytes_on_device=survey.bytes_on_device(unit),
+                ways=_ways_of(unit, ways) or (_given_way(engine.options.activations, unit, recording),),
+                bytes_on_device=bytes_on_device(engine, unit),
             )
-            for unit in units
+            for unit in arrangement.units
         ),
-        resident=bytes_of(resident),
+        resident=bytes_of(arrangement.resident),
         trains=measured.trains,
         stepping=stepping if measured.optimizer_steps else None,
         micro_steps=max(1, round(len(steps) / measured.optimizer_steps)) if measured.optimizer_steps else 1,
@@ -154,7 +163,6 @@ def workload_of(survey: Survey, measured: FirstSteps) -> Workload:
         rest_seconds=max(0.0, min(step.rest for step in steps)),
         turn_bytes=0 if auto is None else auto.turn_bytes,
         outside_bytes=measured.activation_peak if auto is None else auto.outside_bytes,
-        staging_buffers=survey.arrangement.staging_buffers,
         reserve_bytes=measured.reserve_bytes,
     )
 
@@ -221,10 +229,9 @@ def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
     return nbytes / seconds, 0.0
 
 
-def _given_way(survey: Survey, unit: Unit, recording: Recording) -> Way:
+def _given_way(policy: ActivationPolicy, unit: Unit, recording: Recording) -> Way:
     """Return the way of a unit's activations where the user chose the policy; only its copies are known."""
     copies = [span.nbytes for span in recording.spans if span.kind is Kind.OFFLOAD and span.name == unit.name]
-    policy = survey.options.activations
     leaving = sum(copies) // len(recording.steps)
     return Way("keep" if policy == "auto" else policy, held=0, working=0, seconds=0.0, leaving=leaving)
 

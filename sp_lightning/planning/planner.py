@@ -5,16 +5,6 @@
     step 4 on   the window that was chosen
 
 With gradient accumulation it waits for a first step of the optimizer, and records until it has seen another one.
-
-[Note: what planning reads of a pipeline]
-    options             k, k_prime, activations
-    stats               steps_in_backward
-    activations         None, or: ways() and in_use, by the names of units' members; update_peaks(), input_bytes,
-                        turn_bytes, outside_bytes, reserve_bytes, counts_operations
-    arrangement         by the adapter at the top of measure.py: units, resident, staging_buffers, its identity; of a
-                        unit its name, its members' names, and the bytes of every_weight
-    itself (Survey)     budget, activation_peak, optimizer_steps, backward_passes, bytes_on_device(unit), record(),
-                        begin_watching_memory(), end_watching_memory()
 """
 
 from __future__ import annotations
@@ -25,10 +15,10 @@ from typing import TypeAlias
 
 from typing_extensions import override
 
-from sp_lightning.pipeline import Planner, Survey, WindowPlan
+from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import activation_bytes
-from sp_lightning.planning.measure import FirstSteps, bytes_of, division_of, machine_of, units_of, workload_of
+from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
 from sp_lightning.planning.workload import UnitWork
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
@@ -48,20 +38,19 @@ class AutoPlanner(Planner):
     def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
         self._tell = tell
         self._plans: dict[_Situation, tuple[WindowPlan | None, int]] = {}  # and the size of inputs they are made for
-        self._division: object = None
+        self._arrangement: object = None
         self._situation: _Situation = ((), False)
         self._has_limit = False
         self._measuring: FirstSteps | None = None
 
     @override
-    def before_step(self, survey: Survey, builds_graph: bool) -> WindowPlan | None:
-        if "auto" not in (survey.options.k, survey.options.k_prime):
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        arrangement, options = engine.arrangement, engine.options
+        if "auto" not in (options.k, options.k_prime):
             return None
-        if division_of(survey) is not self._division:
-            self._division = division_of(survey)
-            self._has_limit = survey.budget is not None
-            streamed, resident = units_of(survey)
-            self._change((tuple(map(bytes_of, [*streamed, resident])), self._situation[1]))
+        if arrangement is not self._arrangement:
+            self._arrangement, self._has_limit = arrangement, engine.budget is not None
+            self._change((tuple(map(bytes_of, [*arrangement.units, arrangement.resident])), self._situation[1]))
         if not self._has_limit:
             return None
         if builds_graph:
@@ -69,8 +58,8 @@ class AutoPlanner(Planner):
         plan, size = self._plans.get(self._situation, (None, -1))
         if builds_graph != self._situation[1]:  # a validation step: its times would falsify the measurement
             self.abandon()
-        elif _size(survey) > _MUCH_LARGER * size:
-            plan = self._measure(survey, plan)
+        elif _input_bytes(engine) > _MUCH_LARGER * size:
+            plan = self._measure(engine, plan)
         return plan
 
     @override
@@ -84,34 +73,35 @@ class AutoPlanner(Planner):
             self._situation = situation
             self.abandon()
 
-    def _measure(self, survey: Survey, plan: WindowPlan | None) -> WindowPlan | None:
+    def _measure(self, engine: Engine, plan: WindowPlan | None) -> WindowPlan | None:
         """Return a new plan once enough steps are measured, and the given one until then."""
         units, trains = self._situation
         if self._measuring is None:
-            self._measuring = FirstSteps(survey, trains, waits=trains and any(unit.step_bytes for unit in units))
+            self._measuring = FirstSteps(engine, trains, waits=trains and any(unit.step_bytes for unit in units))
         measured = self._measuring
         if measured.go_on():
             return plan
         self._measuring = None
-        result = _plan(survey, measured)
+        result = _plan(engine, measured)
         self._tell(result)
         plan = None if isinstance(result, str) else result
-        self._plans[self._situation] = plan, _size(survey)
+        self._plans[self._situation] = plan, _input_bytes(engine)
         return plan
 
 
-def _size(survey: Survey) -> int:
+def _input_bytes(engine: Engine) -> int:
     """Return the bytes of inputs, or of activations where inputs are not measured."""
-    return survey.activation_peak if survey.activations is None else survey.activations.input_bytes
+    auto = engine.activations.auto
+    return engine.meter.step_peak if auto is None else auto.input_bytes
 
 
-def _plan(survey: Survey, measured: FirstSteps) -> WindowPlan | str:
+def _plan(engine: Engine, measured: FirstSteps) -> WindowPlan | str:
     """Choose by the measurements; return a message instead if only the smallest window fits."""
-    options, budget = survey.options, survey.budget
-    workload, machine = workload_of(survey, measured), machine_of(measured.recording)
+    k, k_prime, budget = engine.options.k, engine.options.k_prime, engine.budget
+    workload, machine = workload_of(engine, measured), machine_of(measured.recording)
     assert budget is not None
     try:
-        plan = choose(workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto")
+        plan = choose(workload, machine, budget, k=k, k_prime=k_prime, fill=k == "auto")
     except ValueError as error:
         advice = "Use smaller batches, or a larger `memory_budget`."
         return f"Superpipeline: the window stays as small as it is. {error} {advice}"
@@ -127,5 +117,5 @@ def _plan(survey: Survey, measured: FirstSteps) -> WindowPlan | str:
         bottleneck=plan.bottleneck,
         device_bytes=plan.device_bytes,
         activation_bytes=activation_bytes(workload, choice.ways),
-        policies={} if survey.activations is None else policies,
+        policies={} if engine.activations.auto is None else policies,
     )

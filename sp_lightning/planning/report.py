@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
-from sp_lightning.pipeline.survey import SHARE_OF_FREE_MEMORY
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Prediction
 from sp_lightning.planning.estimate import Assumptions, estimate

@@ -61,7 +61,6 @@ class Workload:
         rest_seconds: Time between the end of a step and the beginning of the next one.
         turn_bytes: Memory taken after the last unit, by a head or a loss, and freed when its backward begins.
         outside_bytes: Bytes that are otherwise saved outside of units.
-        staging_buffers: How many units' gradients are on their way to the host at once.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
         on_device_bytes: Memory of the units that live on the device, with gradients and optimizer state.
     """
@@ -75,7 +74,6 @@ class Workload:
     rest_seconds: float = 0.0
     turn_bytes: int = 0
     outside_bytes: int = 0
-    staging_buffers: int = 2
     reserve_bytes: int = 0
     on_device_bytes: int = 0
 

@@ -5,17 +5,57 @@ It depends on recordings only, not on how they are made.
 
 from __future__ import annotations
 
+import json
+import re
+from html import escape
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from sp_lightning.pipeline import Recording
+from sp_lightning.pipeline import Kind, Lane, Recording
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
-from sp_lightning.timeline.chrome import to_chrome_trace
-from sp_lightning.timeline.page import to_page
-from sp_lightning.timeline.picture import draw_timeline
+from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
+from sp_lightning.timeline.svg import style
 
 __all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "write_timeline"]
 
-_FORMATS = {".html": to_page, ".svg": draw_timeline, ".json": to_chrome_trace}
+
+def _page(recording: Recording, caption: str = "") -> str:
+    """Return a page that loads nothing from elsewhere: the picture, with a script to zoom, to pan and for tooltips."""
+    numbers = break_down(recording)
+    steps = [begin - numbers.begin for begin, _ in recording.steps]
+    parts = {
+        "title": escape(f"Timeline {caption}".strip()),
+        "style": style(),
+        "drawing": draw_timeline(recording, caption, styled=False),
+        "plot": json.dumps({"left": PLOT_LEFT, "right": PLOT_RIGHT, "seconds": numbers.seconds, "steps": steps}),
+    }
+    page = files("sp_lightning.timeline").joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"@(\w+)@", lambda match: parts[match[1]], page)
+
+
+def _chrome_trace(recording: Recording, caption: str = "") -> str:
+    """Return a trace in Chrome's format, with a thread for each lane and times in microseconds."""
+    threads = {lane: number for number, lane in enumerate(Lane, 1)}
+    events = [_event("M", 0, "process_name", args={"name": caption or "superpipeline"})]
+    for lane, thread in threads.items():
+        events.append(_event("M", thread, "thread_name", args={"name": lane.value}))
+        events.append(_event("M", thread, "thread_sort_index", args={"sort_index": thread}))
+    for number, (begin, end) in enumerate(recording.steps, 1):
+        events.append(_event("X", 0, f"step {number}", cat="step", ts=begin * 1e6, dur=(end - begin) * 1e6))
+    for span in recording.spans:
+        name = f"waits for {span.name}" if span.kind is Kind.STALL else span.name
+        more = {"args": {"bytes": span.nbytes}} if span.nbytes else {}
+        moment, duration = span.begin * 1e6, (span.end - span.begin) * 1e6
+        events.append(_event("X", threads[span.lane], name, cat=span.kind.value, ts=moment, dur=duration, **more))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _event(phase: str, thread: int, name: str, **more: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": 1, "tid": thread, "name": name, **more}
+
+
+_FORMATS = {".html": _page, ".svg": draw_timeline, ".json": _chrome_trace}
 
 
 def check_timeline_path(path: str | Path, argument: str = "path") -> Path:

@@ -8,38 +8,12 @@ place.
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """The two namespaces, each with its Fabric package."""
-
-_OLDEST = (2, 5, 5)
-_COMPROMISED = ("2.6.2", "2.6.3")  # releases with code that steals credentials
-
-
-def why_unsupported(name: str) -> str | None:
-    """Return why the installed version of a namespace must not be used; None if it may be.
-
-    Args:
-        name: The import path of the namespace, which is not imported for this: two releases do harm when they are.
-    """
-    package = name.partition(".")[0]
-    try:
-        installed = version(package)
-    except PackageNotFoundError:  # a checkout without metadata
-        return None
-    if installed in _COMPROMISED:
-        return (
-            f"{package} {installed} is a compromised release. Uninstall it, replace the credentials that were on this "
-            f"machine, and install another version: `pip install '{package}>=2.6.4'`."
-        )
-    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST:
-        return f"sp_lightning needs {package} 2.5.5 or newer, and {installed} is installed: `pip install -U {package}`."
-    return None
 
 
 class Namespace:

@@ -129,8 +129,8 @@ class CheckpointsMixin(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         for name, value in state.items():  # in place, as it has metadata
-            if isinstance(value, Tensor):
-                state[name] = standalone(value)
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                state[name] = value.cpu()  # buffers, and weights that live on the device
         return state
 
 
@@ -138,25 +138,6 @@ def _local(path: str | Path) -> Path | None:
     # Lightning uses fsspec for the rest, which recognizes addresses ("s3://...", "zip::...") like this.
     remote = "://" in str(path) or "::" in str(path)
     return None if remote else Path(path).expanduser()
-
-
-def standalone(tensor: Tensor) -> Tensor:
-    """Return a weight or a buffer, detached, as `torch.save` should see it: in a CPU storage of exactly its size.
-
-    Weights may share a flat buffer, and `torch.save` writes the whole storage behind a view: one weight picked out of a
-    checkpoint would bring its neighbors along.
-    """
-    if tensor.device.type not in ("cpu", "meta"):
-        return tensor.cpu()
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or tensor.is_meta or tensor.numel() == 0 or not tensor.is_contiguous():
-        return tensor
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    # Via numpy: its array is a view of the memory, from which torch makes a storage of just the array's extent. As
-    # bytes, because numpy has no bfloat16.
-    memory = tensor.reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
 
 
 def own_memory(optimizer: Optimizer) -> None:

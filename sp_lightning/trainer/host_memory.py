@@ -1,11 +1,13 @@
-"""What callbacks and optimizers keep in host memory beside the weights: their averages, and the optimizer's state."""
+"""What has to lie in host memory: a model from the meta device, averages of weights, and the optimizer's state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import available_host_memory, readable_bytes
@@ -13,6 +15,41 @@ from sp_lightning.planning.estimate import STATE
 from sp_lightning.trainer._namespace import Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
+
+
+def materialize(module: nn.Module, lightning: Namespace) -> None:
+    """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
+
+    Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
+    filled by the first one in `named_modules`.
+
+    Raises:
+        MisconfigurationException: If a module with meta tensors has no `reset_parameters`.
+    """
+    for name, owner in module.named_modules():
+        tensors = [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
+        if not tensors:
+            continue
+        # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
+        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+        lightning.check(
+            callable(reset),
+            f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the meta device and no "
+            "`reset_parameters()` to fill them. Define that method, or build this module without "
+            "`torch.device('meta')`.",
+        )
+        for tensor in tensors:
+            _give_memory(tensor)
+        assert reset is not None
+        reset()
+
+
+def _give_memory(tensor: Tensor) -> None:
+    memory = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    # `.data = ` refuses to turn a meta tensor into a real one.
+    torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
 
 
 def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> None:

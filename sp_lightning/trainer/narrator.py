@@ -1,4 +1,4 @@
-"""The strategy's own messages about a run: its plan, later choices, how optimizers step, what was streamed.
+"""What the strategy says of a run: its plan, as a table or in brief, what is chosen later, and what was streamed.
 
 Metrics, recordings and advice come from the callback, if the user adds it: the strategy itself adds nothing to the
 Trainer's loggers and callbacks.
@@ -6,18 +6,20 @@ Trainer's loggers and callbacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from sp_lightning.monitor.report import outcome, plan_in_brief, plan_table, planned
-from sp_lightning.pipeline import Pipeline, WindowPlan
+from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes, readable_seconds
+from sp_lightning.timeline import LANES
 from sp_lightning.trainer._namespace import Namespace, is_tuning
 from sp_lightning.trainer.when_to_step import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+_said_in_brief: set[Any] = set()  # by this process, since some libraries build a Trainer for each step
 
 
 class Narrator:
@@ -26,7 +28,8 @@ class Narrator:
     def __init__(self, lightning: Namespace, callback: type[Any]) -> None:
         self._lightning = lightning
         self._callback = callback
-        self._said: set[Any] = set()
+        self._said_in_full: set[Any] = set()
+        self._said = _said_in_brief
         self._silent = True
         self._has_warned = self._tells_outcome = False
 
@@ -35,7 +38,7 @@ class Narrator:
     ) -> None:
         """Say what the plan is: as a table if the Trainer prints a model summary or the callback asks for it.
 
-        Repeated evaluations whose plan is the same say nothing, also at their end.
+        What was said before is not repeated: a table by the same Trainer, a plan in brief by the same process.
         """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self._callback)]
@@ -44,6 +47,7 @@ class Narrator:
         self._tells_outcome = False
         if pipeline is None or self._silent:
             return
+        self._said = self._said_in_full if in_full else _said_in_brief
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
         brief = plan_in_brief(pipeline, texts)
         is_new = self._say(plan_table(pipeline, texts) if in_full else brief)
@@ -85,3 +89,74 @@ def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
     if plan.why_not_in_backward is None:
         return f"{name} steps each unit in backward, as soon as its gradients are on the host."
     return f"{name} steps unit by unit under the next forward: {plan.why_not_in_backward}."
+
+
+def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
+    """Describe the plan of a pipeline line by line.
+
+    Args:
+        pipeline: The engine, attached.
+        optimizers: How each optimizer steps, and why; empty if none does.
+    """
+    rows = [(name, value + _auto(pipeline) * (name == "k, k_prime")) for name, value in pipeline.summary().rows()]
+    if optimizers:
+        rows.append(("activations", pipeline.options.activations))
+    return as_table([*rows, *(("optimizer", optimizer) for optimizer in optimizers)])
+
+
+def plan_in_brief(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
+    """Describe the plan of a pipeline in two lines; the arguments are those of `plan_table`."""
+    plan = pipeline.summary()
+    weights = f"{readable_bytes(plan.device_bytes)} of {readable_bytes(plan.model_bytes)} of weights on {plan.device}"
+    window = f"k={plan.k}, k_prime={plan.k_prime}{_auto(pipeline)}"
+    return "\n".join([f"Superpipeline: {_many(plan.units, 'unit')}, {window}; at most {weights}.", *optimizers])
+
+
+def _auto(pipeline: Pipeline) -> str:
+    return " (auto)" if "auto" in (pipeline.options.k, pipeline.options.k_prime) else ""
+
+
+def planned(plan: WindowPlan) -> str:
+    """Describe the plan that was chosen after measuring the first steps, and what it is expected to take."""
+    chosen = [f"k={plan.k}", f"k_prime={plan.k_prime}"]
+    if plan.kept:
+        chosen.append(f"{_many(len(plan.kept), 'unit')} kept on the device")
+    if plan.on_device:
+        chosen.append(f"{_many(len(plan.on_device), 'unit')} with optimizer state on the device")
+    return (
+        f"chosen by the first steps: {', '.join(chosen)}. A step should take {readable_seconds(plan.step_seconds)} and "
+        f"{readable_bytes(plan.device_bytes)} of the device; the busiest lane is {LANES[plan.bottleneck]}."
+    )
+
+
+def outcome(stats: Stats, summary: Summary) -> str:
+    """Describe in a few lines what was streamed, and what that saved.
+
+    Args:
+        stats: The pipeline's counters.
+        summary: The pipeline's plan.
+    """
+    stepped = f", {_many(stats.optimizer_steps, 'optimizer step')}" if stats.optimizer_steps else ""
+    moved = f"{readable_bytes(stats.bytes_to_device)} to the device, {readable_bytes(stats.bytes_to_host)} back"
+    late = f"{_many(stats.misses, 'load')} came late"
+    weights = f"at most {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
+    # What masters take beyond the model's own bytes is what is sent in their place.
+    copies = max(0, summary.host_bytes - summary.model_bytes) if summary.lowered else 0
+    parts = {
+        "weights": summary.host_bytes - copies,
+        "copies of them in autocast's dtype": copies,
+        "gradients": summary.host_gradient_bytes,
+        "optimizer": summary.optimizer_bytes,
+    }
+    words = [f"{name} {readable_bytes(size)} ({size / summary.parameters:.1f})" for name, size in parts.items() if size]
+    living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
+    return (
+        f"Superpipeline: {_many(stats.steps, 'batch')}{stepped}, {_many(stats.loads, 'unit load')}, {moved}; {late}.\n"
+        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: {weights}, {summary.saved:.0%} less.\n"
+        f"On the host: {', '.join(words)}; {summary.host_bytes_per_parameter:.1f} bytes per parameter in all.{living}"
+    )
+
+
+def _many(count: int, noun: str) -> str:
+    ending = "" if count == 1 else "es" if noun.endswith("h") else "s"
+    return f"{count} {noun}{ending}"

@@ -34,7 +34,7 @@ def test_no_host_synchronization_in_a_step(activations: str, cuda: torch.device)
     x = torch.randn(ROWS, WIDTH, device=cuda)
     with on_device(model, cuda, activations=activations) as pipe:
         optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(7):  # a unit's fourth call is looked at
+        for step in range(7):  # the first two calls of a unit are looked at
             torch.cuda.set_sync_debug_mode("error" if step > 3 else "default")
             try:
                 micro_step(pipe, x)

@@ -15,9 +15,8 @@ from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.worker import Job
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.segment import Segment
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 

@@ -20,7 +20,6 @@ from torch.func import grad, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import torch_private
@@ -40,7 +39,6 @@ from sp_lightning.pipeline.torch_private import (
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
-    run_as_without_mode,
     running_node,
     scope_that_ends_before_backward,
     sees_torch_functions,
@@ -397,38 +395,6 @@ def test_compiled_modules_are_known() -> None:
     modules = (plain, torch.compile(plain), in_place, forward)
     assert without_compile(modules[1]) is without_compile(plain) is plain
     assert [is_compiled(module) for module in modules] == [False, True, True, True]
-
-
-WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "einsum": lambda x: torch.einsum("ab,bc->ac", x, x),
-    "gru_cell": nn.GRUCell(8, 8),
-    "linear": nn.Linear(8, 8),
-    "cdist": lambda x: torch.cdist(x, x),
-    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None, :, :4], attn_mask=x),
-    "autocast off": lambda x: torch.autocast("cpu", enabled=False)(torch.einsum)("ab,bc->ac", x, x),
-    "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
-    "distances": lambda x: torch.cdist(x.repeat(4, 1), x.repeat(4, 1) + 1),  # so many that they are multiplied
-}
-
-
-class Whole(TorchDispatchMode):
-    """Leaves operations whole."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run_as_without_mode(func, args, kwargs or {}, "cpu")
-
-
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_autocast_sees_the_parts_of_composite_operations(name: str, enabled: bool, mode: Callable[[], Any]) -> None:
-    x = torch.randn(8, 8)
-    with mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        expected = WHOLE[name](x)
-        with Whole(), Whole():
-            actual = WHOLE[name](x)
-    assert actual.dtype == expected.dtype
-    assert torch.equal(actual, expected)
 
 
 def test_attributes_that_torch_relies_on_across_its_packages() -> None:

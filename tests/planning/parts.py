@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner, Stats, Summary, Survey, WindowPlan
+from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
 from sp_lightning.planning import Machine, UnitWork, Workload
+from sp_lightning.planning.measure import bytes_on_device
 
 from .. import simulated
 from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
@@ -98,18 +99,18 @@ class Fixed(Planner):
         self.seen: list[tuple[int, int, int]] = []
 
     @override
-    def before_step(self, survey: Survey, builds_graph: bool) -> WindowPlan | None:
-        arrangement = survey.arrangement
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        arrangement = engine.arrangement
         self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
-        units = survey.arrangement.units
+        units = engine.arrangement.units
         kept, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
         return WindowPlan(
             k,
             k_prime,
             kept=tuple(unit.name for unit in kept),
             on_device=tuple(unit.name for unit in on_device),
-            on_device_bytes=sum(survey.bytes_on_device(unit) for unit in on_device),
+            on_device_bytes=sum(bytes_on_device(engine, unit) for unit in on_device),
         )
 
     @override

@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_lightning.pipeline.activations.footprint import Footprint, Link, Measured
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import SecondForwards
-from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
+from sp_lightning.pipeline.activations.ways import WITHOUT_RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.units import Member
@@ -72,14 +72,7 @@ class AutoPolicy:
         """
         self._choice_is_outdated = policies is None
         if policies is not None:
-            self._chosen = {name: self._followed(name, policies.get(name, "keep")) for name in self._units}
-
-    def _followed(self, name: str, policy: Policy) -> Policy:
-        """Return the policy of a member whose unit has this one."""
-        most, never = self._units[name].most, self._second_forwards.histories[name].never
-        if policy not in RECOMPUTING or (most is not None and most.repeatable and not never):
-            return policy
-        return "offload" if policy == "recompute_offload" else "keep"
+            self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
     def input_bytes(self) -> int:
@@ -115,9 +108,9 @@ class AutoPolicy:
                 self._units[name].steps += 1
         elif self._measuring:  # no backward came, so half of the step was not seen
             self._units = {name: unit for name, unit in self._units.items() if unit.most is not None}
-        if (self._measuring or self._choice_is_outdated or self._second_forwards.has_failed) and self._units:
+        if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
-        self._choice_is_outdated = self._second_forwards.timed = self._second_forwards.has_failed = False
+        self._choice_is_outdated = self._second_forwards.timed = False
         self._measuring.clear()
 
     def begin_step(self) -> None:
@@ -144,7 +137,12 @@ class AutoPolicy:
                 # the first step also allocates memory that stays
                 self._meter.measure(inputs, operations=not self._is_first_step)
             self._measuring.add(member.name)
-        policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
+        if member.name in self._measuring:
+            policy: Policy = "recompute"
+        else:
+            policy, most = self._chosen[member.name], self._units[member.name].most
+            if not (most and most.repeatable and self._second_forwards.may_run(member.name)):
+                policy = WITHOUT_RECOMPUTING[policy]
         self.in_use[member.name] = policy
         return policy
 
@@ -212,7 +210,7 @@ class AutoPolicy:
         return {
             name: measured.ways(
                 None if measured.unit in staying else link,
-                may_recompute=not self._second_forwards.histories[name].never,
+                may_recompute=self._second_forwards.may_run(name),
                 inputs_stay=name == first,
                 operations=operations,
             )

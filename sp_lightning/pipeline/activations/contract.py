@@ -3,7 +3,7 @@
 Random generators of torch and autocast are as they were in the first forward. Buffers are, too, and move once, so that
 BatchNorm counts a batch once. All else that a forward may change (attributes, lists, a key/value cache that it is
 given) is looked at, not simulated: where something of it differs after a call, the forward does not run again. A look
-goes a few levels deep, at no more than so many objects, and only in some calls (see `History` in recompute.py).
+goes a few levels deep, at no more than so many objects, and only in the first calls (see `Trust` in recompute.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from types import ModuleType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,48 +39,34 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 )
 
-_Picture: TypeAlias = list[tuple[Any, int]]
-
 
 class Surroundings:
     """A snapshot of torch's random generators and settings."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._random = _random_states(device)
-        self._has_cache = torch.is_autocast_cache_enabled()
+        self._api = None if device.type == "cpu" else torch.get_device_module(device)
+        self._random = torch.get_rng_state()
+        self._random_on_device = None if self._api is None else self._api.get_rng_state(device)
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device.type, "cpu"}
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in {device.type, "cpu"}
         ]
         self._settings = [read() for read, _ in _SETTINGS]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the snapshot for the duration of the block, and then what is there now."""
-        now, settings = _random_states(self._device), [read() for read, _ in _SETTINGS]
-        scopes = [torch.autocast(kind, dtype, enabled, self._has_cache) for kind, dtype, enabled in self._autocast]
-        try:
-            _set_random_states(self._device, self._random)
+        settings, devices = [read() for read, _ in _SETTINGS], [] if self._api is None else [self._device]
+        with torch.random.fork_rng(devices, device_type=self._device.type), ExitStack() as scopes:
+            torch.set_rng_state(self._random)
+            if self._api is not None:
+                self._api.set_rng_state(self._random_on_device, self._device)
+            scopes.callback(_change_settings, self._settings, settings)
             _change_settings(settings, self._settings)
-            for scope in scopes:
-                scope.__enter__()  # type: ignore[no-untyped-call]
+            for kind, dtype, enabled, cache in self._autocast:
+                scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
             yield
-        finally:
-            for scope in reversed(scopes):
-                scope.__exit__(None, None, None)
-            _change_settings(self._settings, settings)
-            _set_random_states(self._device, now)
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    on_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
-    return [torch.get_rng_state(), *on_device]
-
-
-def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _change_settings(before: list[Any], after: list[Any]) -> None:
@@ -97,20 +83,13 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._held: list[tuple[dict[str, Tensor | None], str, Tensor, int | None]] = []
-        self.obstacle: str | None = None
-        for module in modules:
+        self.are_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+        for module in modules if not self.are_scripted else ():  # in C++, nothing can take a buffer's place
             for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                if isinstance(module, torch.jit.ScriptModule):  # in C++, where nothing can take its place
-                    self.obstacle = "has a scripted part with buffers"
-                elif buffer.grad_fn is not None:
-                    self.obstacle = f"has a graph in its buffer {name!r}"
-                elif buffer.layout is torch.strided and buffer.nbytes <= _SMALL:
-                    copy = buffer.detach().clone().requires_grad_(buffer.requires_grad)
-                    self._held.append((module._buffers, name, copy, None))
-                else:
-                    self._held.append((module._buffers, name, buffer, _version(buffer)))
+                if buffer is not None:
+                    is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+                    held, version = (_copy(buffer), None) if is_small else (buffer, _version(buffer))
+                    self._held.append((module._buffers, name, held, version))
 
     @property
     def are_changed(self) -> bool:
@@ -123,13 +102,15 @@ class Buffers:
         now = [(of, name, of.get(name)) for of, name, *_ in self._held]
         try:
             for of, name, buffer, version in self._held:
-                of[name] = (
-                    buffer if version is not None else buffer.clone().detach().requires_grad_(buffer.requires_grad)
-                )
+                of[name] = _copy(buffer) if version is None else buffer
             yield
         finally:
             for of, name, present in now:
                 of[name] = present
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
 
 class Look:
@@ -138,31 +119,42 @@ class Look:
     def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
         self._modules = modules
         self._objects = objects
+        self._seen: list[Any] = []  # held, so that no other object gets the identity of one
         self._random = _other_random_numbers()
         self._before = self._read()
-
-    def _read(self) -> dict[Any, _Picture]:
-        seen: dict[Any, _Picture] = {number: _picture(value) for number, value in enumerate(self._objects)}
-        for number, module in enumerate(self._modules):
-            own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-            seen |= {(number, name): _picture(value) for name, value in own.items()}
-        return seen
 
     def obstacle(self) -> str | None:
         """Return what keeps the forward, which is over, from running again, in words; None if nothing is to be seen."""
         if self._modules and self._random != _other_random_numbers():
             return "draws random numbers that are not torch's"
-        after = self._read()
-        for key in {**self._before, **after}:
-            is_same = key in self._before and key in after and _are_same(self._before[key], after[key])
-            if isinstance(key, tuple) and not is_same:
-                return f"changes its attribute {key[1]!r}"
-            if not isinstance(key, tuple) and (
-                not is_same or any(isinstance(value, Tensor) for value, _ in after[key])
-            ):
-                kind = type(self._objects[key]).__name__
-                return f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`)"
-        return None
+        before, after = self._before, self._read()
+        return next((key[1] for key in {**before, **after} if before.get(key) != after.get(key)), None)
+
+    def _read(self) -> dict[tuple[int, str], list[Any]]:
+        """Return pictures by a number and what a difference means."""
+        seen = {}
+        for number, module in enumerate(self._modules):
+            for name, value in vars(module).items():
+                if name not in _OF_TORCH:
+                    seen[number, f"changes its attribute {name!r}"] = self._picture(value)
+        for number, value in enumerate(self._objects):
+            what = f"is given a {type(value).__name__!r}, which may change (if it is a cache, set `use_cache=False`)"
+            picture = seen[-1 - number, what] = self._picture(value)
+            if any(issubclass(kind, Tensor) for kind, *_ in picture):
+                picture.append(object())  # with tensors in it, it always differs
+        return seen
+
+    def _picture(self, value: Any) -> list[Any]:
+        """Return what can be compared of an object and what it holds, a few levels deep, with versions of tensors."""
+        picture: list[Any] = []
+        level: list[Any] = [value]
+        for _ in range(_LEVELS):
+            self._seen += level
+            for each in level:
+                same = each if isinstance(each, PLAIN) else isinstance(each, tuple) or id(each)
+                picture.append((type(each), same, _version(each)))
+            level = list(islice(chain.from_iterable(map(_parts, level)), _MOST))
+        return picture
 
 
 def _other_random_numbers() -> list[Any]:
@@ -170,16 +162,6 @@ def _other_random_numbers() -> list[Any]:
         return [random.getstate()]
     _, bits, position, *_ = sys.modules["numpy"].random.get_state()
     return [random.getstate(), bits.tobytes(), position]
-
-
-def _picture(value: Any) -> _Picture:
-    """Return an object and what it holds, a few levels deep, with the versions of tensors."""
-    seen: _Picture = []
-    level: list[Any] = [value]
-    for _ in range(_LEVELS):
-        seen += [(each, _version(each)) for each in level]
-        level = list(islice(chain.from_iterable(map(_parts, level)), _MOST))
-    return seen
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -191,14 +173,6 @@ def _parts(value: Any) -> Iterable[Any]:
     is_users = (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
     is_open = (is_users or isinstance(value, SimpleNamespace | Namespace)) and hasattr(value, "__dict__")
     return vars(value).values() if is_open and not isinstance(value, type | nn.Module | Tensor) else ()
-
-
-def _are_same(before: _Picture, now: _Picture) -> bool:
-    for (old, old_version), (new, new_version) in zip(before, now, strict=False):
-        is_equal = isinstance(old, tuple) or (isinstance(old, PLAIN) and old == new)
-        if old_version != new_version or not (old is new or (type(old) is type(new) and is_equal)):
-            return False
-    return len(before) == len(now)
 
 
 def _version(value: Any) -> int:

@@ -18,29 +18,145 @@ members', if several modules make a unit: a unit's size is about weights, and it
 Memory is identified by its storage, to which only a weak reference is held once it has left the device. Host memory
 goes back to the pool when autograd drops what it saved, in whichever thread that happens, and not before: a graph may
 be run again.
+
+[Note: changes in place]
+The copy on the host is what the memory held when its unit was left. Autograd would refuse a tensor that was changed
+after it was saved, so versions are compared once more when the device memory is released; later changes cannot reach
+the copy.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Activation, Leftover, Offloaded, Stage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import in_backward, storage_key
+from sp_lightning.pipeline.torch_private import in_backward, storage_key, weak_storage
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Member
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 UNITS_THAT_STAY = 1  # units before the turn for which sending gains nothing: backward needs them at once
+_WASTE = 4  # memory is not worth a copy if less than one part in so many of it was saved
+
+_Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
+"""Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
+
+
+class Stage(enum.Enum):
+    """How far an activation is on its way to the host and back."""
+
+    DEVICE = enum.auto()
+    """On the device, where it was computed."""
+    LEAVING = enum.auto()
+    """On the device; the copy to the host was started."""
+    HOST = enum.auto()
+    """On the host only."""
+    BACK = enum.auto()
+    """The copy to the device was started, and `unpack` makes computing wait for its ticket."""
+
+
+class Activation:
+    """A storage that autograd saved tensors of.
+
+    Attributes:
+        unit: The name of the unit that saved it first.
+        nbytes: Its size.
+        version: The version that the tensors in it had when they were saved.
+        stage: How far it is on its way to the host and back.
+        device: A tensor in its memory on the device: the first one that was saved, or what it was fetched into.
+        host: Its copy on the host.
+        ticket: The copy that nothing has waited for yet.
+    """
+
+    def __init__(self, tensor: Tensor, unit: str, meter: Meter, leftovers: deque[_Leftover]) -> None:
+        self.unit = unit
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.version = tensor._version
+        self.stage = Stage.DEVICE
+        self.device: Tensor | None = tensor.detach()  # the tensor itself may hold the node that saves it
+        self.host: HostBuffer | None = None
+        self.ticket: Ticket | None = None
+        self._meter = meter
+        self._counted = meter.add(tensor)
+        self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
+        self._leftovers = leftovers
+        self._saved_bytes = 0
+        self._was_changed = False
+
+    def add(self, tensor: Tensor) -> Offloaded:
+        """Record a saved tensor that lies in it."""
+        self._saved_bytes += tensor.nbytes
+        return Offloaded(self, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    @property
+    def is_worth_a_copy(self) -> bool:
+        """Whether enough of it was saved: a column of a large matrix would take all of the matrix along."""
+        return _WASTE * self._saved_bytes >= self.nbytes
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was written to after it was saved, and before it was released; see [Note: changes in place]."""
+        if self.stage in (Stage.DEVICE, Stage.LEAVING):
+            assert self.device is not None
+            return self.device._version != self.version
+        return self._was_changed
+
+    def release(self) -> None:
+        """Release the memory that it was computed in, now that the host has a copy."""
+        self._was_changed = self.is_changed
+        self._meter.remove(self._counted)
+        self.stage, self.device, self.ticket, self._counted = Stage.HOST, None, None, 0
+
+    def begin_fetch(self, device: Tensor, ticket: Ticket) -> None:
+        """Note that it is being copied into memory of the device."""
+        self.stage, self.device, self.ticket = Stage.BACK, device, ticket
+        self._counted = self._meter.add(device)
+
+    def stay(self) -> None:
+        """Forget a copy to the host that may have failed."""
+        assert self.host is not None
+        self._leftovers.append((self.host, None, None))
+        self.stage, self.host, self.ticket = Stage.DEVICE, None, None
+
+    def __del__(self) -> None:
+        self._meter.remove(self._counted)
+        if self.host is not None:  # autograd may free it in any thread: only leave a note
+            self._leftovers.append((self.host, None if self.ticket is None else self.device, self.ticket))
+
+
+class Offloaded(NamedTuple):
+    """What autograd holds in place of an offloaded tensor: how it lies in its memory, wherever that is."""
+
+    activation: Activation
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was written to in place, as far as that matters."""
+        return self.activation.is_changed
+
+    def rebuild(self) -> Tensor:
+        """Make the tensor again."""
+        device = self.activation.device
+        assert device is not None
+        empty = torch.empty(0, dtype=self.dtype, device=device.device)
+        return empty.set_(device.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class Bundle:
@@ -87,12 +203,12 @@ class Offloader:
         self.open: list[Bundle | None] = []
         self._last_bundle: Bundle | None = None
         self._leaving: list[Activation] = []  # held, for their copies read them
-        self._leftovers: deque[Leftover] = deque()
+        self._leftovers: deque[_Leftover] = deque()
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step; its first bundle follows none of an earlier step."""
         self._last_bundle = None
 
@@ -123,10 +239,13 @@ class Offloader:
     def _send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
         for activation in bundle.alive():
-            if activation.stage is not Stage.DEVICE or not activation.is_worth_a_copy():
+            if activation.stage is not Stage.DEVICE or not activation.is_worth_a_copy:
                 continue
+            assert activation.device is not None
+            memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
+            memory.set_(activation.device.untyped_storage())
             activation.host = self._pool.take(activation.nbytes)
-            activation.ticket = self._backend.download(activation.host.bytes, activation.source)
+            activation.ticket = self._backend.download(activation.host.bytes[: activation.nbytes], memory)
             self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
             activation.stage = Stage.LEAVING
             self._leaving.append(activation)
@@ -158,7 +277,7 @@ class Offloader:
                 activation = Activation(tensor, bundle.name, self._meter, self._leftovers)
                 self._by_memory[key] = activation
             bundle.add(activation)
-            return Offloaded(activation, activation.add(tensor))
+            return activation.add(tensor)
 
     def _memory_that_may_leave(self, tensor: Tensor) -> int:
         """Return the identity of memory that is plain, on the device, large, and not there for good; else 0."""
@@ -176,18 +295,15 @@ class Offloader:
 
     def unpack(self, packed: Offloaded) -> Tensor:
         """Return the saved tensor, for backward."""
-        activation, view = packed
+        activation = packed.activation
         with self._lock:
-            if view.tensor is not None:
-                return view.tensor
             if activation.stage is Stage.HOST:
                 self._stats.activation_misses += 1
                 self._fetch(activation)
-            if activation.ticket is not None:
+            if activation.stage is Stage.BACK and activation.ticket is not None:
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.ticket = None
-            assert activation.device is not None
-            return view.rebuild_in(activation.device)
+            return packed.rebuild()
 
     # ----------------------------------------------------------------------------------------------------- backward
 
@@ -217,7 +333,7 @@ class Offloader:
             )
         assert activation.host is not None
         device = self._backend.allocate(activation.nbytes)
-        ticket = self._backend.upload(device, activation.host.bytes)
+        ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
         activation.begin_fetch(device, ticket)
         self._backend.trace.moved(Kind.FETCH, activation.unit, activation.nbytes, ticket)
         self._stats.bytes_to_device += activation.nbytes
@@ -226,10 +342,10 @@ class Offloader:
     def _reclaim_host_memory(self, landed: bool = False) -> None:
         """Give the pool back the host memory of what autograd has dropped in the meantime."""
         while self._leftovers:
-            leftover = self._leftovers.popleft()
-            if leftover.ticket is not None and not landed:
-                self._backend.wait(leftover.ticket)
-            self._pool.give_back(leftover.host)
+            host, _, ticket = self._leftovers.popleft()
+            if ticket is not None and not landed:
+                self._backend.wait(ticket)
+            self._pool.give_back(host)
 
     # ------------------------------------------------------------------------------------------------------ endings
 

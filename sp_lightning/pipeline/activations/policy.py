@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.recompute import SecondForwards, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy
+from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, WITHOUT_RECOMPUTING, Policy
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward
-from sp_lightning.pipeline.units.tensors import tensor_bytes, tensors_in
+from sp_lightning.pipeline.weights.operands import tensor_bytes, tensors_in
 from sp_lightning.pipeline.weights.units import Member
 
 
@@ -31,32 +32,39 @@ class Activations:
         chooses: Whether the choice is left to `auto`.
         auto: Chooses a policy for each unit; None if the user has chosen, or if there is no limit to choose by and
             everything is kept.
+        are_kept: Whether everything is kept, so that nobody has to tell of calls.
         second_forwards: Runs forwards again.
         backward_passes: How many backward passes have ended.
         watched_peak: The most device memory in use at the end of a backward pass; None while nobody watches.
     """
 
     def __init__(
-        self, policy: ActivationPolicy, saved: SavedTensors, backend: Backend, stats: Stats, checks: bool = False
+        self, policy: ActivationPolicy, saved: SavedTensors, offloader: Offloader, backend: Backend, stats: Stats
     ) -> None:
-        self.auto: AutoPolicy | None = None
         self.chooses = policy == "auto"
-        self.second_forwards = SecondForwards(saved, backend, stats, checks)
+        self.second_forwards = SecondForwards(saved, backend, stats)
         self.backward_passes = 0
         self.watched_peak: int | None = None
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
+        self._offloader = offloader
         self._call: _CallUnderWay | None = None
+        self.choose_by(None)
 
-    def conclude_step(self) -> None:
-        """Draw conclusions from the last step, while no graph waits for its backward."""
-        if self.auto is not None:
-            self.auto.conclude_step()
+    def choose_by(self, auto: AutoPolicy | None) -> None:
+        """Have policies chosen from now on."""
+        self.auto = auto
+        self.are_kept = auto is None and self._policy == "keep"
+        self._may_offload = auto is not None or self._policy in OFFLOADING
 
     def begin_step(self) -> None:
-        """Begin a step that builds a new graph; the one before was concluded."""
+        """Draw conclusions from the last step, and begin another; no graph waits for its backward."""
         if self.auto is not None:
+            self.auto.conclude_step()
             self.auto.begin_step()
+        if self._may_offload:
+            self._offloader.begin_step()
+        self._saved.meter.begin_step()
 
     def manages(self, member: Member) -> bool:
         """Tell whether a call is to be surrounded by `begin` and `end`: it builds a graph, and its units' are ours.
@@ -73,17 +81,6 @@ class Activations:
             and all(entry.is_in_place for entry in member.entries)  # what `functional_call` lends is gone in backward
         )
 
-    @property
-    def may_offload(self) -> bool:
-        """Whether the activations of any call may be offloaded."""
-        return self.auto is not None or self._policy in OFFLOADING
-
-    @property
-    def offloads(self) -> bool:
-        """Whether activations of the current call, all or its inputs, are offloaded."""
-        policy = self._policy if self._call is None else self._call.policy
-        return policy in OFFLOADING
-
     def begin(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call of a unit under the policy that is chosen for it."""
         size, policy = 0, self._policy
@@ -91,19 +88,23 @@ class Activations:
             inputs = tensors_in((args, kwargs))
             size = sum(map(tensor_bytes, inputs))
             policy = self.auto.policy(member, size, inputs)
-        elif self.second_forwards.passes_over(member):
-            policy = "offload" if policy == "recompute_offload" else "keep"
+        elif not self.second_forwards.may_run(member.name):
+            policy = WITHOUT_RECOMPUTING[policy]
         self._call = _CallUnderWay(member, policy, size)
         if policy in RECOMPUTING:
-            call = self._call.recorded = self._saved.recording = self.second_forwards.record(member, args, kwargs)
-            if policy == "recompute":
-                call.pack_inputs()
+            self._call.recorded = self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
-    def pack_inputs(self) -> None:
-        """Pack the inputs of the current call, whose unit was entered, if they are offloaded: its unit sends them."""
-        call = self._call
-        if call is not None and call.recorded is not None and not call.recorded.is_packed:
-            call.recorded.pack_inputs()
+    def enter(self, member: Member) -> None:
+        """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
+        if self._may_offload:
+            self._offloader.enter(member, (self._call.policy if self._call else self._policy) in OFFLOADING)
+        if self._call is not None and self._call.recorded is not None:
+            self._call.recorded.pack_inputs()
+
+    def leave(self) -> None:
+        """Note that the call that was entered last is left."""
+        if self._may_offload:
+            self._offloader.leave()
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
@@ -119,16 +120,6 @@ class Activations:
         if self.auto is not None and call is not None:
             self.auto.end_call()
 
-    def begin_backward(self) -> None:
-        """Note that backward has begun, at the end of the graph."""
-        if self.auto is not None:
-            self.auto.begin_backward()
-
-    def reach(self) -> None:
-        """Note that backward has reached a unit."""
-        if self.auto is not None:
-            self.auto.reach()
-
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         self.backward_passes += 1
@@ -136,6 +127,8 @@ class Activations:
             self.watched_peak = max(self.watched_peak, self.second_forwards.backend.peak_since_reset() or 0)
         if self.auto is not None:
             self.auto.end_backward()
+        if self._may_offload:
+            self._offloader.end_backward()
 
 
 @dataclass

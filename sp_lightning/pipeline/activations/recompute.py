@@ -21,6 +21,7 @@ its unit sends when it is left, and fetched for the second forward one unit ahea
 
 from __future__ import annotations
 
+import enum
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
@@ -28,21 +29,22 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from sp_lightning.pipeline.activations.contract import Buffers, Look, Surroundings
+from sp_lightning.pipeline.activations.contract import PLAIN, Buffers, Look, Surroundings
 from sp_lightning.pipeline.activations.footprint import Footprint, bytes_worth_a_copy
-from sp_lightning.pipeline.activations.inputs import Inputs
-from sp_lightning.pipeline.activations.refill import Refill, are_close, sample
-from sp_lightning.pipeline.activations.saved import Recording, SavedTensors
+from sp_lightning.pipeline.activations.saved import Packed, Recording, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
-from sp_lightning.pipeline.units.tensors import tensors_in
+from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
+
+_LOOKS = 2  # the first call may make things that it uses from then on
 
 
 class CannotRunAgain(RuntimeError):
@@ -52,112 +54,88 @@ class CannotRunAgain(RuntimeError):
         super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
 
 
+class Trust(enum.Enum):
+    """What the calls of a member have shown about running its forward again."""
+
+    UNKNOWN = enum.auto()
+    """The next call is looked at: what it changes."""
+    RUNS_AGAIN = enum.auto()
+    """Nothing was in the way."""
+    KEEPS = enum.auto()
+    """Something was, or a second forward has failed: calls hold what they save."""
+
+
 @dataclass
 class History:
-    """What earlier calls of a member that were recorded, to run again, have shown.
+    """What the calls of a member that were recorded, to run again, have shown.
 
     Attributes:
-        calls: How many there were.
-        held: Whether the last look found an obstacle, so that calls hold what they save.
-        never: Whether a second forward has failed, or computed something else, so that there is no other.
+        looks: How many were looked at.
+        trust: What they have shown.
         warned: Whether a warning has said why calls do not run again.
     """
 
-    calls: int = 0
-    held: bool = False
-    never: bool = False
+    looks: int = 0
+    trust: Trust = Trust.UNKNOWN
     warned: bool = False
-
-    @property
-    def is_time_to_look(self) -> bool:
-        """Whether to look at what the next call changes: in the first, the second, the fourth, ..."""
-        return (self.calls + 1).bit_count() == 1
 
 
 class SecondForwards:
     """Records calls of units, and runs their forwards again in backward.
 
     Attributes:
-        checks: Whether to compare what all calls save, and not only those with a look.
         histories: Of members, by their names.
         timed: Whether second forwards are timed.
         times: The members whose forwards have run again while they were timed, and the marks before and after.
-        under_way: Whether one runs now.
-        has_failed: Whether one has failed, or computed something else, since somebody has asked.
     """
 
-    def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats, checks: bool) -> None:
+    def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
         self.saved = saved
         self.backend = backend
-        self.checks = checks
         self.histories: defaultdict[str, History] = defaultdict(History)
         self.timed = False
         self.times: list[tuple[str, Any, Any]] = []
-        self.under_way = self.has_failed = False
         self._stats = stats
         self._dropped: WeakSet[UnitCall] = WeakSet()
 
-    def passes_over(self, member: Member) -> bool:
-        """Tell whether the next call of a member is not recorded, as it could not run again; if so, count it."""
-        history = self.histories[member.name]
-        if not (history.never or (history.held and not history.is_time_to_look)):
-            return False
-        history.calls += 1
-        return True
-
-    def record(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
-        """Begin to record a call of a member; its inputs are packed later."""
-        history = self.histories[member.name]
-        looks = history.is_time_to_look
-        history.calls += 1
-        return UnitCall(self, member, args, kwargs, looks)
+    def may_run(self, name: str) -> bool:
+        """Tell whether the next call of a member may run again, as far as that is known."""
+        return self.histories[name].trust is not Trust.KEEPS
 
     def conclude(self, call: UnitCall, output: Any, warns: bool) -> None:
         """End a call: drop what its forward has saved if that can be recomputed, and is worth it."""
         history = self.histories[call.member.name]
-        obstacle = call.conclude(output, may_repeat=not history.never and (call.looks or not history.held))
+        obstacle = call.conclude(output, may_run=history.trust is not Trust.KEEPS)
         if call.looks:
-            history.held = not call.is_dropped
+            history.looks += 1
+            if history.looks == _LOOKS:
+                history.trust = Trust.RUNS_AGAIN if obstacle is None else Trust.KEEPS
         if call.is_dropped:
             self._dropped.add(call)
-        if obstacle is not None and warns:
-            self._warn(call.member, f"{obstacle}, so its forward cannot run a second time")
+        if obstacle is not None and warns and history.looks >= _LOOKS and not history.warned:
+            history.warned = True
+            warnings.warn(
+                f"`activations`: {call.member.name!r} {obstacle}, so its forward cannot run a second time. What it "
+                "saves for backward stays on the device.",
+                stacklevel=2,
+            )
 
     def run(self, call: UnitCall) -> None:
         """Run a forward again."""
         self._stats.recomputed += 1
-        history = self.histories[call.member.name]
-        before, self.under_way = self.under_way, True
-        begin = self.backend.mark() if self.timed else None
+        name, begin = call.member.name, self.backend.mark() if self.timed else None
         try:
-            is_same = call.run_again()
+            call.run_again()
         except CannotRunAgain:
-            history.never = self.has_failed = True
+            self.histories[name].trust = Trust.KEEPS
             raise
-        finally:
-            self.under_way = before
         if self.timed:
-            self.times.append((call.member.name, begin, self.backend.mark()))
-        if not is_same:
-            history.never = self.has_failed = True
-            self._warn(
-                call.member,
-                "has computed something else when its forward ran again in backward, so that the gradients of this "
-                "step are not exact. It will not run again",
-            )
+            self.times.append((name, begin, self.backend.mark()))
 
-    def _warn(self, member: Member, what: str) -> None:
-        history = self.histories[member.name]
-        if not history.warned:
-            history.warned = True
-            warnings.warn(
-                f"`activations`: {member.name!r} {what}. What it saves for backward stays on the device.", stacklevel=2
-            )
-
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Refer to the module no longer: its graphs, which may live on, cannot recompute anything now."""
         for call in list(self._dropped):
-            call.let_go()
+            call.close()
 
 
 class UnitCall(Recording):
@@ -165,113 +143,97 @@ class UnitCall(Recording):
 
     Attributes:
         looks: Whether to look at what the forward changes.
-        is_packed: Whether its inputs were packed.
         is_dropped: Whether what it saved was dropped when it was over.
         footprint: The device memory that the call takes; None if nobody has counted it.
     """
 
-    def __init__(
-        self, runner: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], looks: bool
-    ) -> None:
+    def __init__(self, runner: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.member = member
-        self.looks = looks
-        self.is_packed = self.is_dropped = False
+        self.looks = runner.histories[member.name].trust is Trust.UNKNOWN
+        self.is_dropped = False
         self.footprint: Footprint | None = None
         self._runner = runner
-        self._saved = runner.saved
         self._meter = runner.saved.meter
-        self._bytes_before = self._meter.bytes
-        self._refused: RuntimeError | None = None
-        self._samples: dict[int, Tensor] = {}
-        self._inputs = Inputs(self._saved, args, kwargs)
+        self._bytes_before = self._held = self._meter.bytes
+        self._inputs = _Inputs(args, kwargs)
         modules = list(member.module.modules())
-        self._has_hooks = any(module._forward_pre_hooks or module._forward_hooks for module in modules)
-        self._look = Look(modules if looks else [], self._inputs.objects)
+        self._look = Look(modules if self.looks else [], self._inputs.objects)
         self._buffers = Buffers(modules)
-        self._training = member.module.training
         self._surroundings = Surroundings(runner.backend.device)
-        with without_torch_function():
-            twins = {entry.weight.twin for entry in member.entries}
-            self._weights = [(twin, twin.changes(), twin.weight.master.requires_grad) for twin in twins]
-        self._on_device = [(parameter, parameter._version) for parameter in member.parameters_on_device]
+        self._state = self._state_of_module()
+        self._refused: RuntimeError | None = None
 
     # ------------------------------------------------------------------------------------------------ first forward
 
     def pack_inputs(self) -> None:
         """Have the inputs held for the second forward, on the device or on the host."""
-        self._inputs.pack()
-        self.is_packed = True
-        self._held = self._meter.bytes - self._bytes_before
+        if not self._inputs.packed:
+            self._inputs.pack(self._runner.saved)
+            self._held = self._meter.bytes
 
-    def conclude(self, output: Any, may_repeat: bool) -> str | None:
+    def conclude(self, output: Any, may_run: bool) -> str | None:
         """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it.
 
         Returns:
-            The obstacle to warn of, in words; None if there is none, or if nothing would have been dropped anyway.
+            The obstacle, in words; None if there is none, or if nothing would have been dropped anyway.
         """
-        obstacle = self._obstacle()
-        tensors = [kept.tensor for kept in self.alive() if kept is not None and kept.tensor is not None]
+        obstacle, kept = self._obstacle(), [each for each in self.alive() if each.tensor is not None]
+        tensors = [each.tensor for each in kept if each.tensor is not None]
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
-        is_wrong = any(kept is not None and kept.is_changed for kept in self.alive())
-        is_possible = may_repeat and is_worth_it and not is_wrong
-        self.is_dropped = obstacle is None and is_possible
+        would_be_right = not any(each.is_changed for each in kept)
+        self.is_dropped = obstacle is None and may_run and is_worth_it and would_be_right
         if self._meter.counts:
             self.footprint = self._measure_footprint(tensors)
         del self._look
-        if self.is_dropped:
-            if self.looks or self._runner.checks:
-                self._samples = sample(self, self._saved.twins)
-            for kept in self.alive():
-                if kept is not None:
-                    kept.drop()
-            self._inputs.tensors.clear()
-            return None
-        del self._inputs, self._surroundings, self._buffers
-        return obstacle if is_possible else None
+        if not self.is_dropped:
+            del self._inputs, self._surroundings, self._buffers
+            return obstacle if is_worth_it and would_be_right else None
+        for each in kept:
+            each.drop()
+        self._inputs.tensors.clear()
+        return None
 
     def _obstacle(self) -> str | None:
         """Return what the forward has done that keeps it from running again, in words; None if it has not."""
-        if self._has_hooks:
+        if any(module._forward_pre_hooks or module._forward_hooks for module in self.member.module.modules()):
             return "has forward hooks"
         if self._inputs.have_attributes:
             return "is given a tensor with attributes of its own"
-        if self.saves_nested:  # its shape cannot be compared: it has none, or a length that is new each time
-            return "saves a nested tensor"
+        if any(kept.tensor is not None and kept.tensor.is_nested for kept in self.alive()):
+            return "saves a nested tensor"  # its shape cannot be compared: it has none, or a new one each time
         if self._inputs.are_changed:
             return "changes its input in place"
-        if self._weights_are_changed():
+        if self._state_of_module() != self._state:
             return "changes its weights in place, or how they are sent"
-        if self._buffers.obstacle is not None or self._buffers.are_changed:
-            return self._buffers.obstacle or "changes a large buffer in place"
+        if self._buffers.are_scripted:
+            return "has a part that is scripted"
+        if self._buffers.are_changed:
+            return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
-        if scope is not None:
-            return f"is called under {scope}"
-        return self._look.obstacle()
+        return self._look.obstacle() if scope is None else f"is called under {scope}"
 
     def _measure_footprint(self, tensors: list[Tensor]) -> Footprint:
-        held, saved = self._held, max(0, self._meter.bytes - self._bytes_before - self._held)
-        large, large_inputs = (
-            min(bytes_worth_a_copy(tensors), held + saved),
-            min(bytes_worth_a_copy(self._inputs.tensors), held),
-        )
+        held, saved = self._held - self._bytes_before, max(0, self._meter.bytes - self._held)
+        large = min(bytes_worth_a_copy(tensors), held + saved)
+        large_inputs = min(bytes_worth_a_copy(self._inputs.tensors), held)
         return Footprint(held, saved, large, held + saved, self.is_dropped, large_inputs)
 
-    def _weights_are_changed(self) -> bool:
+    def _state_of_module(self) -> list[Any]:
+        """Return its mode, and what changes with a weight: its leaf (if no longer lowered), values, being trained."""
         with without_torch_function():
-            # another leaf: the weight is no longer lowered, say
-            return any(
-                twin.weight.twin.parameter is not twin.parameter
-                or twin.changes() != changes
-                or twin.weight.master.requires_grad != trained
-                for twin, changes, trained in self._weights
-            ) or any(parameter._version != version for parameter, version in self._on_device)
+            weights = [entry.weight for entry in self.member.entries]
+            return [
+                self.member.module.training,
+                *((id(each.twin.parameter), each.twin.version(), each.master.requires_grad) for each in weights),
+                *(parameter._version for parameter in self.member.parameters_on_device),
+            ]
 
     # --------------------------------------------------------------------------------------------------- in backward
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Refer to the module no longer: autograd may hold what was dropped, and so this call (see Announcement)."""
         refused = outdated_graph_error(f"the inputs of {self.member.name!r}")
         vars(self).clear()
@@ -283,22 +245,17 @@ class UnitCall(Recording):
             raise self._refused
         self._runner.run(self)
 
-    def run_again(self) -> bool:
-        """Run the forward again until every dropped tensor that is still needed has been recomputed.
-
-        Returns:
-            Whether it has computed the same as before, as far as that is known.
-        """
+    def run_again(self) -> None:
+        """Run the forward again until every dropped tensor that is still needed has been recomputed."""
         name = repr(self.member.name)
-        if self._inputs.are_changed or self._buffers.are_changed or self._weights_are_changed():
+        if self._inputs.are_changed or self._buffers.are_changed or self._state_of_module() != self._state:
             raise CannotRunAgain(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
-                "in another dtype, between forward and backward, so its forward cannot run again"
+                "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
+                "forward cannot run again"
             )
-        if self.member.module.training != self._training:
-            raise CannotRunAgain(f"{name} is in another mode in backward (`train()`, `eval()`) than in its forward")
-        refill = Refill(self)
-        args, kwargs = self._inputs.rebuild()
+        refill = _Refill(self)
+        args, kwargs = self._inputs.rebuild(self._runner.saved)
         with (
             self._surroundings.restored(),
             self._buffers.put_back(),
@@ -307,7 +264,7 @@ class UnitCall(Recording):
         ):
             try:
                 self.member.module(*args, **kwargs)
-            except Exception as error:  # code in between may have made another exception of `NothingMissing`
+            except Exception as error:  # code in between may have made another exception of `_NothingMissing`
                 if is_out_of_memory(error):
                     raise
                 if refill.missing:
@@ -320,4 +277,79 @@ class UnitCall(Recording):
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
-        return not self._samples or are_close(self._samples, sample(self, self._saved.twins))
+
+
+class _NothingMissing(Exception):
+    """Ends a second forward once all dropped tensors have been recomputed."""
+
+
+class _Refill:
+    """Fills the gaps that dropped tensors have left with those that a second forward saves."""
+
+    def __init__(self, first: Recording) -> None:
+        self._kept = iter(first.kept)
+        self.missing = sum(kept.tensor is None for kept in first.alive())
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Take what the forward saves, in order."""
+        reference = next(self._kept, None)
+        kept = None if reference is None else reference()
+        tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
+        if kept is not None and kept.tensor is None and kept.fill(tensor):
+            self.missing -= 1
+            if not self.missing:
+                raise _NothingMissing
+        return tensor
+
+
+class _Inputs:
+    """The arguments of a unit's call, with tensors packed as autograd would have saved them.
+
+    Tensors are detached from their graph. So they form no cycle with the node that an in-place change gives them, and
+    hooks that the forward registers on them do not fire a second time.
+
+    Attributes:
+        tensors: The tensors among them, without weights, which stand for themselves; none once they are dropped.
+        packed: What holds these tensors, once they are packed.
+        objects: Arguments that are neither tensors nor containers known to pytree, such as a cache.
+        have_attributes: Whether a user has set attributes of a tensor among them, which a second one would not have.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
+        given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
+        number = {key: number for number, key in enumerate(given)}
+        self.tensors = [tensor.detach() for tensor in given.values()]
+        self.packed: list[Packed] = []
+        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+        self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
+        self._require_grad = [tensor.requires_grad for tensor in given.values()]
+        self._leaves = [_Number(number[id(leaf)]) if id(leaf) in number else leaf for leaf in leaves]
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether a tensor among the arguments was changed in place since the call."""
+        return any(packed.is_changed for packed in self.packed)
+
+    def pack(self, saved: SavedTensors) -> None:
+        """Pack the tensors, from which they are unpacked to be rebuilt."""
+        self.packed = [saved.handle(tensor) or saved.hold(tensor) for tensor in self.tensors]
+
+    def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for another call."""
+        tensors = [saved.unpack(packed).detach() for packed in self.packed]
+        for tensor, requires_grad in zip(tensors, self._require_grad, strict=True):
+            tensor.requires_grad_(requires_grad)
+        leaves = [tensors[leaf] if type(leaf) is _Number else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+
+class _Number(int):
+    """Stands for a tensor among the arguments."""
+
+
+def _is_data(value: Any) -> bool:
+    """Tell whether an argument is a tensor that autograd could save, and not a weight."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()

@@ -21,9 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import (
     contains_others,
     pop_saved_tensor_hooks,
@@ -38,23 +37,21 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_replacements", "_version", "alias", "twin")
+    __slots__ = ("_group", "_version", "alias", "twin")
 
-    def __init__(self, twin: Twin, alias: Tensor) -> None:
-        self.twin = twin
-        self.alias = alias
-        self._version = twin.version()
+    def __init__(self, twin: Twin, tensor: Tensor) -> None:
+        with without_torch_function():
+            self.twin = twin
+            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self._version = twin.version()
         self._group = twin.group
         self._group.handles += 1
-        # in plain training, a view, or what autocast made, would still have the old memory
-        has_old_memory = alias is not twin.parameter or twin.weight.lowered
-        self._replacements = twin.replacements() if has_old_memory else None
 
     @property
-    def is_outdated(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether the weight has changed since it was saved, and backward would use values that are gone."""
-        is_replaced = self._replacements is not None and self.twin.replacements() != self._replacements
-        return is_replaced or self.twin.version() != self._version
+        with without_torch_function():
+            return self.twin.version() != self._version
 
     def __del__(self) -> None:
         self._group.handles -= 1
@@ -68,23 +65,14 @@ class Recording(ABC):
 
     Attributes:
         kept: What was saved, in order.
-        saves_nested: Whether there is a nested tensor among it.
     """
 
     def __init__(self) -> None:
         self.kept: list[ref[Kept]] = []
-        self.saves_nested = False
 
-    def keep(self, tensor: Tensor, meter: Meter) -> Kept:
-        """Hold a tensor until it is dropped."""
-        self.saves_nested = self.saves_nested or tensor.is_nested
-        kept = Kept(tensor, meter, self)
-        self.kept.append(ref(kept))
-        return kept
-
-    def alive(self) -> list[Kept | None]:
-        """Return what was saved, in order, with None in place of what autograd needs no longer."""
-        return [reference() for reference in self.kept]
+    def alive(self) -> list[Kept]:
+        """Return what autograd still needs of it, in order."""
+        return [kept for reference in self.kept if (kept := reference()) is not None]
 
     @abstractmethod
     def repeat(self) -> None:
@@ -94,7 +82,7 @@ class Recording(ABC):
 class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
-    __slots__ = ("__weakref__", "_counted", "_like", "_meter", "_recording", "tensor", "version")
+    __slots__ = ("__weakref__", "_counted", "_meter", "_recording", "dtype", "size", "tensor", "version")
 
     def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
         self._meter = meter
@@ -103,6 +91,8 @@ class Kept:
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
+        if recording is not None:
+            recording.kept.append(ref(self))
 
     @property
     def is_changed(self) -> bool:
@@ -110,25 +100,23 @@ class Kept:
         return self.tensor is not None and self.tensor._version != self.version
 
     def get(self) -> Tensor:
-        """Return the tensor as it was when it was saved, or raise if it has been changed in place since then."""
+        """Return the tensor."""
         if self.tensor is None:
             assert self._recording is not None
             self._recording.repeat()
         assert self.tensor is not None
-        if self.tensor._version != self.version:
-            raise _changed_in_place(self.tensor.shape)
         return self.tensor
 
     def drop(self) -> None:
         """Release the tensor."""
         if self.tensor is not None:
-            self._like = self.tensor.shape, self.tensor.dtype
+            self.size, self.dtype = self.tensor.shape, self.tensor.dtype
             self.tensor = None
             self._meter.remove(self._counted)
 
     def fill(self, tensor: Tensor) -> bool:
         """Hold a tensor in place of the dropped one; return False, changing nothing, if its shape or dtype differs."""
-        if (tensor.shape, tensor.dtype) != self._like:
+        if (tensor.shape, tensor.dtype) != (self.size, self.dtype):
             return False
         self._counted = self._meter.add(tensor)
         self.tensor, self.version = tensor, tensor._version
@@ -146,8 +134,8 @@ class _Delegated(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated | tuple[Tensor, int]
-"""What autograd holds in place of a saved tensor; mostly, the tensor itself with its version."""
+Packed: TypeAlias = _Handle | Offloaded | Kept
+"""What is held in place of a saved tensor, unless it is the tensor itself with its version."""
 
 
 class BringsWeights(Protocol):
@@ -210,7 +198,7 @@ class SavedTensors:
         while self._pushed:
             self.pop()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Announcement)."""
         self.twins = {}
         self.backward = None
@@ -218,31 +206,22 @@ class SavedTensors:
     def handle(self, tensor: Tensor) -> _Handle | None:
         """Return a handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-        if twin is None:
-            return None
-        with without_torch_function():
-            return _Handle(twin, tensor.detach() if contains_others(tensor) else tensor)
+        return None if twin is None else _Handle(twin, tensor)
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         """Return what autograd saves in place of a tensor."""
-        if tensor.layout is torch.strided and storage_key(tensor) in self.twins:
-            handle = self.handle(tensor)
-            assert handle is not None
-            return handle
+        twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        if twin is not None:
+            return _Handle(twin, tensor)
         if self.recording is not None:
-            return self.recording.keep(tensor, self.meter)
+            return Kept(tensor, self.meter, self.recording)
         if self._offloader.open or self.meter.counts:
             return self.hold(tensor)
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
 
-    def hold(self, tensor: Tensor) -> Packed:
+    def hold(self, tensor: Tensor) -> Offloaded | Kept:
         """Hold a tensor that is no weight, on the device or on the host."""
         return self._offloader.pack(tensor) or Kept(tensor, self.meter)
-
-    def require(self, twin: Twin) -> None:
-        """Bring a weight that backward is about to read to the device."""
-        assert self.backward is not None
-        self.backward.bring_for_backward(twin)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read.
@@ -256,31 +235,24 @@ class SavedTensors:
             if tensor._version != version:
                 raise _changed_in_place(tensor.shape)
             return tensor
+        if isinstance(packed, Kept | Offloaded):
+            tensor = packed.get() if isinstance(packed, Kept) else self._offloader.unpack(packed)
+            if packed.is_changed:
+                raise _changed_in_place(tensor.shape)
+            return tensor
+        tensor = packed.alias if isinstance(packed, _Handle) else packed.unpack(packed.packed)
+        twin = self.twins.get(packed.twin.key if isinstance(packed, _Handle) else storage_key(tensor))
         if isinstance(packed, _Handle):
-            return self._unpack_weight(packed)
-        if isinstance(packed, Kept):
-            return packed.get()
-        if isinstance(packed, Offloaded):
-            if packed.view.changed_in_place:
-                raise _changed_in_place(packed.view.shape)
-            return self._offloader.unpack(packed)
-        assert isinstance(packed, _Delegated)
-        tensor = packed.unpack(packed.packed)
-        with without_torch_function():
-            twin = self.twins.get(storage_key(tensor))
+            name = f"weight {packed.twin.weight.name!r}"
+            if packed.twin is not twin:
+                raise outdated_graph_error(name)
+            if packed.is_changed:
+                raise _changed_in_place(name)
         if twin is not None:
-            self.require(twin)
+            assert self.backward is not None
+            with without_torch_function():
+                self.backward.bring_for_backward(twin)
         return tensor
-
-    def _unpack_weight(self, handle: _Handle) -> Tensor:
-        twin = handle.twin
-        if self.twins.get(twin.key) is not twin:
-            raise outdated_graph_error(f"weight {twin.weight.name!r}")
-        with without_torch_function():
-            if handle.is_outdated:
-                raise _changed_in_place(f"weight {twin.weight.name!r}")
-            self.require(twin)
-        return handle.alias
 
 
 class _Chained:

@@ -20,6 +20,13 @@ Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
 
 RECOMPUTING: tuple[Policy, ...] = ("recompute", "recompute_offload")
 OFFLOADING: tuple[Policy, ...] = ("offload", "recompute_offload")
+WITHOUT_RECOMPUTING: dict[Policy, Policy] = {
+    "keep": "keep",
+    "recompute": "keep",
+    "offload": "offload",
+    "recompute_offload": "offload",
+}
+"""What happens instead to a unit whose forward cannot run again."""
 
 _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 

@@ -23,11 +23,10 @@ from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.lowering import weights_under_autocast
-from sp_lightning.pipeline.weights.places import overlaps, place_in_arena
+from sp_lightning.pipeline.weights.places import overlaps
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
@@ -39,19 +38,14 @@ class Arrangement:
         resident: The unit of resident weights.
         streamed_members: Members of streamed units, in expected order.
         members: Every module that gets a gate.
-        weights: All weights.
         weights_by_master: All weights, by the identity of their masters.
-        weights_by_memory: All weights, by the identity of their masters' memory.
+        weights_by_memory: The same, by the identity of their masters' memory.
         groups: All groups, resident ones included.
         parameters_on_device: Parameters of units that live on the device.
         twins: All twins, by the identity of their memory.
-        host_share: Its share of the host's memory.
         budget: The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         plan: The planner's choice, if it is in force.
         compiled: Whether torch compiles the module or parts of it.
-        k: Units on the device at once, not counting kept ones.
-        k_prime: Units that travel together.
-        staging_buffers: How many gradients of a unit are on their way to the host at once.
         watched: Weights that autocast may lower, which shows when they are used.
         unused_in_step: Whether nothing of it has been used yet in this step.
 
@@ -72,73 +66,110 @@ class Arrangement:
         self.autocast = autocast
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True
-        self.watched: list[Weight] = []
-        self._memory = memory
         self._backend = backend
-        device_bytes = backend.total_memory()
-        self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
-        largest = largest_unit_bytes(self.budget or device_bytes)
+        total = backend.total_memory()
+        self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         division = find_units(
             module,
             options.units,
             options.resident,
-            largest,
+            largest_unit_bytes(self.budget or total),
             split=learned.divided,
             used_outside=learned.used_outside,
         )
         if learned.order:
             division.put_in_order(learned.order)
-        self.units = division.units
-        self.resident = division.resident
-        self.unmanaged = division.unmanaged
+        self.units, self.resident, self.unmanaged = division.units, division.resident, division.unmanaged
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(module, learned, averaged=replicas is not None)
-        self._layout = choose_device_layout(
-            division,
-            options,
-            learned.plan,
-            budget=self.budget,
-        )
-        self.plan = self._layout.plan
-        self.k, self.k_prime = self._layout.k, self._layout.k_prime
-        self.staging_buffers = self._layout.staging_buffers
-        division.leave_on_device(self._layout.units_on_device)
-        self.parameters_on_device = [
-            weight.master for unit in self._layout.units_on_device for weight in unit.weights_on_device
-        ]
+        watched = self._choose_dtypes(module, learned)
+        for weight in [weight for unit in self.all_units for weight in unit.weights]:
+            weight.averaged = replicas is not None
+        self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
+        self.k, self.k_prime, self.plan = layout.k, layout.k_prime, layout.plan
+        division.leave_on_device(layout.units_on_device)
+        self.parameters_on_device = [w.master for unit in layout.units_on_device for w in unit.weights_on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
-        self.watched = [weight for weight in self.watched if id(weight.master) in self.weights_by_master]
+        self.watched = [weight for weight in watched if id(weight.master) in self.weights_by_master]
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
-        parts = [*self._layout.parts, [self.resident]]
-        self.host_share.check(max(map(sent_bytes, parts)), at_once=1 if memory else processes)
+        parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
+        sizes = [sent_bytes(weight for unit in part for weight in unit.weights) for part in parts]
+        self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self._lay_out(learned)
-        self.weights_by_memory: dict[int, Weight] = {}
-        self._note_memory()
+        try:
+            for part in parts:
+                self._make_group(part, memory)
+            self._assign_places()
+        except BaseException:
+            self.release_copies()
+            raise
+        memory.keep([segment for group in self.groups for segment in group.segments])
+        self._make_twins()
+        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
+        if self.host_share.pin and not self.is_pinned:
+            warnings.warn(
+                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
+                "Copies of it are slow.",
+                stacklevel=2,
+            )
 
-    def _choose_dtypes(self, module: nn.Module, learned: Learned, averaged: bool) -> None:
-        """Decide in which dtype each weight is sent, and its gradient comes back."""
-        if self.autocast is not None:
-            by_table, unknown = weights_under_autocast(module, self._backend.device.type)
-            if not self.compiled:  # a first step shows whether layers are called twice, or read from outside
-                by_table, unknown = set(), by_table | unknown
-            lowered = (by_table | learned.lowered) - learned.used_as_is
-            unknown -= lowered | learned.used_as_is
-            for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
-                known = [weight for weight in segment if weight.dtype is torch.float32]
-                casts = [weight for weight in known if id(weight.master) in lowered]
-                if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
-                    for weight in casts:
-                        weight.compute_dtype = self.autocast
-                if not self.compiled:
-                    self.watched += [weight for weight in known if id(weight.master) in unknown]
-        for weight in [weight for unit in self.all_units for weight in unit.weights]:
-            weight.averaged = averaged
+    # --------------------------------------------------------------------------------------------------- how it is made
+
+    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> list[Weight]:
+        """Decide in which dtype each weight is sent; return those of which a step has to show it."""
+        if self.autocast is None:
+            return []
+        watched: list[Weight] = []
+        by_table, unknown = weights_under_autocast(module, self._backend.device.type)
+        if not self.compiled:  # a first step shows whether layers are called twice, or read from outside
+            by_table, unknown = set(), by_table | unknown
+        lowered = (by_table | learned.lowered) - learned.used_as_is
+        unknown -= lowered | learned.used_as_is
+        for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
+            known = [weight for weight in segment if weight.dtype is torch.float32]
+            casts = [weight for weight in known if id(weight.master) in lowered]
+            if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
+                for weight in casts:
+                    weight.compute_dtype = self.autocast
+            if not self.compiled:
+                watched += [weight for weight in known if id(weight.master) in unknown]
+        return watched
+
+    def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> None:
+        segments = [
+            Segment(part, self._backend, self.host_share.pin, memory.find(part))
+            for part in chain.from_iterable(map(_parts_of, units))
+        ]
+        name, is_kept = ", ".join(unit.name for unit in units), units[0] in self._layout.kept
+        group = Group(len(self.groups), units, segments, resident=units[0].resident, has_own_place=is_kept, name=name)
+        self.groups.append(group)
+        for unit in units:
+            unit.group = group
+
+    def _assign_places(self) -> None:
+        streamed = [group for group in self.groups if not group.has_own_place]
+        offsets, sizes = self._layout.offsets, [group.nbytes for group in streamed]
+        self._backend.gather_free_memory()
+        arena = self._backend.allocate(self._layout.arena_bytes)
+        for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
+            group.place = arena[offset : offset + group.nbytes]
+            group.conflicts = frozenset(streamed[other] for other in others)
+        for group in [group for group in self.groups if group.has_own_place]:
+            group.place = self._backend.allocate(group.nbytes)
+
+    def _make_twins(self) -> None:
+        for group in self.groups:
+            for weight, offset in zip(group.weights, group.offsets, strict=True):
+                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
+                weight.twin = weight.make_twin(group, data, self.compiled)
+                self.twins[weight.twin.key] = weight.twin
+        for member in self.members:
+            member.twins = self.twins
+            member.find_groups()
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
@@ -160,40 +191,32 @@ class Arrangement:
                 member.find_groups()
         return weight.twin
 
-    def give_up(self) -> None:
-        """Make way for another arrangement, or for none."""
+    # ---------------------------------------------------------------------------------------------------- how it ends
+
+    def release_copies(self) -> None:
+        """Let go of host memory, except for that in which masters lie."""
+        for group in self.groups:
+            group.release_copies()
+
+    def close(self) -> None:
+        """Make way for another arrangement, or for none. Idempotent."""
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
+        nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
-            del weight.host, weight.home
+            weight.host = weight.home = nothing
         self.weights_by_memory.clear()  # others may get that memory
-        if not any(group.handles for group in self.groups):  # else a graph holds weights
-            self._give_up_device_memory()
-
-    def _give_up_device_memory(self) -> None:
-        """Release the device memory."""
-        self.arena = self._backend.allocate(0)
+        if any(group.handles for group in self.groups):  # a graph holds weights
+            return
         for group in self.groups:
-            group.place = self.arena
+            group.place = nothing
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
                 twin.lay_leaf()
         self.twins.clear()  # twins are known by their memory, which others may get now
 
-    def find_masters(self) -> None:
-        """Find out where masters lie now: the next arrangement has failed, and may have moved some of them."""
-        for weight in self.weights:
-            weight.host = weight.home = weight.values()
-        self._note_memory()
-
-    def _note_memory(self) -> None:
-        self.weights_by_memory.update((storage_key(weight.host), weight) for weight in self.weights)
-
-    def release_host_memory(self) -> None:
-        """Let go of host memory, except for that in which masters lie."""
-        for group in self.groups:
-            group.release_copies()
+    # ---------------------------------------------------------------------------------------------------- what it takes
 
     @property
     def is_pinned(self) -> bool:
@@ -202,68 +225,12 @@ class Arrangement:
 
     def device_bytes(self) -> int:
         """Return the device memory for weights, and for all state of units that live on the device."""
-        kept = sum(group.nbytes for group in self.groups if group.has_own_place)
-        return self._arena_bytes + kept + self._layout.on_device_bytes
+        apart = sum(group.nbytes for group in self.groups if group.has_own_place)
+        return self._layout.arena_bytes + apart + self._layout.on_device_bytes
 
     def streaming_bytes(self) -> int:
         """Return the device memory for weights, and for gradients on their way to the host."""
-        return self.device_bytes() + self._layout.bytes_of_gradients_on_their_way()
-
-    # ------------------------------------------------------------------------------------------------------ memory
-
-    def _lay_out(self, learned: Learned) -> None:
-        try:
-            self._make_groups()
-            self._assign_places()
-        except BaseException:
-            self.release_host_memory()
-            raise
-        self._memory.keep([segment for group in self.groups for segment in group.segments])
-        self._make_twins()
-        for member in self.members:
-            member.twins = self.twins
-            member.find_groups()
-        if self.host_share.pin and not self.is_pinned:
-            warnings.warn(
-                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
-                "Copies of it are slow.",
-                stacklevel=2,
-            )
-
-    def _make_groups(self) -> None:
-        for index, part in enumerate(self._layout.parts):
-            self.groups.append(self._make_group(index, part))
-        if self.resident.weights:
-            self.groups.append(self._make_group(len(self.groups), [self.resident]))
-
-    def _make_group(self, index: int, units: Sequence[Unit]) -> Group:
-        parts = chain.from_iterable(map(_parts_of, units))
-        segments = [Segment(part, self._backend, self.host_share.pin, self._memory.find(part)) for part in parts]
-        name = ", ".join(unit.name for unit in units)
-        is_kept = units[0] in self._layout.kept
-        group = Group(index, units, segments, resident=units[0].resident, has_own_place=is_kept, name=name)
-        for unit in units:
-            unit.group = group
-        return group
-
-    def _assign_places(self) -> None:
-        streamed = [group for group in self.groups if not group.has_own_place]
-        sizes = [group.nbytes for group in streamed]
-        offsets, self._arena_bytes = place_in_arena(sizes, self._layout.slots)
-        self._backend.gather_free_memory()
-        self.arena = self._backend.allocate(self._arena_bytes)
-        for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
-            group.place = self.arena[offset : offset + group.nbytes]
-            group.conflicts = frozenset(streamed[other] for other in others)
-        for group in [group for group in self.groups if group.has_own_place]:
-            group.place = self._backend.allocate(group.nbytes)
-
-    def _make_twins(self) -> None:
-        for group in self.groups:
-            for weight, offset in zip(group.weights, group.offsets, strict=True):
-                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-                weight.twin = weight.make_twin(group, data, self.compiled)
-                self.twins[weight.twin.key] = weight.twin
+        return self.device_bytes() + self._layout.gradient_bytes
 
 
 def _parts_of(unit: Unit) -> list[list[Weight]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from sp_lightning.pipeline.layout.window_plan import WindowPlan
+from sp_lightning.pipeline.layout.device_layout import WindowPlan
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.optimizer.update import parameters_of
+from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.weights.weight import Weight
 
 

@@ -17,8 +17,8 @@ from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.gradients.stream import Shipment
 from sp_lightning.pipeline.gradients.unit_gradients import State, UnitGradients
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Plan
-from sp_lightning.pipeline.optimizer.update import keeps_state
-from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.optimizer.kinds import keeps_state
+from sp_lightning.pipeline.weights.units import Group
 
 
 class EarlyStep:

@@ -18,11 +18,12 @@ from sp_lightning.pipeline.gradients.unit_gradients import Gradient
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
+from sp_lightning.pipeline.optimizer.kinds import State, keeps_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
-from sp_lightning.pipeline.optimizer.update import State, keeps_state, settings_of
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -49,7 +50,6 @@ class Plan:
         others: For each param group, the parameters that are no weights of ours.
         steps: The steps of each group.
         strangers: For each of these groups, the gradients of weights that are not the optimizer's.
-        unchecked: Weights that have not been checked for whether they can be stepped by unit: they were frozen.
     """
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
@@ -58,13 +58,16 @@ class Plan:
         self.others: list[list[nn.Parameter]] = []
         found: dict[Group, dict[int, set[Gradient]]] = {}
         for index, parameters in enumerate(self._parameters):
-            own = [weights[id(p)] for p in parameters if id(p) in weights]
-            self.others.append([p for p in parameters if id(p) not in weights])
-            for weight in own:
+            others: list[nn.Parameter] = []
+            self.others.append(others)
+            for parameter in parameters:
+                weight = weights.get(id(parameter))
+                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
+                    others.append(parameter)
+                    continue
                 gradient = stream.of(weight)
                 self.gradients.append(gradient)
                 found.setdefault(weight.unit.group, {}).setdefault(index, set()).add(gradient)
-        self.unchecked = list(self.gradients)
         self.steps: dict[Group, list[PlannedStep]] = {}
         self.strangers: dict[Group, list[Gradient]] = {}
         for group in sorted(found, key=lambda group: (not group.resident, group.index)):

@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.on_device import is_elsewhere, move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap
-from sp_lightning.pipeline.optimizer.update import parameters_of
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.guard import (
@@ -33,7 +33,6 @@ from sp_lightning.pipeline.weights.guard import (
     optimizer_waits,
 )
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Afterwards(enum.Enum):
@@ -78,10 +77,6 @@ class OptimizerParts(Protocol):
     @property
     def window(self) -> Window:
         """Knows which groups are on the device."""
-
-    @property
-    def write_back(self) -> WriteBack:
-        """Copies what was written to weights on the device to the masters."""
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -152,8 +147,8 @@ class Optimizers:
             self.seen.add(optimizer)
             self._watch_state(optimizer)
             move_state(optimizer, self._with_state_elsewhere(optimizer))
-        self._parts.write_back.write_served()  # to the masters that are stepped
         with self._at_work:
+            self._parts.window.write_back_all()  # to the masters that are stepped
             self._parts.overlap.before_step(optimizer)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:

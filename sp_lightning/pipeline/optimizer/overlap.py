@@ -33,9 +33,8 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStep
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Job, Plan
-from sp_lightning.pipeline.optimizer.update import parameters_of, why_not_by_unit
-from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, without_torch_function
-from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.optimizer.kinds import parameters_of, why_not_by_unit
+from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -73,26 +72,19 @@ class Overlap:
             self._stream.show_all()
             return
         self._had_state = set(map(id, optimizer.state))
-        left = self._choose(optimizer, plan)
+        self._choose(optimizer, plan)
         for step in early:
             self._finish_early(step)
-        for index, param_group in enumerate(optimizer.param_groups):
+        for param_group, others in zip(optimizer.param_groups, plan.others, strict=True):
             self._taken_out.append((param_group, param_group["params"]))
-            others = plan.others[index]
-            if left:
-                own = {id(gradient.weight.master) for gradient in plan.gradients if gradient not in left}
-                others = [p for p in param_group["params"] if id(p) not in own]
             param_group["params"] = others
-        for gradient in left:
-            self._steps.finish(gradient.weight.unit.group)
 
-    def _choose(self, optimizer: Optimizer, plan: Plan) -> set[Gradient]:
-        """Choose what is stepped by unit; return the gradients of weights that torch's own code has to step.
+    def _choose(self, optimizer: Optimizer, plan: Plan) -> None:
+        """Choose what is stepped by unit.
 
         Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
         """
         settings = self._steps.settings(optimizer)
-        left: set[Gradient] = set()
         for group, steps in plan.steps.items():
             chosen: dict[Gradient, Tensor] = {}
             waits = not self._overlaps
@@ -106,15 +98,11 @@ class Overlap:
                         if tensor is None:
                             continue
                         waits = True
-                        if not _is_like(tensor, weight.master):  # the optimizer's own code knows what to do with it
-                            left.add(gradient)
-                            continue
                     weight.follow()
                     chosen[gradient] = tensor
             if chosen:
                 jobs = self._steps.jobs(optimizer, steps, settings, chosen)
                 self._to_step.append((group, jobs, waits))
-        return left
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of the optimizer, after it has stepped the others."""
@@ -171,20 +159,7 @@ class Overlap:
         """Return why an optimizer cannot step weights unit by unit; None if it can."""
         if self._is_closed:
             return "units have yet to be arranged anew"
-        if getattr(optimizer, "found_inf", None) is not None:
-            return "a GradScaler has left it to the optimizer's own kernel to skip steps"
-        if has_foreign_step_hooks(optimizer):
-            return f"a step hook may look at everything that {type(optimizer).__name__} steps"
-        plan = self._plan_of(optimizer)
-        with without_torch_function():
-            unknown = [g for g in plan.unchecked if g.weight.master.requires_grad or g.host is not None]
-        for param_group in optimizer.param_groups:
-            reason = why_not_by_unit(optimizer, param_group, [gradient.weight.master for gradient in unknown])
-            if reason is not None:
-                return reason
-        if unknown:
-            plan.unchecked = [gradient for gradient in plan.unchecked if gradient not in unknown]
-        return None
+        return why_not_by_unit(optimizer)
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -265,9 +240,3 @@ class Overlap:
     def settled(self) -> bool:
         """Whether all masters are as they would be in plain training."""
         return self._steps.note_finished() and not self._awaiting
-
-
-def _is_like(gradient: Tensor, master: Tensor) -> bool:
-    return (gradient.dtype, gradient.layout, gradient.device) == (master.dtype, master.layout, master.device) and (
-        gradient.stride() == master.stride()
-    )

@@ -9,14 +9,16 @@ operation to the next. All bits are as after `optimizer.step()`.
                        `-------------- for one part after the other, in the cache --------------'
 
 `optimizer.state` keeps its plain form, one tensor per parameter and kind of state; those of a run lie side by side.
+What does not (yet), as in a first step or after state was loaded, is stepped weight by weight.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +26,36 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.optimizer.update import BY_ELEMENT, VECTOR_MULTIPLE, Part, State, Update
-from sp_lightning.pipeline.weights.buffers import is_dense, tensor_in
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, State, keeps_state
+from sp_lightning.pipeline.torch_private import StepCode
+from sp_lightning.pipeline.weights.buffers import tensor_in
 
+VECTOR_MULTIPLE = 64
+"""Weights are joined with others, and cut, at multiples of this many elements only.
+
+It is the most that torch's CPU loops take at once: two vectors of 64 bytes, at two bytes an element. The elements left
+over at the end of a tensor are computed one by one and may round differently, because vectors use fused multiply-adds.
+So the position of an element in its tensor decides its bits; the address of the tensor does not.
+"""
+
+_PART = 1 << 18  # elements for each thread: so many of a gradient, a master and a copy stay in its cache
 _STAGGER = 17 * 64  # large buffers begin at the same offset in their pages: an update would hit the same cache sets
+
+
+class Part(NamedTuple):
+    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of them.
+
+    Attributes:
+        parameter: Memory of masters.
+        gradient: Its gradient, as it arrived.
+        copy: The lowered copy to write; None if there is none.
+        state: The optimizer's state, which its code changes.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+    state: State
 
 
 class UnitStep:
@@ -43,14 +71,15 @@ class UnitStep:
         self._masters = list(masters)
         self._copies = list(copies)
         self._runs: list[_Run] = []
-        self._singles: list[int] = []
-        for index, (home, copy) in enumerate(zip(homes, copies, strict=True)):
-            if kind not in BY_ELEMENT or home.dim() == 0 or home.numel() == 0 or not is_dense(home):
-                self._singles.append(index)
-            elif self._runs and self._runs[-1].is_before(index, home, copy):
-                self._runs[-1].add(home, copy)
-            else:
-                self._runs.append(_Run(index, home, copy))
+        self._whole: list[int] = []
+        begin = 0
+        for index, home in enumerate(homes):
+            if kind not in BY_ELEMENT or home.dim() == 0 or home.numel() == 0:
+                self._whole.append(index)
+                begin = index + 1
+            elif index + 1 == len(homes) or not _are_joined(homes, copies, index):
+                self._runs.append(_Run(begin, homes[begin : index + 1], copies[begin : index + 1]))
+                begin = index + 1
 
     def run(
         self,
@@ -72,215 +101,193 @@ class UnitStep:
                 scaled in place; one in a lower dtype is not changed.
             states: The optimizer's state of each weight, which is updated; empty if there is none.
         """
-        update = Update(optimizer, settings, scaling)
-        afterwards: list[Callable[[], None]] = []
-        update.run(self._parts(update, gradients, states, afterwards))
-        for action in afterwards:
-            action()
-        increment_version([m for m, g in zip(self._masters, gradients, strict=True) if g is not None])
-
-    def _parts(
-        self,
-        update: Update,
-        gradients: Sequence[Tensor | None],
-        states: Sequence[State],
-        afterwards: list[Callable[[], None]],
-    ) -> Iterator[Part]:
-        singles = list(self._singles)
+        stepped = [m for m, g in zip(self._masters, gradients, strict=True) if g is not None]
+        does_more = any(copy is not None for copy in self._copies) or any(
+            g is not None and g.dtype != m.dtype for m, g in zip(self._masters, gradients, strict=True)
+        )
+        # parts for two threads at least: in smaller ones the time that Python takes between them would show
+        limit = _PART * max(2, torch.get_num_threads()) if does_more or not settings.get("fused") else sys.maxsize
+        keeps = keeps_state(optimizer, settings)
+        whole = list(self._whole)
+        parts: list[Part] = []
         for run in self._runs:
-            if all(gradient is None for gradient in gradients[run.first : run.end]):
-                continue
-            own = states[run.first : run.end]
-            if run.is_home(self._masters[run.first : run.end]) and run.settle(own):
-                yield from run.parts(update, gradients[run.first : run.end], own, afterwards)
-            else:
-                singles += range(run.first, run.end)
-        for index in singles:
-            gradient, state = gradients[index], states[index]
-            if gradient is None:
-                continue
-            store_state = None
-            if update.keeps_state and not _has_values(state):
-                made: State = {}
-                state, store_state = made, partial(state.update, made)
-            yield Part(self._masters[index].data, gradient, self._copies[index], state, store_state)
+            own = slice(run.first, run.end)
+            whole += run.cut(self._masters[own], gradients[own], states[own], keeps, limit, parts)
+        for index in whole:
+            gradient = gradients[index]
+            if gradient is not None:
+                parts.append(Part(self._masters[index].data, gradient, self._copies[index], states[index]))
+        _update(StepCode(optimizer, settings.copy()), scaling.without_ones(), parts, limit)
+        for run in self._runs:
+            run.finish(states[run.first : run.end])
+        increment_version(stepped)
+
+
+def _are_joined(homes: Sequence[Tensor], copies: Sequence[Tensor | None], index: int) -> bool:
+    """Tell whether a weight and the next one can be stepped as one."""
+    (home, after), (copy, copy_after) = homes[index : index + 2], copies[index : index + 2]
+    if after.dim() == 0 or after.numel() == 0 or (home.numel() | after.numel()) % VECTOR_MULTIPLE:
+        return False
+    if copy is None or copy_after is None:
+        return copy is copy_after and side_by_side([home, after])
+    return side_by_side([home, after]) and side_by_side([copy, copy_after])
 
 
 class _Run:
-    """Weights that lie side by side, and are stepped as one flat weight where their gradients do, too.
+    """Weights that lie side by side, and are stepped as one flat weight where all else of theirs does, too.
 
     Attributes:
         first: The number of its first weight.
+        end: The number after that of its last weight.
     """
 
-    def __init__(self, first: int, memory: Tensor, copy: Tensor | None) -> None:
-        self.first = first
-        self._memories = [memory]
-        self._copies = [] if copy is None else [copy]
-        self._starts = [0, memory.numel()]
-        self._memory = flat([memory])
-        self._copy = None if copy is None else flat([copy])
-        self._forget_state()
+    def __init__(self, first: int, homes: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+        self.first, self.end = first, first + len(homes)
+        self._homes = homes
+        self._starts = list(accumulate((home.numel() for home in homes), initial=0))
+        self._memory = flat(homes)
+        present = [copy for copy in copies if copy is not None]
+        self._copy = flat(present) if present else None
+        self._state: dict[str, Tensor] = {}  # that of all weights, but for what is one number for each
+        self._placed: list[State] = [{} for _ in homes]  # what `optimizer.state` has where state lies in that
+        self._cuts: list[tuple[int, int, State]] = []
 
-    @property
-    def end(self) -> int:
-        """The number after that of its last weight."""
-        return self.first + len(self._memories)
-
-    def is_home(self, masters: Sequence[Tensor]) -> bool:
-        """Tell whether all masters lie where they lay."""
-        return all(m.data_ptr() == memory.data_ptr() for m, memory in zip(masters, self._memories, strict=True))
-
-    def is_before(self, index: int, memory: Tensor, copy: Tensor | None) -> bool:
-        """Tell whether a weight can be joined."""
-        return (
-            index == self.end
-            and self._memories[-1].numel() % VECTOR_MULTIPLE == memory.numel() % VECTOR_MULTIPLE == 0
-            and side_by_side([self._memories[-1], memory])
-            and (copy is None) == (not self._copies)
-            and (copy is None or side_by_side([self._copies[-1], copy]))
-        )
-
-    def add(self, memory: Tensor, copy: Tensor | None) -> None:
-        """Join the next weight."""
-        self._memories.append(memory)
-        self._starts.append(self._starts[-1] + memory.numel())
-        self._memory = flat(self._memories)
-        if copy is not None:
-            self._copies.append(copy)
-            self._copy = flat(self._copies)
-        self._forget_state()
-
-    # -------------------------------------------------------------------------------------------------- state
-
-    def _forget_state(self) -> None:
-        self._by_element: dict[str, Tensor] = {}
-        self._by_weight: dict[str, Tensor] = {}
-        self._places: list[State] = [{} for _ in self._memories]
-
-    def settle(self, states: Sequence[State]) -> bool:
-        """Have all state lie side by side: that which was loaded, or set by hand, moves.
-
-        Memory that was left is not used again: whoever has set other state may hold the former, to set it again.
-
-        Returns:
-            Whether that is possible: it is like the weights, or one number for each.
-        """
-        if all(map(_is_in, states, self._places)):
-            return True
-        for state, memory in zip(states, self._memories, strict=True):
-            for value in state.values():
-                is_usual = isinstance(value, Tensor) and value.device.type == "cpu"
-                if value is not None and not (is_usual and (value.dim() == 0 or value.shape == memory.shape)):
-                    return False
-        self._forget_state()
-        for index, state in enumerate(states):
-            for key, value in state.items():
-                if value is not None:
-                    place = self._place(index, key, value)
-                    if place is None:
-                        self._forget_state()
-                        return False
-                    state[key] = place.copy_(value)
-        return True
-
-    def _place(self, index: int, key: str, like: Tensor) -> Tensor | None:
-        """Make the place of one weight's state; None if others have such state in another dtype."""
-        each, dtype = like.dim() == 0, like.dtype
-        buffers = self._by_weight if each else self._by_element
-        if key in (self._by_element if each else self._by_weight) or (key in buffers and buffers[key].dtype != dtype):
-            return None
-        if key not in buffers:
-            count = len(self._memories) if each else self._starts[-1]
-            apart = _STAGGER * (1 + len(self._by_element) + len(self._by_weight))
-            buffers[key] = torch.empty(apart + count * dtype.itemsize, dtype=torch.uint8)[apart:].view(dtype)
-        memory = buffers[key].view(torch.uint8)
-        start = index if each else self._starts[index]
-        place = tensor_in(memory, start * dtype.itemsize, like if each else self._memories[index], dtype)
-        self._places[index][key] = place
-        return place
-
-    def _store_state(self, begin: int, end: int, start: int, made: State) -> None:
-        """Copy the state that the code has made for a part to where the weights' state lies from now on."""
-        for key, value in made.items():
-            if start == self._starts[begin]:
-                for index in range(begin, end):
-                    self._place(index, key, value)
-            if value.dim():
-                self._by_element[key][start : start + value.numel()].copy_(value)
-            else:
-                self._by_weight[key][begin:end].fill_(value)
-
-    # -------------------------------------------------------------------------------------------------- parts
-
-    def parts(
+    def cut(
         self,
-        update: Update,
+        masters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         states: Sequence[State],
-        afterwards: list[Callable[[], None]],
-    ) -> Iterator[Part]:
-        """Yield the parts to step; what is to be done when they have been stepped is added to `afterwards`."""
-        count = len(gradients)
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) == count and side_by_side(present) and self._is_alike(states):
-            yield from self._cut(update, 0, count, flat(present), states, afterwards)
-            return
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                yield from self._cut(update, index, index + 1, flat([gradient]), states, afterwards)
-
-    def _is_alike(self, states: Sequence[State]) -> bool:
-        """Tell whether all weights have the same kinds of state, and the same numbers such as `step`."""
-        keys = states[0].keys()
-        return all(state.keys() == keys for state in states) and all(
-            bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values()
-        )
-
-    def _cut(
-        self,
-        update: Update,
-        begin: int,
-        end: int,
-        gradient: Tensor,
-        states: Sequence[State],
-        afterwards: list[Callable[[], None]],
-    ) -> Iterator[Part]:
-        first, last = self._starts[begin], self._starts[end]
-        makes_state = update.keeps_state and not _has_values(states[begin])
-        does_more = makes_state or self._copy is not None or gradient.dtype != self._memory.dtype
-        size = update.limit if does_more or not update.is_fused else last - first
-        keys = self._places[begin]
-        state: State = {}
-        for start in range(first, last, size):
-            stop = min(start + size, last)
-            store_state = None
-            if makes_state:
-                state = {}
-                store_state = partial(self._store_state, begin, end, start, state)
+        keeps_state: bool,
+        limit: int,
+        parts: list[Part],
+    ) -> list[int]:
+        """Add parts to step; return the numbers of weights that have to be stepped as they are."""
+        self._cuts.clear()
+        whole, ready = [], []
+        for index, (master, gradient, state) in enumerate(zip(masters, gradients, states, strict=True)):
+            if gradient is None:
+                continue
+            home, placed = self._homes[index], self._placed[index]
+            if (
+                master.data_ptr() == home.data_ptr()
+                and (gradient.layout, gradient.shape) == (home.layout, home.shape)
+                and gradient.stride() == home.stride()
+                and (bool(state) or not keeps_state)
+                and _is_in(state, placed)
+            ):
+                ready.append((index, gradient))
             else:
-                state = {key: values[start:stop] for key, values in self._by_element.items() if key in keys}
-                # the code changes a number such as `step` once for each parameter: each part has its own
-                state.update({key: numbers[begin].clone() for key, numbers in self._by_weight.items() if key in keys})
-            copy = None if self._copy is None else self._copy[start:stop]
-            yield Part(self._memory[start:stop], gradient[start - first : stop - first], copy, state, store_state)
-        afterwards.append(partial(self._finish, begin, end, state, states if makes_state else ()))
+                whole.append(self.first + index)
+        present = [gradient for _, gradient in ready]
+        if len(ready) == len(states) and side_by_side(present) and _numbers_agree(states):
+            parts += self._parts(0, len(states), flat(present), states[0], limit)
+        else:
+            for index, gradient in ready:
+                parts += self._parts(index, index + 1, flat([gradient]), states[index], limit)
+        return whole
 
-    def _finish(self, begin: int, end: int, state: State, made_for: Sequence[State]) -> None:
-        """Keep the numbers of the last part for each weight, and enter state that was made."""
-        for key, numbers in self._by_weight.items():
-            if key in state:
-                numbers[begin:end].fill_(state[key])
-        for index in range(begin, end) if made_for else ():
-            made_for[index].update(self._places[index])
+    def _parts(self, begin: int, end: int, gradient: Tensor, state: State, limit: int) -> Iterator[Part]:
+        first, last = self._starts[begin], self._starts[end]
+        own: State = {}
+        for start in range(first, last, limit):
+            part = slice(start, min(start + limit, last))
+            # the code changes a number such as `step` once for each parameter: each part has its own
+            own = {k: self._state[k][part] if k in self._state else v.clone() for k, v in state.items()}
+            copy = None if self._copy is None else self._copy[part]
+            yield Part(self._memory[part], gradient[part.start - first : part.stop - first], copy, own)
+        self._cuts.append((begin, end, own))
+
+    def finish(self, states: Sequence[State]) -> None:
+        """Give each weight the numbers of the last of its parts, and have all state lie side by side."""
+        for begin, end, stepped in self._cuts:
+            for state in states[begin:end]:
+                for key, value in stepped.items():
+                    if value.dim() == 0:
+                        state[key].copy_(value)
+        self._cuts.clear()
+        if not all(map(_is_in, states, self._placed)):
+            self._place(states)
+
+    def _place(self, states: Sequence[State]) -> None:
+        """Move state that was made or loaded to where it lies side by side, if it is like the weights.
+
+        The memory that it leaves is not used again: whoever has set other state may hold the former, to set it again.
+        """
+        made = next(filter(None, states), State())
+        for state, home in zip(states, self._homes, strict=True):
+            if state.keys() not in (made.keys(), {}.keys()):
+                return
+            if not all(_is_usual(value, made[key], home) for key, value in state.items()):
+                return
+        self._state = {}
+        for number, (key, like) in enumerate(made.items(), 1):
+            if like.dim() == 0:
+                continue
+            apart = _STAGGER * number
+            memory = torch.empty(apart + self._starts[-1] * like.itemsize, dtype=torch.uint8)[apart:]
+            self._state[key] = memory.view(like.dtype)
+            for state, home, start in zip(states, self._homes, self._starts, strict=False):
+                if state:
+                    state[key] = tensor_in(memory, start * like.itemsize, home, like.dtype).copy_(state[key])
+        self._placed = [dict(state) for state in states]
+
+
+def _is_usual(value: Any, like: Any, home: Tensor) -> bool:
+    """Tell whether a kind of state has a number for a weight, or one for each element, on the host."""
+    if not (isinstance(value, Tensor) and isinstance(like, Tensor) and value.device.type == "cpu"):
+        return False
+    return value.dtype == like.dtype and value.shape == (home.shape if like.dim() else ())
+
+
+def _is_in(state: State, placed: State) -> bool:
+    return len(state) == len(placed) and all(placed.get(key) is value for key, value in state.items())
+
+
+def _numbers_agree(states: Sequence[State]) -> bool:
+    """Tell whether numbers such as `step` are the same for all weights."""
+    numbers = [[float(value) for value in state.values() if value.dim() == 0] for state in states]
+    return all(each == numbers[0] for each in numbers)
 
 
 def _has_values(state: State) -> bool:
     return any(value is not None for value in state.values())
 
 
-def _is_in(state: State, places: State) -> bool:
-    return len(state) == len(places) and all(places.get(key) is value for key, value in state.items())
+def _update(code: StepCode, scaling: Scaling, parts: Sequence[Part], limit: int) -> None:
+    """Cast and scale gradients, run the optimizer's code, and write copies, in batches that stay in the cache."""
+    batch: list[Part] = []
+    size = 0
+    scratch: dict[torch.dtype, Tensor] = {}  # the same memory for one batch after the other: it stays cached
+    for part in parts:
+        # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
+        if batch and (size + part.parameter.numel() > limit or _has_values(part.state) != _has_values(batch[0].state)):
+            _update_batch(code, scaling, batch, limit, scratch)
+            batch, size = [], 0
+        batch.append(part)
+        size += part.parameter.numel()
+    if batch:
+        _update_batch(code, scaling, batch, limit, scratch)
+
+
+def _update_batch(
+    code: StepCode, scaling: Scaling, parts: Sequence[Part], limit: int, scratch: dict[torch.dtype, Tensor]
+) -> None:
+    used = 0
+    for parameter, arrived, _, _ in parts:
+        gradient, dtype = arrived, parameter.dtype
+        if arrived.dtype != dtype and used + arrived.numel() <= limit:
+            if dtype not in scratch:
+                scratch[dtype] = torch.empty(limit, dtype=dtype)
+            gradient = scratch[dtype].as_strided(arrived.size(), arrived.stride(), used).copy_(arrived)
+            used += arrived.numel()
+        elif arrived.dtype != dtype:
+            gradient = arrived.to(dtype)
+        scaling.apply_(gradient)
+        parameter.grad = gradient
+    code.run({part.parameter: part.state for part in parts})
+    for part in parts:
+        if part.copy is not None:
+            part.copy.copy_(part.parameter)
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> bool:

@@ -17,15 +17,21 @@ share is resident.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
 from sp_lightning.pipeline.options import UnitPolicy
-from sp_lightning.pipeline.units.atoms import TYPICAL_UNIT_COUNT, atoms_by_policy, atoms_by_structure
+from sp_lightning.pipeline.torch_private import is_compiled, without_compile
 from sp_lightning.pipeline.units.members import add_remaining_members, make_member, note_special_cases
 from sp_lightning.pipeline.units.tree import Atom, Tree, named_own_parameters
 from sp_lightning.pipeline.weights.units import Division, Unit
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_TYPICAL_UNIT_COUNT = 12  # outside of lists, modules up to 1/12 of the model stay whole
+_SMALL_LEAF_DIVISOR = 50  # leaves below 1/50 of the model are not worth streaming on their own,
+_SMALL_LEAF_BYTES = 256 << 20  # unless they are larger than this: a large model's embedding would fill a small device
 
 
 def find_units(
@@ -52,7 +58,7 @@ def find_units(
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
     tree = Tree(root, resident, split, used_outside, on_meta)
-    atoms = atoms_by_structure(tree, max_unit_bytes) if policy is None else atoms_by_policy(tree, policy)
+    atoms = _atoms_by_structure(tree, max_unit_bytes) if policy is None else _atoms_by_policy(tree, policy)
     parts, shared = _join_sharing(tree, atoms)
     resident_weights = tree.resident_weights | shared
     if policy is None:
@@ -73,6 +79,106 @@ def find_units(
     division = Division(units, rest, callers, tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
+
+
+def _atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
+    """Find the modules that the user's policy selects, in the order of the tree.
+
+    Raises:
+        ValueError: If it selects nothing that could stream.
+    """
+    matches = _as_predicate(policy)
+    atoms: list[Atom] = []
+    covered = {id(without_compile(tree.root))}
+    matched = False
+    for name, module in tree.root.named_modules():
+        inner = without_compile(module)
+        if id(inner) in covered or not matches(name, inner):
+            continue
+        covered |= {id(part) for part in module.modules()}
+        if tree.may_be_member(module):
+            matched = matched or any(id(parameter) in tree.weights for parameter in module.parameters())
+            if tree.bytes_of(module):
+                atoms.append(Atom(name, module))
+    if not matched and tree.total:
+        classes = Counter(type(module).__name__ for module in tree.root.modules())
+        common = ", ".join(name for name, _ in classes.most_common(8))
+        raise ValueError(
+            f"`units={policy!r}` matches no module of `{type(tree.root).__name__}` that is called and has "
+            f"weights to stream. Its most frequent module classes are: {common}."
+        )
+    return atoms
+
+
+def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
+    if callable(policy) and not isinstance(policy, type):
+        return policy
+    entries = [policy] if isinstance(policy, str | type) else list(policy)
+    names = {entry for entry in entries if isinstance(entry, str)}
+    classes = tuple(entry for entry in entries if isinstance(entry, type))
+    return lambda _, module: (
+        isinstance(module, classes)
+        or any(cls.__name__ in names or f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__)
+    )
+
+
+def _atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
+    """Find the modules that are not divided further, in the order of the tree.
+
+    Modules with more than `largest` bytes are divided where they can be.
+    """
+    root = Atom("", tree.root)
+    atoms = _divide(tree, root, largest, min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES), set())
+    keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
+    if sum(tree.weights[key].nbytes for key in keys) >= 0.9 * tree.total:
+        return atoms
+    return _divide(tree, root, largest, 0, set())  # many small leaves add up: stream them too
+
+
+def _divide(
+    tree: Tree, here: Atom, largest: int | None, small: int, seen: set[int], is_block: bool = False
+) -> list[Atom]:
+    """Find atoms at and below a module; leaves outside of lists with less than `small` bytes are left out."""
+    module, inner = here.module, without_compile(here.module)
+    nbytes = tree.bytes_of(module)
+    if nbytes == 0 or id(module) in tree.resident_modules or id(inner) in seen:
+        return []
+    seen.add(id(inner))
+    children = tree.streamable_children(module)
+    if not children:
+        return [here] if tree.may_be_member(module) and (is_block or nbytes >= small) else []
+    if _stays_whole(tree, module, largest, is_block):
+        return [here]
+    children_are_blocks = isinstance(inner, _LISTS) and len(children) > 1
+    atoms: list[Atom] = []
+    for name, child in children:
+        full_name = f"{here.name}.{name}" if here.name else name
+        atoms += _divide(tree, Atom(full_name, child), largest, small, seen, children_are_blocks)
+    return atoms
+
+
+def _stays_whole(tree: Tree, module: nn.Module, largest: int | None, is_block: bool) -> bool:
+    if isinstance(without_compile(module), nn.MultiheadAttention):
+        return True  # it uses `out_proj.weight` without calling `out_proj`
+    nbytes = tree.bytes_of(module)
+    if module is tree.root or not tree.may_be_member(module) or (largest is not None and nbytes > largest):
+        return False
+    called = [*module.children()] if type(module) is nn.Sequential and not is_compiled(module) else []
+    if len(called) > 1 and all(map(tree.streamable_children, called)):
+        return False  # it only calls blocks, and each of them can then recompute its activations by itself
+    if is_block:
+        return 4 * nbytes <= tree.total or not _has_blocks(tree, module)
+    return nbytes * _TYPICAL_UNIT_COUNT <= tree.total
+
+
+def _has_blocks(tree: Tree, module: nn.Module) -> bool:
+    """Tell whether it is a list, or has a list of blocks inside; a list of leaves (an MLP) inside is not one."""
+    lists = {inner: tree.streamable_children(inner) for inner in module.modules() if isinstance(inner, _LISTS)}
+    return any(
+        len(children) > 1
+        and (inner is without_compile(module) or any(tree.streamable_children(child) for _, child in children))
+        for inner, children in lists.items()
+    )
 
 
 def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], set[int]]:
@@ -105,7 +211,7 @@ def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], 
 def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
     """Join neighbors while the sum stays below the size of a typical unit."""
     sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
-    target = min(tree.total // TYPICAL_UNIT_COUNT, _weighted_median(sizes))
+    target = min(tree.total // _TYPICAL_UNIT_COUNT, _weighted_median(sizes))
     if largest is not None:
         target = min(target, largest)
     joined: list[list[Atom]] = []

@@ -35,7 +35,7 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
-    with _parameters_stay_the_same(root):
+    with _without_parts(root):
         vars(root)["_apply"] = apply
         try:
             root.to(device)
@@ -52,16 +52,11 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
 
 
 @contextmanager
-def _parameters_stay_the_same(root: nn.Module) -> Iterator[None]:
-    """Have `_apply` leave every Parameter object in its place, whatever users have told torch about conversions."""
-    future = torch.__future__
-    overwrite = future.get_overwrite_module_params_on_conversion()
-    swap = future.get_swap_module_params_on_conversion()
+def _without_parts(root: nn.Module) -> Iterator[None]:
+    """Hide parameters that consist of other tensors from `_apply`, which would exchange all that they are."""
     modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
     places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
-    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]  # would be swapped
-    future.set_overwrite_module_params_on_conversion(False)
-    future.set_swap_module_params_on_conversion(False)
+    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]
     for parameters, key, _ in hidden:
         parameters[key] = None
     try:
@@ -69,5 +64,3 @@ def _parameters_stay_the_same(root: nn.Module) -> Iterator[None]:
     finally:
         for parameters, key, parameter in hidden:
             parameters[key] = parameter
-        future.set_overwrite_module_params_on_conversion(overwrite)
-        future.set_swap_module_params_on_conversion(swap)

@@ -1,9 +1,7 @@
 """The leaf of a twin: a Parameter that stands in for the master while its unit computes.
 
-A forward may contain `self.weight.data.clamp_()`, which autograd does not count. It has to reach the master like any
-other change, but `.data` is an alias with a version of its own. So the leaf holds on to the one that it has lent, whose
-version all others share; weight.py reads it. Attributes that users set on a Parameter, and its gradient, are those of
-the master.
+A forward may contain `self.weight.data.clamp_()`, which has to reach the master like any other change. So the leaf's
+`.data` shares its version. Attributes that users set on a Parameter, and its gradient, are those of the master.
 
 `torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
@@ -38,13 +36,7 @@ class TwinParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, without history, as of any Parameter."""
-        if torch.compiler.is_compiling():
-            return self.detach()  # so does dynamo, which thereby makes the leaf's own version count
-        alias: Tensor | None = self.__dict__.get("lent")
-        if alias is None:
-            with torch.inference_mode(False):
-                alias = self.__dict__["lent"] = _DATA.__get__(self)
-        return alias.detach()  # shares the alias's version
+        return self.detach()  # shares the leaf's version, as dynamo has it, too
 
     @data.setter
     def data(self, values: Tensor) -> None:

@@ -1,10 +1,13 @@
-"""Operands of an operation: finding them among its arguments, in containers, too, replacing and moving them."""
+"""Tensors and others among the arguments of an operation, and in what a module returns: found, and replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -39,3 +42,33 @@ def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) 
             replaced[key] = item
         return replaced
     return value
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return all tensors in a module's output: in containers, and in objects such as a dataclass."""
+    if isinstance(output, Tensor):
+        return [output]
+    found: list[Tensor] = []
+    if output is not None:
+        _collect(output, found, set())
+    return found
+
+
+def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif id(leaf) not in seen and not (isinstance(leaf, type | nn.Module) or callable(leaf)):
+            seen.add(id(leaf))
+            items = leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else ()
+            _collect([*items, *getattr(leaf, "__dict__", {}).values()], found, seen)
+
+
+def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Return an output with the tensors replaced that lie in containers which torch's pytree knows."""
+    return pytree.tree_map(lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, output)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements, zeros of a sparse one included, which has no `nbytes`."""
+    return tensor.numel() * tensor.element_size()

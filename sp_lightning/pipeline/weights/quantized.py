@@ -83,15 +83,12 @@ class QuantizedTwin(Twin):
             raise RuntimeError(
                 f"A forward gave the quantized weight {self.weight.name!r} other memory. Convert it before training."
             )
-        return sum(part._version for part in parts) != self._changes_seen
+        return sum(part._version for part in parts) != self._version_seen
 
     def note_written_back(self) -> None:
         """Note that every part of the master got a change by an in-place write, which must not count a second time."""
         self.note_unchanged()
         self._write_backs += len(self._places)
-
-    def _changes_of_leaf(self) -> int:
-        return self._version_of_leaf()
 
     def _version_of_leaf(self) -> int:
         return sum(part._version for part in parts_of(self.parameter))
@@ -125,8 +122,8 @@ class QuantizedWeight(Weight):
 
     @property
     def version(self) -> int:
-        """A number that grows with every change of the master that torch counts."""
-        return sum(part._version for part in parts_of(self.master))
+        """A number that grows with every change of the master that torch counts, and when it is given other memory."""
+        return sum(part._version for part in parts_of(self.master)) + self.replacements
 
     def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
         """Make a twin over memory on the device."""

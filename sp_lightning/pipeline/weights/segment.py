@@ -21,7 +21,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
-_SAMPLED = 512  # elements of a segment: each costs a cache miss
+_SAMPLED = 224  # elements of a segment: each costs a cache miss
 _LEAST_SAMPLED = 4  # of a weight
 _WORD = 4  # bytes
 
@@ -144,7 +144,7 @@ class Segment:
 
     def _look(self) -> Tensor:
         with torch.inference_mode(False):
-            return self._words.index_select(0, self._sampled)
+            return self._words.take(self._sampled)
 
     # ----------------------------------------------------------------------------------------------------- the copies
 

@@ -16,11 +16,12 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         member: The member that is about to compute, as a whole or in parts.
         prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
     """
-    for parameters, key, twin, leaf, master in member.swaps:
-        if leaf.requires_grad != master.requires_grad:
+    for entry in member.entries:
+        twin, master = entry.weight.twin, entry.weight.master
+        if twin.parameter.requires_grad != master.requires_grad:
             prepare(twin)
-        if parameters.get(key) is master:  # else `functional_call` has put another tensor there
-            parameters[key] = leaf
+        if entry.current is master:  # else `functional_call` has put another tensor there
+            entry.current = twin.parameter
     for module, weights in member.recurrent:
         present = {id(entry.weight): entry.current for entry in member.entries}
         module._flat_weights = [present[id(weight)] for weight in weights]
@@ -28,12 +29,12 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
 
 def swap_out(member: Member) -> None:
     """Put the masters back; what is neither a twin nor a master is the user's and stays."""
-    for parameters, key, _, leaf, master in member.swaps:
-        current = parameters.get(key)
-        if current is leaf:
-            parameters[key] = master
+    for entry in member.entries:
+        current, master = entry.current, entry.weight.master
+        if current is entry.weight.twin.parameter:
+            entry.current = master
         elif current is not None and current is not master and storage_key(current) in member.twins:
-            parameters[key] = master  # an earlier twin's, of a weight that is a device parameter by now
+            entry.current = master  # an earlier twin's, of a weight that is a device parameter by now
     for module, weights in member.recurrent:
         module._flat_weights = [weight.master for weight in weights]
 

@@ -55,7 +55,7 @@ class Twin:
         self.key = storage_key(data)
         self.required_gradient = False
         self.gradient_hook: RemovableHandle | None = None
-        self._changes_seen = self._changes_of_leaf()
+        self._version_seen = self._version_of_leaf()
         self._write_backs = 0
 
     def _make_leaf(self, compiled: bool) -> nn.Parameter:
@@ -71,28 +71,15 @@ class Twin:
 
     def lay_leaf(self) -> None:
         """Lay the leaf over the twin's memory, past its own setter, which dynamo would compile: torch 2.14 cannot."""
-        self.parameter.__dict__.pop("lent", None)
         _DATA.__set__(self.parameter, self.data)
         self.note_unchanged()
 
     def version(self) -> int:
-        """Return a version that grows with every in-place change that autograd would count on a plain parameter.
+        """Return a version that grows with every change of the weight, on the host or by a forward.
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
         return self.weight.version + self._version_of_leaf() - self._write_backs
-
-    def replacements(self) -> int:
-        """Return how often the weight was given other memory (`weight.data = ...`), and its values moved into ours.
-
-        Autograd does not count this: where it has saved the weight itself, backward goes on with the new values. A view
-        keeps the old memory.
-        """
-        return self.weight.replacements
-
-    def changes(self) -> int:
-        """Return a number that grows with every change, also with those in a forward that autograd does not count."""
-        return self.version() + self._write_backs + self.replacements()
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
@@ -108,7 +95,7 @@ class Twin:
     @property
     def is_touched(self) -> bool:
         """Whether a forward may have written to it since the last look, as `nn.Embedding(max_norm=...)` does."""
-        return self._changes_of_leaf() != self._changes_seen
+        return self._version_of_leaf() != self._version_seen
 
     def note_written_back(self) -> None:
         """Note that the master got the change by an in-place write, which must not count a second time."""
@@ -117,11 +104,7 @@ class Twin:
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
-        self._changes_seen = self._changes_of_leaf()
-
-    def _changes_of_leaf(self) -> int:
-        lent = self.parameter.__dict__.get("lent")
-        return self.parameter._version if lent is None else self.parameter._version + int(lent._version)
+        self._version_seen = self._version_of_leaf()
 
     def _version_of_leaf(self) -> int:
         return self.parameter._version
@@ -171,8 +154,8 @@ class Weight:
 
     @property
     def version(self) -> int:
-        """A number that grows with every change of the master that torch counts."""
-        return self.master._version
+        """A number that grows with every change of the master that torch counts, and when it is given other memory."""
+        return self.master._version + self.replacements
 
     def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
         """Make a twin over memory on the device."""

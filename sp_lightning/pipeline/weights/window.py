@@ -14,7 +14,7 @@ optimizer steps groups in another order than that in which they were asked for.
 [Note: while copies read the masters]
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
 not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
-waits for it if computing uses it, and guards stay until then.
+waits for it, and guards stay until then.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.group import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.swap import leave_unit
+from sp_lightning.pipeline.weights.units import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.write_back import WriteBack
 
@@ -48,15 +48,13 @@ class Window:
         order: Order,
         backend: Backend,
         stats: Stats,
-        write_back: WriteBack,
     ) -> None:
         self.groups = groups
         self._group_of_member = list(group_of_member)
         self._order = order
         self._backend = backend
         self._stats = stats
-        self._write_back = write_back
-        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
+        self._write_back = WriteBack(backend, stats)
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
@@ -71,10 +69,21 @@ class Window:
 
     def end_step(self) -> None:
         """Remember samples of what stays on the device, so that edits past versions show in the next step."""
+        self.write_back_all()
         for group in self.groups:
             if group.loaded and not self._is_being_stepped(group):
                 for segment in group.segments:
                     segment.take_sample()
+
+    def write_back(self, weights: Iterable[Weight]) -> None:
+        """Write back what was written to these weights on the device."""
+        self._write_back.write(weights)
+
+    def write_back_all(self) -> None:
+        """Write back what was written to any weights on the device."""
+        for group in self.groups:
+            if group.readable:
+                self.write_back(group.weights)
 
     def suspect_all(self) -> None:
         """Check every group for changed masters before it is used again."""
@@ -90,11 +99,12 @@ class Window:
     def abandon(self) -> None:
         """After an exception: treat every group as absent, with no call inside."""
         for group in self.groups:
+            for weight in group.weights:
+                weight.twin.note_unchanged()
             group.users, group.suspect = 0, True
-            self._mark_absent(group)
+            group.residency = Residency.ABSENT
             group.clear_place()
-            group.tickets.clear()
-            group.used_copies.clear()
+            group.uploads.clear()
 
     def is_blocked(self, group: Group) -> bool:
         """Tell whether the group is absent and cannot be loaded, because a call is inside of a group in its place."""
@@ -109,9 +119,7 @@ class Window:
         if not group.loaded:
             self._stats.misses += 1
             self._load(group)
-        used = [*group.used_copies, *group.tickets]
         self._wait_for_copies(group)
-        group.used_copies = [ticket for ticket in used if not ticket.done]
         group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
@@ -120,36 +128,25 @@ class Window:
         Args:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
-        self._fetch_used_next(in_use)
-        if self._outdated:
-            self._fetch_outdated(in_use)
-
-    def _fetch_outdated(self, in_use: Sequence[Group]) -> None:
-        for group in [group for group in self._outdated if group not in in_use]:
-            del self._outdated[group]
-            if group.residency is Residency.ABSENT:
-                self._load(group)
-
-    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
         needed: set[Group] = set(in_use)
+        is_full = False
         for member in self._order.upcoming(self._horizon):
             group = self._group_of_member[member]
             if group in needed:
                 continue
             if group.suspect:
                 self._verify(group)
-            if group.residency is Residency.ABSENT:
-                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
-                    if other.users or other in needed or self._awaits_step(other):
-                        return
+            if group.residency is Residency.ABSENT and not (is_full and group.conflicts):
+                # see [Note: when a group may be evicted]; from then on, only what has its own place is fetched
+                is_full = any(o.users or o in needed or self._awaits_step(o) for o in self._in_the_way_of(group))
+                if is_full:
+                    continue
                 self._load(group)
             needed.add(group)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
-        if group.readable:
-            self._write_back.before_discard(group)
-        self._mark_absent(group)
+        self._discard(group)
         stepped = set(weights)
         for segment in group.segments:
             if group.suspect:
@@ -166,28 +163,26 @@ class Window:
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
-        return [
-            ticket for reader in _readers(group) for ticket in (*reader.used_copies, *reader.tickets) if not ticket.done
-        ]
+        return [ticket for reader in _readers(group) for ticket in reader.uploads if not ticket.done]
 
     def finish_copies(self, group: Group) -> None:
-        """Wait until no copy that computing uses reads the group's masters: somebody may write to them."""
-        self._finish_used_copies(_readers(group))
+        """Wait until no copy reads the group's masters: somebody may write to them."""
+        self._finish_copies(_readers(group))
 
     def settle(self) -> None:
-        """Wait until no copy that computing uses reads any masters."""
-        self._finish_used_copies(self.groups)
+        """Wait until no copy reads any masters."""
+        self._finish_copies(self.groups)
 
-    def _finish_used_copies(self, groups: Iterable[Group]) -> None:
-        copies = [ticket for group in groups for ticket in group.used_copies if not ticket.done]
+    def _finish_copies(self, groups: Iterable[Group]) -> None:
+        copies = [ticket for group in groups for ticket in group.uploads if not ticket.done]
         self._stats.host_syncs += bool(copies)
         for ticket in copies:
             self._backend.synchronize(ticket)
 
     @property
     def settled(self) -> bool:
-        """Whether no copy that computing uses reads any masters."""
-        return all(ticket.done for group in reversed(self.groups) for ticket in group.used_copies)
+        """Whether no copy reads any masters."""
+        return all(ticket.done for group in reversed(self.groups) for ticket in group.uploads)
 
     def _is_being_stepped(self, group: Group) -> bool:
         if group.being_stepped is not None and group.being_stepped.done:
@@ -209,14 +204,15 @@ class Window:
             else:
                 segment.look_anew()
         if group.loaded and group.is_outdated():
-            if group.readable:
-                self._write_back.before_discard(group)
-            self._mark_absent(group)
+            self._discard(group)
 
-    def _mark_absent(self, group: Group) -> None:
+    def _discard(self, group: Group) -> None:
+        """Treat what the device has of a group as gone."""
+        if group.readable:
+            self._write_back.write(group.weights)
+        elif group.loaded:
+            self._wait_for_copies(group)  # nobody has: and copies to the device need not keep their order
         group.residency = Residency.ABSENT
-        if not group.conflicts:
-            self._outdated[group] = None
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
@@ -226,13 +222,12 @@ class Window:
     def _load(self, group: Group) -> None:
         for other in self._in_the_way_of(group):
             self._evict(other)
-        self._wait_for_copies(group)
         for other in group.conflicts & self._last_in_place:
-            self._wait_for_copies(other)  # if nobody has used them: copies to the device need not keep their order
             other.clear_place()
         if group.conflicts:
             self._last_in_place -= group.conflicts
             self._last_in_place.add(group)
+        group.uploads = [ticket for ticket in group.uploads if not ticket.done]
         step = group.being_stepped if self._is_being_stepped(group) else None
         for number, segment in enumerate(group.segments):
             if group.lying[number] == segment.epoch:
@@ -249,13 +244,12 @@ class Window:
             self._stats.loads += group.unit_count
 
     def _wait_for_copies(self, group: Group) -> None:
-        while group.tickets:
-            self._backend.trace.wait(group.tickets[0], "weights")
-            del group.tickets[0]  # only now: a copy that failed has not come
+        for ticket in group.uploads:
+            self._backend.trace.wait(ticket, "weights")
 
     def _upload(self, group: Group, place: Tensor, source: Tensor, after: Ticket | None) -> None:
-        group.tickets.append(self._backend.upload(place, source, after))
-        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
+        group.uploads.append(self._backend.upload(place, source, after))
+        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.uploads[-1])
         self._stats.bytes_to_device += source.nbytes
 
     def _evict(self, group: Group) -> None:
@@ -266,16 +260,12 @@ class Window:
             )
         if self._awaits_step(group):
             self.finish_optimizer(group)
-        was_readable = group.readable
-        self._write_back.write_again()  # while the group can be read
         for unit in group.units:
             if unit.is_reached:
-                self._write_back.write_in_backward(unit.weights)
                 leave_unit(unit)
-        self._mark_absent(group)
+        self._discard(group)
         group.clear_place()
-        if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
-            self._backend.invalidate(group.place)
+        self._backend.invalidate(group.place)
 
 
 def _readers(group: Group) -> Iterable[Group]:

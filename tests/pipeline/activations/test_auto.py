@@ -40,7 +40,7 @@ def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy
 def second_forwards(backend: Backend) -> SecondForwards:
     meter = Meter(backend, Stats())
     saved = SavedTensors(meter, Offloader(backend, HostPool(backend), meter, Stats()))
-    return SecondForwards(saved, backend, Stats(), checks=False)
+    return SecondForwards(saved, backend, Stats())
 
 
 def ran_again(chooser: AutoPolicy, unit: Member, seconds: float) -> None:

@@ -15,9 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline import Backend, HostBackend, Stats
 from sp_lightning.pipeline.activations import offload as offload_module
-from sp_lightning.pipeline.activations.memory import Stage
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Bundle, Offloader
+from sp_lightning.pipeline.activations.offload import Bundle, Offloaded, Offloader, Stage
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.torch_private import storage_key, weak_storage
 from sp_lightning.pipeline.weights.units import Member, Unit
@@ -63,12 +62,12 @@ class Scene:
     def pack(self, tensor: Tensor) -> Any:
         packed = self.offloader.pack(tensor)
         self.packed.append(packed)
-        return (tensor.detach(), None) if packed is None else packed
+        return tensor.detach() if packed is None else packed
 
     def unpack(self, packed: Any) -> Tensor:
-        if packed[1] is None:
-            return packed[0]
-        assert not packed.view.changed_in_place
+        if not isinstance(packed, Offloaded):
+            return packed
+        assert not packed.is_changed
         return self.offloader.unpack(packed)
 
     def stages(self, bundle: Bundle) -> list[Stage]:
@@ -307,7 +306,7 @@ def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     offloader.enter(scene.unit()[0], True)
     offloader.leave()
     assert packed.activation.stage is Stage.HOST
-    assert packed.view.changed_in_place
+    assert packed.is_changed
 
 
 # ------------------------------------------------------------------------------------------------ calls and their order

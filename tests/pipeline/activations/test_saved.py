@@ -56,7 +56,7 @@ def test_backward_asks_for_a_weight_before_it_reads_it(scene: Scene, use: Callab
     scene.saved.pop()
     scene.twin.data.untyped_storage().fill_(255)  # given away
     reload = lambda twin: twin.data.untyped_storage().copy_(scene.placed.weights[0].host.untyped_storage())  # noqa: E731
-    scene.saved.require = lambda twin: (scene.required.append(twin), reload(twin), None)[2]
+    scene.bring_for_backward = lambda twin: (scene.required.append(twin), reload(twin), None)[2]
     y.sum().backward()
     assert scene.required
     assert set(scene.required) == {scene.twin}

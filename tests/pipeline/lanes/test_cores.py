@@ -155,6 +155,6 @@ def test_memory_is_page_locked_near_the_device(registered: list[set[int]], monke
 def test_the_option_reaches_the_thread() -> None:
     pipeline = Pipeline(nn.Linear(2, 2), "cpu", options=PipelineOptions(host_threads=3))
     try:
-        assert seen_by(pipeline._backend) == 3
+        assert seen_by(pipeline.backend) == 3
     finally:
         pipeline.detach()

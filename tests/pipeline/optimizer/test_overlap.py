@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.worker import Job
+from sp_lightning.pipeline.optimizer.kinds import BY_WEIGHT
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
-from sp_lightning.pipeline.optimizer.update import BY_WEIGHT
 
 from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everything, momentum, plain_step, same
 
@@ -30,9 +30,9 @@ from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everythi
 @contextmanager
 def held_up(pipeline: Pipeline) -> Iterator[threading.Event]:
     """Work on the host does not begin before the event is set, or whatever needs it would wait for ten seconds."""
-    pipeline._backend.drain()  # what an earlier step left behind would be held up, too, and a step needs it
+    pipeline.backend.drain()  # what an earlier step left behind would be held up, too, and a step needs it
     gate = threading.Event()
-    pipeline._backend._host.submit(lambda: (gate.wait(10), None)[1])  # type: ignore[attr-defined]
+    pipeline.backend._host.submit(lambda: (gate.wait(10), None)[1])  # type: ignore[attr-defined]
     try:
         yield gate
     finally:

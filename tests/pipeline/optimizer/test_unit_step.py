@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.optimizer import update
+from sp_lightning.pipeline.optimizer import unit_step
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
-from sp_lightning.pipeline.optimizer.update import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 SHAPES = [(64, 64), (64,), (7, 3), (128, 96), (128,), (), (5, 64)]
@@ -71,7 +71,7 @@ class Both:
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are cut, in the middle of runs too."""
-    monkeypatch.setattr(update, "_PART", 1 << 10)
+    monkeypatch.setattr(unit_step, "_PART", 1 << 10)
 
 
 @pytest.mark.parametrize("kind", BY_ELEMENT, ids=lambda kind: kind.__name__)

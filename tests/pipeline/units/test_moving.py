@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,20 +72,6 @@ def test_what_the_root_moves_in_a_to_of_its_own() -> None:
     assert "_apply" not in vars(root)
 
 
-@pytest.fixture(params=["in place", "overwritten", "swapped"])
-def conversions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What users may have told torch about `Module.to`."""
-    future = torch.__future__
-    future.set_overwrite_module_params_on_conversion(request.param == "overwritten")
-    future.set_swap_module_params_on_conversion(request.param == "swapped")
-    yield
-    assert future.get_overwrite_module_params_on_conversion() == (request.param == "overwritten")
-    assert future.get_swap_module_params_on_conversion() == (request.param == "swapped")
-    future.set_overwrite_module_params_on_conversion(False)
-    future.set_swap_module_params_on_conversion(False)
-
-
-@pytest.mark.usefixtures("conversions")
 @pytest.mark.parametrize(
     "make",
     [lambda: nn.Linear(4, 3), lambda: nn.LSTM(4, 3), lambda: Int8Linear(nn.Linear(4, 3))],

@@ -63,7 +63,7 @@ class LaggingBackend(HostBackend):
     def wait(self, ticket: Ticket) -> None:
         if isinstance(ticket, LateCopy):
             ticket.copied.join()
-            ticket.read = ticket.target.clone()
+            ticket.read = ticket.target.clone() if ticket.read is None else ticket.read
         else:
             super().wait(ticket)
 
@@ -81,7 +81,7 @@ def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
     try:
         yield pipeline
         for group in pipeline.arrangement.groups:
-            for late in group.used_copies:
+            for late in group.uploads if group.readable else ():
                 assert isinstance(late, LateCopy)
                 late.check()
     finally:

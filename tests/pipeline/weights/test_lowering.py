@@ -158,7 +158,7 @@ def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> 
             for runner in (plain, model):
                 runner.train(training).zero_grad()
                 cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
-                with nullcontext() if runner is plain else pipeline.step(), cast, torch.set_grad_enabled(training):
+                with torch.set_grad_enabled(training), nullcontext() if runner is plain else pipeline.step(), cast:
                     loss = runner(x).float().square().mean()
                 if training:
                     loss.backward()
