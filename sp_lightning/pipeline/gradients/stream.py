@@ -64,7 +64,7 @@ class Shipment:
 
 
 class Taker(Protocol):
-    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (early_steps.py)."""
+    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
 
     keeps_gradients: bool
 
