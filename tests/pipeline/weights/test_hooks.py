@@ -90,7 +90,7 @@ def test_a_view_of_a_view_that_a_custom_function_returns() -> None:
 
 def test_leaves_and_constants_announce_nothing() -> None:
     leaf = torch.ones(1, requires_grad=True)
-    before_backward([torch.ones(1), leaf], lambda: pytest.fail("announced"), since=1, now=1)
+    before_backward([torch.ones(1), leaf], lambda _: pytest.fail("announced"), since=1, now=1)
     (2 * leaf).backward()
     assert leaf.grad == 2
 
@@ -100,7 +100,7 @@ def test_outputs_of_one_node_announce_once() -> None:
     count: list[int] = []
     x = torch.ones(4, requires_grad=True)
     parts = (2 * x).chunk(2)
-    before_backward(list(parts), lambda: count.append(1), since=1, now=1)
+    before_backward(list(parts), lambda _: count.append(1), since=1, now=1)
     (parts[0].sum() + parts[1].sum()).backward()
     assert count == [1]
 
