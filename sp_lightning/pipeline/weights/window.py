@@ -60,6 +60,7 @@ class Window:
         self.order = order
         self.backend = backend
         self.stats = stats
+        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
