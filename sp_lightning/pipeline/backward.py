@@ -24,7 +24,6 @@ from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Pass
-from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Group, Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -41,14 +40,7 @@ class FollowsBackward(Protocol):
 
 
 class BackwardPass:
-    """Follows backward passes, one after the other.
-
-    Attributes:
-        running: Whether a pass is open.
-        task: Autograd's number of the pass (its graph task).
-        in_use: Groups of the unit that backward reached last, and of the calls around it.
-        closed: Whether another arrangement has taken over, so that announcements from this one's graphs are ignored.
-    """
+    """Follows backward passes, one after the other."""
 
     def __init__(
         self,
@@ -59,9 +51,10 @@ class BackwardPass:
         resident: Unit,
         at_work: EngineAtWork,
     ) -> None:
-        self.running = False
+        self.running = False  # whether a pass is open
+        # whether another arrangement has taken over, so that announcements from this one's graphs are ignored
         self.closed = False
-        self.task = -1
+        self.task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._order = window.order
         self._stream = stream
@@ -72,7 +65,7 @@ class BackwardPass:
         self._stats = window.stats
         self._at_work = at_work
         self._follower = follower
-        self.in_use: list[Group] = []
+        self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None
@@ -173,7 +166,7 @@ class BackwardPass:
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
-                    swap_in(other, self.follow_requires_grad)
+                    other.put_in_twins(self.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
@@ -224,7 +217,7 @@ class BackwardPass:
     def _leave_units(self) -> None:
         for unit in self._reached:
             if unit.is_reached:
-                leave_unit(unit)
+                unit.leave()
         self._reached.clear()
         self.in_use = []
 
