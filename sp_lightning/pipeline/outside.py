@@ -18,7 +18,6 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graph, Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
@@ -48,22 +47,19 @@ class OutsideUse:
         self,
         settles: Settles,
         arrangement: Arrangement,
-        device: torch.device,
-        *,
         learned: Learned,
         graphs: Graphs,
-        stats: Stats,
-        at_work: EngineAtWork,
         window: Window,
         stream: GradientStream,
         backward: BackwardPass,
+        at_work: EngineAtWork,
     ) -> None:
-        self.device = device
+        self.device = window.backend.device
         self._settles = settles
         self._arrangement = arrangement
         self._learned = learned
         self._graphs = graphs
-        self._stats = stats
+        self._stats = window.stats
         self._at_work = at_work
         self._window = window
         self._stream = stream
@@ -154,7 +150,7 @@ class OutsideUse:
         if self._backward.running:
             self._backward.forget_failed()
         self._check_not_used(weight)
-        if gradient.under_way:
+        if self._stream.is_bringing(gradient):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
@@ -163,13 +159,15 @@ class OutsideUse:
         with self._at_work:
             if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
-                self._stream.show(weight)
+                gradient.show()
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        if self._stream.of(weight).unit.state is not State.EMPTY:
+        gradient = self._stream.of(weight)
+        if gradient.unit.state is not State.EMPTY:
             self._check_not_used(weight)
-            self._stream.drop(weight)
+            gradient.forget()
+            gradient.unit.note_emptied()
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""

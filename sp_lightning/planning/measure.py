@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
-from sp_lightning.pipeline.gradients.layout import gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload
