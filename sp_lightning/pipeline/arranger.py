@@ -70,7 +70,7 @@ class Arranger:
         must_stay = waiting or self._is_lent_out()
         if not must_stay and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
-        self._engine.overlap.restore_param_groups()
+        self._engine.optimizers.restore_param_groups()
         if must_stay:
             return
         if torch.is_grad_enabled():

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.optimizer.overlap import Overlap
+from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
@@ -58,7 +58,7 @@ class BackwardPass:
         window: Window,
         order: Order,
         stream: GradientStream,
-        overlap: Overlap,
+        optimizers: Optimizers,
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
@@ -69,7 +69,7 @@ class BackwardPass:
         self._window = window
         self._order = order
         self._stream = stream
-        self._overlap = overlap
+        self._optimizers = optimizers
         self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
         self._watched: set[Weight] = set()
         self._resident = resident
@@ -209,7 +209,7 @@ class BackwardPass:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
-        self._overlap.abandon()  # before the memory that it reads is given to anybody else
+        self._optimizers.abandon()  # before the memory that it reads is given to anybody else
         self._stream.abandon()
         self.running = False
 

@@ -7,6 +7,8 @@ units are arranged anew (arranger.py).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -24,16 +26,13 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.optimizer import on_device
-from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
-from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
@@ -60,6 +59,7 @@ class Engine:
     """
 
     arrangement: Arrangement
+    keeper: Gatekeeper
 
     def __init__(
         self,
@@ -68,14 +68,12 @@ class Engine:
         options: PipelineOptions,
         backend: Backend,
         replicas: Replicas | None,
-        keeper: Gatekeeper,
     ) -> None:
         self.module = module
         self.device = device
         self.options = options
         self.backend = backend
         self.replicas = replicas
-        self.keeper = keeper
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()
@@ -86,7 +84,7 @@ class Engine:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
-        self.optimizers = Optimizers(self.stats, self.at_work, must_overlap=options.overlap_optimizer is True)
+        self.optimizers = Optimizers(self.stats, self.at_work, options.overlap_optimizer)
 
     def take(self, arrangement: Arrangement) -> None:
         """Make the parts for an arrangement."""
@@ -99,15 +97,12 @@ class Engine:
         self.stream = self._make_stream()
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
-        overlaps = self.options.overlap_optimizer is not False
-        self.overlap = Overlap(arrangement.weights_by_master, self.steps, self.stream, overlaps=overlaps)
-        self.clipping = Clipping(arrangement.weights_by_master, arrangement.parameters_on_device, backend, self.stream)
         self.backward = BackwardPass(
             self,
             window=self.window,
             order=self.order,
             stream=self.stream,
-            overlap=self.overlap,
+            optimizers=self.optimizers,
             resident=arrangement.resident,
             stats=stats,
             at_work=at_work,
@@ -174,7 +169,7 @@ class Engine:
         self._settle_on_device()
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self.parameters = frozenset(map(id, self.module.parameters()))
-        self.optimizers.work_with(self)
+        self.optimizers.work_with(self, arrangement.weights_by_master, arrangement.parameters_on_device)
         move_all_but_parameters(self.module, self.device)
         move_unmanaged(arrangement.unmanaged.values(), self.device)
         self.pool.pinnable = arrangement.host_share.pinnable_bytes()
@@ -202,16 +197,20 @@ class Engine:
         """Move the units that live on the device there, or move them all back if memory runs out."""
         parameters = self.arrangement.parameters_on_device
         try:
-            on_device.move(parameters, self.device, self.optimizers.seen)
+            self._move(parameters, self.device)
         except torch.OutOfMemoryError:
-            on_device.move(parameters, _HOST, self.optimizers.seen)
+            self._move(parameters, _HOST)
             raise
+
+    def _move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
+        move_parameters(parameters, device)
+        self.optimizers.move_state(parameters)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement = self.arrangement
         self.backward.close()
-        self.overlap.close()
+        self.optimizers.leave_weights()
         self.steps.settle()
         for member in arrangement.members:
             swap_out(member)  # the call of a module that looks into a unit may still be running
@@ -226,7 +225,7 @@ class Engine:
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
-        on_device.move(moving, _HOST, self.optimizers.seen)
+        self._move(moving, _HOST)
         arrangement.close()
 
     # ------------------------------------------------------------------------------------------------------ in a step
@@ -242,7 +241,7 @@ class Engine:
         if self.graphs.in_step or self.backward.running:
             return
         self.guard.in_step = False
-        self.guard.settled = self.overlap.settled and self.stream.settled and self.window.settled
+        self.guard.settled = self.optimizers.settled and self.stream.settled and self.window.settled
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""
@@ -254,7 +253,7 @@ class Engine:
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
         self.calls.abandon()
-        self.overlap.restore_param_groups()
+        self.optimizers.restore_param_groups()
         self.backward.abandon()
         self.saved.abandon()
         self.backend.drain()

@@ -154,7 +154,7 @@ class OutsideUse:
         if self._backward.running:
             self._backward.forget_failed()
         self._check_not_used(weight)
-        if gradient.under_way:
+        if self._stream.is_bringing(gradient):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
@@ -163,13 +163,15 @@ class OutsideUse:
         with self._at_work:
             if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
-                self._stream.show(weight)
+                gradient.show()
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        if self._stream.of(weight).unit.state is not State.EMPTY:
+        gradient = self._stream.of(weight)
+        if gradient.unit.state is not State.EMPTY:
             self._check_not_used(weight)
-            self._stream.drop(weight)
+            gradient.forget()
+            gradient.unit.note_emptied()
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""

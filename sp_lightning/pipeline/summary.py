@@ -111,7 +111,7 @@ def summarize(engine: Engine) -> Summary:
         resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
         host_bytes=sum(group.host_bytes() for group in arrangement.groups if group.unit_count),
         host_gradient_bytes=engine.stream.host_bytes(),
-        optimizer_bytes=engine.optimizers.state_bytes(arrangement.parameters_on_device),
+        optimizer_bytes=engine.optimizers.state_bytes(weight.master for weight in arrangement.weights),
         host_activation_bytes=engine.pool.held,
         parameters=sum(weight.master.numel() for weight in every_weight),
         unit_names=tuple(unit.name for unit in arrangement.units),

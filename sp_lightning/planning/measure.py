@@ -16,9 +16,8 @@ from itertools import pairwise
 
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
-from sp_lightning.pipeline.gradients.layout import gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
-from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload
 
@@ -51,7 +50,7 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
     if not (engine.options.resident_optimizer and optimizers.step_by_unit and trained):
         return 0
     weights = sum(weight.nbytes + weight.lowered * weight.compute_bytes for weight in every)
-    return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trained)
+    return weights + sum(parameter.nbytes for parameter in trained) + optimizers.state_bytes(trained)
 
 
 class FirstSteps:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Afterwards, Pipeline
+from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer._namespace import Namespace
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class WhenToStep:
         if self.pipeline.options.overlap_optimizer is False:
             why_not: str | None = "`overlap_optimizer=False`"
         else:
-            why_not = self.pipeline.optimizers.why_not_overlapped(optimizer)
+            why_not = why_not_by_unit(optimizer)
         if clips and not by_value:
             reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
         if scales:

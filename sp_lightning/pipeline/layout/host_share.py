@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sp_lightning.pipeline.gradients.layout import gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.sizes import readable_bytes

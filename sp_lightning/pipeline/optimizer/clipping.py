@@ -8,7 +8,9 @@ Gradients of units that live on the device are clipped and unscaled at once, by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,47 +20,107 @@ from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
+from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.window import Window
+
+_Found = Sequence[tuple[nn.Parameter, Gradient | None]]
+"""Parameters that have a gradient, each with ours; None where it lives on the device."""
+
+
+class OptimizerParts(Protocol):
+    """The engine, as far as optimizers know it."""
+
+    backend: Backend
+    window: Window
+    stream: GradientStream
+    steps: GroupSteps
+    parameters: frozenset[int]
+
+    def settle(self) -> None:
+        """Finish all steps."""
+
+    def relax_guard(self) -> None:
+        """Note that work for an optimizer is over."""
 
 
 class Clipping:
-    """Clips and unscales the gradients of an arrangement's weights."""
+    """Clips and unscales gradients; where possible, while the optimizer reads them."""
 
-    def __init__(
-        self,
-        weights: Mapping[int, Weight],
-        on_device: Sequence[nn.Parameter],
-        backend: Backend,
-        stream: GradientStream,
-    ) -> None:
-        self._weights = weights
-        self._on_device = set(map(id, on_device))
-        self._backend = backend
-        self._stream = stream
+    _parts: OptimizerParts
 
-    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
-        """Clip gradients by their total norm when they are read, as `clip_grad_norm_` would now.
+    def __init__(self, at_work: EngineAtWork) -> None:
+        self._at_work = at_work
+        self._weights: Mapping[int, Weight] = {}
+        self._on_device: Collection[int] = ()
 
-        If some of them are on the device, those are clipped now, and the host waits until all others have landed.
+    @contextmanager
+    def measuring_norms(self) -> Iterator[None]:
+        """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
+        self._parts.stream.measures_norms = True
+        try:
+            yield
+        finally:
+            self._parts.stream.measures_norms = False
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+        """Clip as `torch.nn.utils.clip_grad_norm_` does.
+
+        If some gradients are on the device, those are clipped now, and the host waits until all others have landed.
+        """
+        parameters = list(parameters)
+        with self._at_work:
+            done = self._clip_norm(self._with_gradients(parameters), max_norm)
+            self._parts.relax_guard()
+        if not done:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
+        """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
+        with self._at_work:
+            weights = ((p, self._weights.get(id(p))) for p in parameters)
+            stream = self._parts.stream
+            left = [p for p, w in weights if w is None or stream.of(w).unit.state is not State.CONSUMED]
+            found = self._with_gradients(left)
+            if found is not None:
+                _rescale(_ours(found), lambda scaling: scaling.clamped(limit))
+                left = _living_on_device(found)
+            self._parts.relax_guard()
+        if left:
+            nn.utils.clip_grad_value_(left, limit)
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
+        """Unscale as `GradScaler.unscale_` does.
+
+        Args:
+            optimizer: The optimizer whose gradients are unscaled.
+            inverse_scale: The factor, on the host.
 
         Returns:
-            Whether that is possible: nobody has read the gradients, or set others.
+            Whether a gradient is not finite; None if nothing was done, because the gradients did not bring their norms.
         """
-        found = self._with_gradients(parameters)
-        if not found or any(parameter.dtype != torch.float32 for parameter in found.parameters):
+        with self._at_work:
+            found = self._with_gradients(parameters_of(optimizer))
+            overflow = None if found is None else self._unscale(found, inverse_scale)
+            self._parts.relax_guard()
+            return overflow
+
+    def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
+        """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
+        if not found or any(parameter.dtype != torch.float32 for parameter, _ in found):
             return False
-        held = [(gradient.norm, gradient.host) for gradient in found.gradients]
-        if any(tensor is None for _, tensor in held):
-            return False
-        scalings = {id(gradient.scaling): gradient.scaling for gradient in found.gradients}
+        gradients, on_device = _ours(found), _living_on_device(found)
+        scalings = {id(gradient.scaling): gradient.scaling for gradient in gradients}
         scaling = next(iter(scalings.values()), NO_SCALING)
         if scaling.factors:
-            self._stream.settle()  # one of them may be computed by an earlier clip
+            self._parts.stream.settle()  # one of them may be computed by an earlier clip
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
             return False
-        norms_on_device = _norms(found.on_device)
+        held = [(gradient.norm, gradient.host) for gradient in gradients]
+        norms_on_device = _norms(on_device)
         with torch.inference_mode(False):
             factor = torch.empty(())
 
@@ -67,134 +129,73 @@ class Clipping:
                 arrived = [_norm(tensor) if norm is None else norm for norm, tensor in held]
                 for earlier in scaling.factors:
                     arrived = list(torch.stack(arrived).mul_(earlier).unbind())
-                total = torch.linalg.vector_norm(torch.stack(found.in_order(arrived, norms_on_device)))
+                ours, others = iter(arrived), iter(norms_on_device)
+                in_order = [next(others if gradient is None else ours) for _, gradient in found]
+                total = torch.linalg.vector_norm(torch.stack(in_order))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
-        units = {gradient.unit: None for gradient in found.gradients}
-        ticket = self._backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
-        self._rescale(found.gradients, lambda scaling: scaling.times(factor))
-        for gradient in found.gradients:
+        units = {gradient.unit: None for gradient in gradients}
+        ticket = self._parts.backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
+        _rescale(gradients, lambda scaling: scaling.times(factor))
+        for gradient in gradients:
             gradient.norm = None
         for unit in units:
             unit.ticket, unit.state = ticket, State.LEAVING
-        if found.on_device:
-            self._backend.synchronize(ticket)
-            _multiply(found.on_device, factor)
+        if on_device:
+            self._parts.backend.synchronize(ticket)
+            _multiply(on_device, factor)
         return True
 
-    def clip_value(self, parameters: Iterable[nn.Parameter], limit: float) -> bool:
-        """Clip gradients by value when they are read, except those that were clipped and stepped in backward.
-
-        Returns:
-            Whether that is possible: nobody else could look at them. If not, nothing was done.
-        """
-        found = self._with_gradients(self.not_stepped(parameters))
-        if found is None or any(gradient.host is None for gradient in found.gradients):
-            return False
-        self._rescale(found.gradients, lambda scaling: scaling.clamped(limit))
-        if found.on_device:
-            nn.utils.clip_grad_value_(found.on_device, limit)
-        return True
-
-    def not_stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of the parameters that have not been clipped and stepped in backward."""
-        weights = ((parameter, self._weights.get(id(parameter))) for parameter in parameters)
-        return [p for p, w in weights if w is None or self._stream.of(w).unit.state is not State.CONSUMED]
-
-    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """Multiply gradients by the inverse of a loss scale when they are read; those on the device now.
-
-        Returns:
-            Whether one of them is not finite; None if only reading all of them could tell, and nothing was done.
-        """
-        found = self._with_gradients(parameters_of(optimizer))
-        norms = None if found is None else _norms_of(found.gradients)
-        if found is None or norms is None:
-            return None
-        self._stream.settle()
-        gradients = [gradient.host for gradient in found.gradients]
-        gradients += [parameter.grad for parameter in found.on_device]
-        suspects = [  # a norm may have overflowed though all elements are finite
-            gradient
-            for gradient, norm in zip(gradients, [*norms, *_norms(found.on_device)], strict=True)
-            if not norm.isfinite()
-        ]
-        overflow = not all(gradient is None or bool(gradient.isfinite().all()) for gradient in suspects)
+    def _unscale(self, found: _Found, inverse_scale: Tensor) -> bool | None:
+        gradients, on_device = _ours(found), _living_on_device(found)
+        norms = [gradient.norm for gradient in gradients if gradient.norm is not None]
+        if len(norms) < len(gradients):
+            return None  # only reading all of them could tell
+        self._parts.stream.settle()
+        tensors = [*(gradient.host for gradient in gradients), *(parameter.grad for parameter in on_device)]
+        # a norm may have overflowed though all elements are finite
+        suspects = [t for t, n in zip(tensors, [*norms, *_norms(on_device)], strict=True) if not n.isfinite()]
+        overflow = not all(tensor is None or bool(tensor.isfinite().all()) for tensor in suspects)
         factor = inverse_scale.clone()
-        self._rescale(found.gradients, lambda scaling: scaling.times(factor))
-        _multiply(found.on_device, inverse_scale)
+        _rescale(gradients, lambda scaling: scaling.times(factor))
+        _multiply(on_device, inverse_scale)
         return overflow
 
-    def _rescale(self, gradients: Sequence[Gradient], change: Callable[[Scaling], Scaling]) -> None:
-        """Have gradients that the engine has scaled when they are read."""
-        changed: dict[int, Scaling] = {}  # those that are scaled alike share an object
-        for gradient in gradients:
-            before = gradient.scaling
-            if before.clamp is not None:  # a `Scaling` clips last, so nothing can follow that
-                before = self._apply(gradient)
-            gradient.scaling = changed.setdefault(id(before), change(before))
-
-    def _apply(self, gradient: Gradient) -> Scaling:
-        """Apply to a gradient what is recorded, in memory of its own."""
-        gradient.unit.wait()
-        assert gradient.host is not None
-        scaled = torch.empty_like(gradient.weight.host).copy_(gradient.host)
-        gradient.scaling.apply_(scaled)
-        gradient.host, gradient.norm = scaled, None
-        return NO_SCALING
-
     def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
-        """Return the parameters that have a gradient; None if one of them is not ours, or its gradient not dense."""
-        found = _Found()
+        """Find the parameters with a gradient; None if one is the user's, or that of a parameter that is not ours."""
+        found: list[tuple[nn.Parameter, Gradient | None]] = []
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._stream.of(weight)
-            tensor = parameter.grad if gradient is None or gradient.host is None else gradient.host
-            if tensor is None:
-                continue
-            if tensor.layout is not torch.strided or (weight is None and id(parameter) not in self._on_device):
-                return None
-            found.add(parameter, gradient)
+            gradient = None if weight is None else self._parts.stream.of(weight)
+            if gradient is not None and gradient.host is not None:
+                found.append((parameter, gradient))
+            elif parameter.grad is not None:
+                if id(parameter) not in self._on_device or parameter.grad.layout is not torch.strided:
+                    return None
+                found.append((parameter, None))
         return found
 
 
-class _Found:
-    """Parameters that have a gradient.
-
-    Attributes:
-        parameters: All of them.
-        gradients: The gradients of the weights among them, which come to the host.
-        on_device: Those that live on the device.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.gradients: list[Gradient] = []
-        self.on_device: list[nn.Parameter] = []
-        self._travels: list[bool] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.parameters)
-
-    def add(self, parameter: nn.Parameter, gradient: Gradient | None) -> None:
-        """Add a parameter, which lives on the device if it has no gradient that travels."""
-        self.parameters.append(parameter)
-        self._travels.append(gradient is not None)
-        if gradient is None:
-            self.on_device.append(parameter)
-        else:
-            self.gradients.append(gradient)
-
-    def in_order(self, of_weights: Iterable[Tensor], on_device: Iterable[Tensor]) -> list[Tensor]:
-        """Merge tensors of weights and of parameters on the device in the order of the parameters."""
-        weights, others = iter(of_weights), iter(on_device)
-        return [next(weights if travels else others) for travels in self._travels]
+def _ours(found: _Found) -> list[Gradient]:
+    return [gradient for _, gradient in found if gradient is not None]
 
 
-def _norms_of(gradients: Sequence[Gradient]) -> list[Tensor] | None:
-    """Return the norms of gradients as they came, to be read once these have landed; None if one is not known."""
-    known = [gradient.norm for gradient in gradients if gradient.norm is not None]
-    return known if len(known) == len(gradients) else None
+def _living_on_device(found: _Found) -> list[nn.Parameter]:
+    return [parameter for parameter, gradient in found if gradient is None]
+
+
+def _rescale(gradients: Iterable[Gradient], change: Callable[[Scaling], Scaling]) -> None:
+    """Have gradients scaled when they are read."""
+    changed: dict[int, Scaling] = {}  # those that are scaled alike share an object
+    for gradient in gradients:
+        before = gradient.scaling
+        if before.clamp is not None:  # a `Scaling` clips last, so nothing can follow that: it is applied now
+            gradient.unit.wait()
+            assert gradient.host is not None
+            gradient.host = torch.empty_like(gradient.weight.host).copy_(gradient.host)
+            before.apply_(gradient.host)
+            gradient.norm, before = None, NO_SCALING
+        gradient.scaling = changed.setdefault(id(before), change(before))
 
 
 def _norm(gradient: Tensor | None) -> Tensor:

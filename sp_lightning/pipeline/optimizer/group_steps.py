@@ -1,9 +1,14 @@
-"""Steps of groups on the thread for work on host memory: planned once per optimizer, handed over, waited for."""
+"""Steps of groups on the thread for work on host memory: planned once per optimizer, handed over, waited for.
+
+They are handed over when `step()` is called, or while backward runs (`EarlyStep`), as soon as all gradients of a group
+have landed. A scope around that backward pass vouches for two things: `optimizer.step()` will follow, with the settings
+that the optimizer has now, and nobody looks at gradients in between. Whoever does gets an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -12,13 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
-from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
+from sp_lightning.pipeline.gradients.stream import GradientStream, Shipment
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
-from sp_lightning.pipeline.optimizer.kinds import State, keeps_state, settings_of
+from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
@@ -29,13 +33,7 @@ from sp_lightning.pipeline.weights.window import Window
 
 
 class PlannedStep(NamedTuple):
-    """The weights of one group that are in one param group.
-
-    Attributes:
-        param_group: The number of the param group.
-        gradients: Their gradients.
-        unit_step: What steps them.
-    """
+    """The weights of one group that are in one param group, given by its number, and what steps them."""
 
     param_group: int
     gradients: list[Gradient]
@@ -46,47 +44,39 @@ class Plan:
     """What is decided once for an optimizer, as long as its param groups have the same parameters.
 
     Attributes:
-        gradients: The gradients of its weights, in the order of its parameters.
+        gradients: The gradients of its weights, in the order of its parameters, with the numbers of the param groups.
         others: For each param group, the parameters that are no weights of ours.
-        steps: The steps of each group.
-        strangers: For each of these groups, the gradients of weights that are not the optimizer's.
+        steps: The steps of each group, first of the group that the next forward needs first.
     """
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
         self._parameters = [list(param_group["params"]) for param_group in optimizer.param_groups]
-        self.gradients: list[Gradient] = []
+        self.gradients: dict[Gradient, int] = {}
         self.others: list[list[nn.Parameter]] = []
-        found: dict[Group, dict[int, set[Gradient]]] = {}
-        for index, parameters in enumerate(self._parameters):
-            others: list[nn.Parameter] = []
-            self.others.append(others)
+        groups: set[Group] = set()
+        for number, parameters in enumerate(self._parameters):
+            self.others.append([])
             for parameter in parameters:
                 weight = weights.get(id(parameter))
                 if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
-                    others.append(parameter)
-                    continue
-                gradient = stream.of(weight)
-                self.gradients.append(gradient)
-                found.setdefault(weight.unit.group, {}).setdefault(index, set()).add(gradient)
-        self.steps: dict[Group, list[PlannedStep]] = {}
-        self.strangers: dict[Group, list[Gradient]] = {}
-        for group in sorted(found, key=lambda group: (not group.resident, group.index)):
-            in_order = list(zip(map(stream.of, group.weights), group.copies(), strict=True))
-            known = set[Gradient]().union(*found[group].values())
-            self.strangers[group] = [gradient for gradient, _ in in_order if gradient not in known]
-            self.steps[group] = [
-                PlannedStep(
-                    index,
-                    [gradient for gradient, _ in in_order if gradient in chosen],
-                    UnitStep(
-                        type(optimizer),
-                        [gradient.weight.master for gradient, _ in in_order if gradient in chosen],
-                        [gradient.weight.home for gradient, _ in in_order if gradient in chosen],
-                        [copy for gradient, copy in in_order if gradient in chosen],
-                    ),
-                )
-                for index, chosen in found[group].items()
-            ]
+                    self.others[-1].append(parameter)
+                else:
+                    self.gradients[stream.of(weight)] = number
+                    groups.add(weight.unit.group)
+        self.steps = {
+            group: self._steps_of(group, type(optimizer), stream)
+            for group in sorted(groups, key=lambda group: (not group.resident, group.index))
+        }
+
+    def _steps_of(self, group: Group, kind: type[Optimizer], stream: GradientStream) -> list[PlannedStep]:
+        in_order = list(zip(map(stream.of, group.weights), group.copies(), strict=True))
+        steps = []
+        for number in dict.fromkeys(self.gradients[g] for g, _ in in_order if g in self.gradients):
+            chosen = [(g, copy) for g, copy in in_order if self.gradients.get(g) == number]
+            weights = [gradient.weight for gradient, _ in chosen]
+            unit_step = UnitStep(kind, [w.master for w in weights], [w.home for w in weights], [c for _, c in chosen])
+            steps.append(PlannedStep(number, [gradient for gradient, _ in chosen], unit_step))
+        return steps
 
     def is_for(self, optimizer: Optimizer) -> bool:
         """Tell whether the optimizer has the parameters that this was decided for."""
@@ -95,28 +85,6 @@ class Plan:
             len(group["params"]) == len(known) and all(map(is_, group["params"], known))
             for group, known in zip(groups, self._parameters, strict=True)
         )
-
-
-class Job(NamedTuple):
-    """A planned step with what it works on.
-
-    Attributes:
-        step: The step.
-        optimizer: The optimizer.
-        settings: The param group without its parameters, as it was when the step was decided.
-        scaling: Unscaling and clipping, applied to the gradients first.
-        gradients: The gradients; None for weights that stay as they are.
-        states: The optimizer's state of each weight.
-        makes_state: Whether the step makes state of one of them.
-    """
-
-    step: PlannedStep
-    optimizer: Optimizer
-    settings: dict[str, Any]
-    scaling: Scaling
-    gradients: list[Tensor | None]
-    states: list[State]
-    makes_state: bool
 
 
 class GroupSteps:
@@ -139,77 +107,38 @@ class GroupSteps:
         """Return a copy of each param group as it is now, without its parameters."""
         return [settings_of(param_group, optimizer, self._fused) for param_group in optimizer.param_groups]
 
-    def jobs(
+    def begin(
         self,
+        group: Group,
         optimizer: Optimizer,
         steps: Sequence[PlannedStep],
         settings: Sequence[dict[str, Any]],
         gradients: Mapping[Gradient, Tensor],
-        scaling: Scaling | None = None,
-    ) -> list[Job]:
-        """Return the jobs of a group's step.
-
-        State is looked up at once: `optimizer.state` may be cleared or replaced before the thread begins.
-
-        Args:
-            optimizer: The optimizer.
-            steps: What is planned for the group.
-            settings: The param groups without their parameters.
-            gradients: The gradients to step with.
-            scaling: The scaling of all of them; by default what is recorded for each.
-        """
-        jobs = []
-        for step in steps:
-            chosen = settings[step.param_group]
-            states, makes_state = self._states(optimizer, step, chosen, gradients)
-            if scaling is None:
-                scalings = {id(g.scaling): g.scaling for g in step.gradients if g in gradients}
-            else:
-                scalings = {id(scaling): scaling}
-            for each in scalings.values():
-                own = [gradients.get(g) if scaling is not None or g.scaling is each else None for g in step.gradients]
-                jobs.append(Job(step, optimizer, chosen, each, own, states, makes_state))
-        return jobs
-
-    def _states(
-        self, optimizer: Optimizer, step: PlannedStep, settings: dict[str, Any], gradients: Mapping[Gradient, Tensor]
-    ) -> tuple[list[State], bool]:
-        state, states, makes_state = optimizer.state, [], False
-        keeps = keeps_state(optimizer, settings)
-        for gradient in step.gradients:
-            found = state.get(gradient.weight.master)
-            if found is None:
-                found = {}
-                if keeps and gradient in gradients:
-                    state[gradient.weight.master] = found
-            makes_state |= keeps and not found and gradient in gradients
-            states.append(found)
-        return states, makes_state
-
-    def begin(
-        self,
-        group: Group,
-        jobs: Sequence[Job],
-        after: Sequence[Ticket],
         buffers: Sequence[LandingBuffer | None] = (),
     ) -> None:
-        """Have the thread step a group.
+        """Have the thread step a group when its gradients have landed.
 
         Args:
             group: The group.
-            jobs: What to step with what.
-            after: Tickets that the step has to wait for.
+            optimizer: The optimizer.
+            steps: What is planned for the group.
+            settings: The param groups without their parameters.
+            gradients: The gradients to step with; weights without one stay as they are.
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
+        stepped = [gradient for step in steps for gradient in step.gradients if gradient in gradients]
+        if not stepped:
+            return
         self._window.finish_optimizer(group)
-        pairs = [pair for job in jobs for pair in zip(job.step.gradients, job.gradients, strict=True)]
-        stepped = {gradient.weight for gradient, tensor in pairs if tensor is not None}
+        runs = [run for step in steps for run in _runs(optimizer, step, settings[step.param_group], gradients)]
+        weights = {gradient.weight for gradient in stepped}
+        landing = {gradient.unit: gradient.unit.ticket for gradient in stepped}
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                group.refresh_other_copies(stepped)
-                for job in jobs:
-                    job.step.unit_step.run(job.optimizer, job.settings, job.scaling, job.gradients, job.states)
+                group.refresh_other_copies(weights)
+                for run in runs:
+                    run()
                 group.note_stepped()
 
         def release_buffers() -> None:
@@ -217,32 +146,36 @@ class GroupSteps:
                 if buffer is not None:
                     buffer.release()
 
-        self._window.outdate(group, stepped)
-        copies = self._window.copies_of(group)
-        moved = sum(2 * weight.nbytes for weight in stepped)
-        moved += sum(tensor.nbytes for _, tensor in pairs if tensor is not None)
+        self._window.outdate(group, weights)
+        after = [*self._window.copies_of(group), *(ticket for ticket in landing.values() if ticket is not None)]
+        moved = sum(2 * gradient.weight.nbytes + gradients[gradient].nbytes for gradient in stepped)
         rank = 0 if group.resident else group.index + 1
-        group.being_stepped = self._backend.work(step, [*copies, *after], moved, release_buffers, rank=rank)
+        group.being_stepped = self._backend.work(step, after, moved, release_buffers, rank=rank)
         self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
         self._under_way.append(group)
         self.stats.overlapped_steps += group.unit_count
         if group.apart:
             # weights made resident are in groups that do not wait for this one's step
-            self.finish(group)
+            self.finish([group])
 
-    def finish(self, group: Group) -> None:
-        """Wait until no step reads or writes the memory of a group any more.
+    def finish(self, groups: Iterable[Group] | None = None) -> None:
+        """Wait until no step reads or writes the memory of these groups any more, by default of all.
 
         Raises:
             Exception: The first error of a step. All other steps have ended by then, and their errors are dropped: they
                 mostly have the same cause.
         """
-        try:
-            self._window.finish_optimizer(group)
-        except Exception:
-            with suppress(Exception):
-                self.settle()
-            raise
+        errors = []
+        waiting = list(self._under_way if groups is None else groups)
+        for group in waiting:
+            try:
+                self._window.finish_optimizer(group)
+            except Exception as error:
+                errors.append(error)
+                waiting += self._under_way if len(errors) == 1 else []
+        self._under_way = [group for group in self._under_way if group.being_stepped is not None]
+        if errors:
+            raise errors[0]
 
     def settle(self) -> None:
         """Wait until every step is done, and no copy to the device reads a master: others may write to them.
@@ -250,21 +183,141 @@ class GroupSteps:
         Raises:
             Exception: The first error of a step.
         """
-        errors = []
-        while self._under_way:
-            try:
-                self._window.finish_optimizer(self._under_way[0])
-            except Exception as error:
-                errors.append(error)
-            self._under_way.pop(0)  # not if an interrupt has ended the wait
-        self._window.settle()
-        if errors:
-            raise errors[0]
+        try:
+            self.finish()
+        finally:
+            self._window.settle()
 
     def note_finished(self) -> bool:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""
-        for group in self._under_way:
-            if group.being_stepped is not None and group.being_stepped.done:
-                self.finish(group)
-        self._under_way = [group for group in self._under_way if group.being_stepped is not None]
+        self.finish([g for g in self._under_way if g.being_stepped is not None and g.being_stepped.done])
         return not self._under_way
+
+
+def _runs(
+    optimizer: Optimizer, step: PlannedStep, settings: dict[str, Any], gradients: Mapping[Gradient, Tensor]
+) -> Iterator[Callable[[], None]]:
+    """Yield what runs a step, once for each scaling of its gradients.
+
+    State is looked up at once: `optimizer.state` may be cleared or replaced before the thread begins.
+    """
+    states = [optimizer.state.get(gradient.weight.master, {}) for gradient in step.gradients]
+    for scaling in {id(g.scaling): g.scaling for g in step.gradients if g in gradients}.values():
+        own = [gradients.get(gradient) if gradient.scaling is scaling else None for gradient in step.gradients]
+        yield partial(step.unit_step.run, optimizer, settings, scaling, own, states)
+
+
+class EarlyStep:
+    """A step of an optimizer that begins before its `step()` is called; takes gradients as they arrive.
+
+    A group is stepped only if no node of the graph holds one of its weights on the device any more.
+
+    Attributes:
+        optimizer: The optimizer.
+        plan: What is decided for it.
+        keeps_gradients: Whether gradients are kept after the step.
+        stepped: The units that have taken the step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, plan: Plan, steps: GroupSteps, clamp: float | None, keeps_gradients: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.keeps_gradients = keeps_gradients
+        self.plan = plan
+        self.stepped: list[UnitGradients] = []
+        self._steps = steps
+        self._scaling = Scaling(clamp=clamp)
+        # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
+        self._settings: list[dict[str, Any]] | None = None
+        self._shipments: list[Shipment] = []
+
+    def wants(self, unit: UnitGradients) -> bool:
+        """Tell whether the unit's complete gradients should go to the optimizer right away."""
+        if unit.unit.group.resident:
+            return False
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        for gradient in unit.trained:
+            weight, number = gradient.weight, self.plan.gradients.get(gradient)
+            if number is None or weight.lowered_leaves:
+                return False
+            if keeps_state(self.optimizer, groups[number]) and not state.get(weight.master):
+                return False
+        return True
+
+    def take(self, shipment: Shipment) -> None:
+        """Step the unit's group when its last gradients have landed; if it is still needed, when backward leaves it."""
+        group = shipment.unit.unit.group
+        if self._shipments and self._shipments[0].unit.unit.group is not group:
+            self.end_of_backward()  # backward has moved on, and there are few landing buffers
+        self._shipments.append(shipment)
+        # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
+        if all(weight.master.requires_grad for weight in group.weights) and self._is_complete(group):
+            self._step(group)
+
+    def end_of_backward(self) -> None:
+        """Step the group whose gradients arrived last, as backward has left it, or give them back if it is needed."""
+        if self._shipments and self._is_complete(group := self._shipments[0].unit.unit.group):
+            self._step(group)
+        for shipment in self._shipments:
+            self._steps.stream.take_back(shipment)
+        self._shipments = []
+
+    def _is_complete(self, group: Group) -> bool:
+        """Tell whether all trained weights of a group have their gradients, and no node holds a weight any more."""
+        trained = sum(weight.master.requires_grad for weight in group.weights)
+        return not group.handles and trained == sum(len(shipment.gradients) for shipment in self._shipments)
+
+    def _step(self, group: Group) -> None:
+        shipments, self._shipments = self._shipments, []
+        if self._settings is None:
+            self._settings = self._steps.settings(self.optimizer)
+        arrived = {g: tensor for s in shipments for g, tensor in zip(s.gradients, s.arrived, strict=True)}
+        for gradient in arrived:
+            gradient.scaling = self._scaling
+        buffers = [shipment.buffer for shipment in shipments]
+        self._steps.begin(group, self.optimizer, self.plan.steps[group], self._settings, arrived, buffers)
+        for unit in [shipment.unit for shipment in shipments]:
+            unit.state = State.CONSUMED
+            self.stepped.append(unit)
+        for gradient, tensor in arrived.items():
+            if not self.keeps_gradients:
+                gradient.forget()
+            elif tensor.dtype == gradient.weight.dtype:  # these are clipped in place
+                gradient.scaling = NO_SCALING
+        self._steps.stats.steps_in_backward += group.unit_count
+
+    def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
+        """Check what the scope has vouched for, as the `step()` of an optimizer is called.
+
+        Raises:
+            RuntimeError: Units have been stepped that the optimizer would step again, or with other settings.
+        """
+        name = type(self.optimizer).__name__
+        if optimizer is not self.optimizer:
+            if any(gradient in plan.gradients for unit in self.stepped for gradient in unit.trained):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is to step weights that another optimizer, {name}, has stepped in "
+                    "backward although its own `step()` was not called yet. Train with `overlap_optimizer=False`."
+                )
+        elif why_not is not None:
+            raise RuntimeError(
+                f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
+            )
+        elif self._settings is not None and not _are_equal(self._settings, self._steps.settings(optimizer)):
+            raise RuntimeError(
+                f"{name} has stepped units in backward, and its param groups were changed after that, before `step()`. "
+                "Set learning rates and the like before backward or after the step, or train with "
+                "`overlap_optimizer=False`."
+            )
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    """Tell whether two settings, which may contain tensors, are equal."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_are_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and type(left) is type(right):
+        return len(left) == len(right) and all(map(_are_equal, left, right))
+    return left is right or bool(left == right)

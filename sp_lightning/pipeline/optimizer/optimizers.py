@@ -1,38 +1,47 @@
-"""How a pipeline notices that an optimizer steps, and what it offers to optimizers.
+"""Steps of optimizers: units are stepped while the device computes, with the numbers of a plain step.
 
-The user's own optimizer steps the masters, which are ordinary CPU Parameters. All that the engine has to know is *when*
-it steps, whoever calls it, and torch's hooks on the steps of all optimizers tell that. `Optimizers` is what the engine
-offers in return: steps unit by unit while the device computes (overlap.py), and clipping (clipping.py).
+The user's own optimizer stays the owner of all state and settings. All that the engine has to know is *when* it steps,
+whoever calls it, and torch's hooks on the steps of all optimizers tell that. Weights that can be stepped unit by unit
+(kinds.py tells) are taken out of its `param_groups` while its `step()` runs, so that torch's own code steps all others
+and nothing else. Those taken out are then stepped unit by unit, on the thread for work on host memory.
+
+[Note: when a unit is stepped]
+*After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
+that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
+*In backward*, where somebody vouches that nothing of the kind will happen (`EarlyStep`).
+Of the units that can be stepped, the one that the next forward needs first comes first. So when backward ends, the
+units whose gradients came last are stepped first, and those whose gradients came first may wait until after the next
+forward has begun. A unit with a `.grad` of the user's, who may change it, is stepped before `step()` returns.
+
+[Note: nobody sees an unfinished step]
+Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.kinds import parameters_of
-from sp_lightning.pipeline.optimizer.on_device import is_elsewhere, move_state
-from sp_lightning.pipeline.optimizer.overlap import Overlap
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.optimizer.clipping import Clipping, OptimizerParts
+from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, Plan
+from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.guard import (
-    EngineAtWork,
-    begin_optimizer_step,
-    end_optimizer_step,
-    optimizer_waits,
-)
-from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.weights.guard import EngineAtWork
+from sp_lightning.pipeline.weights.units import Group
+from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Afterwards(enum.Enum):
@@ -48,48 +57,7 @@ class Afterwards(enum.Enum):
     """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
-class _Listener(Protocol):
-    def before_closure(self) -> None:
-        """Called before an optimizer calls its closure; it may have written to its parameters since the last call."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called when gradients are there, before the optimizer updates its parameters."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Called after the optimizer has updated its parameters."""
-
-
-class OptimizerParts(Protocol):
-    """The engine, as far as optimizers know it."""
-
-    @property
-    def overlap(self) -> Overlap:
-        """Steps units while the device computes."""
-
-    @property
-    def clipping(self) -> Clipping:
-        """Clips and unscales gradients."""
-
-    @property
-    def stream(self) -> GradientStream:
-        """Brings gradients, with their norms."""
-
-    @property
-    def window(self) -> Window:
-        """Knows which groups are on the device."""
-
-    @property
-    def parameters(self) -> frozenset[int]:
-        """The identities of the module's parameters."""
-
-    def settle(self) -> None:
-        """Finish all steps."""
-
-    def relax_guard(self) -> None:
-        """Note that work for an optimizer is over."""
-
-
-class Optimizers:
+class Optimizers(Clipping):
     """The services of a pipeline to the optimizers of its weights.
 
     Attributes:
@@ -98,93 +66,70 @@ class Optimizers:
         afterwards: What becomes of the gradients that the next optimizer step uses.
     """
 
-    _parts: OptimizerParts
-
-    def __init__(
-        self,
-        stats: Stats,
-        at_work: EngineAtWork,
-        *,
-        must_overlap: bool,
-    ) -> None:
+    def __init__(self, stats: Stats, at_work: EngineAtWork, overlaps: bool | str) -> None:
+        super().__init__(at_work)
         self._stats = stats
-        self._at_work = at_work
-        self._must_overlap = must_overlap
+        self._overlaps = overlaps
         self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps_taken = 0
         self.afterwards = Afterwards.DROPPED
         self._kept: list[nn.Parameter] = []
+        self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
+        self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(self, parts: OptimizerParts) -> None:
-        """Work with these parts from now on."""
+    def work_with(
+        self, parts: OptimizerParts, weights: Mapping[int, Weight], on_device: Iterable[nn.Parameter]
+    ) -> None:
+        """Work with these parts from now on, on these weights by the identities of their masters."""
         self._parts = parts
+        self._weights = weights
+        self._on_device = set(map(id, on_device))
 
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""
         if self._kept:
             with self._at_work:
-                self._parts.overlap.drop_gradients(self._kept)
+                stream = self._parts.stream
+                stream.consume(stream.of(self._weights[id(p)]) for p in self._kept if id(p) in self._weights)
             self._kept = []
+
+    # ------------------------------------------------------------------------------------- around an optimizer's step
 
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
         self._parts.window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take the weights that are stepped unit by unit out of an optimizer that is about to step."""
-        is_new = optimizer not in self.seen
-        if is_new:
-            self._refuse_twins(optimizer)
-            if not self._is_ours(optimizer):
-                return
-        self._refuse_weights_at_work(optimizer)
-        if self._must_overlap and (reason := self.why_not_overlapped(optimizer)) is not None:
-            raise ValueError(
-                f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to let this optimizer step as in plain training."
-            )
-        if is_new:
-            self.seen.add(optimizer)
-            self._watch_state(optimizer)
-            move_state(optimizer, self._with_state_elsewhere(optimizer))
+        """Take the weights that will be stepped unit by unit out of an optimizer that is about to step.
+
+        Raises:
+            RuntimeError: It would step something else than it should.
+            ValueError: It has to step unit by unit, and cannot.
+        """
+        if optimizer not in self.seen and not self._accept(optimizer):
+            return
         with self._at_work:
+            self.restore_param_groups()
+            plan = self._plan_of(optimizer)
+            _refuse_weights_at_work(optimizer, plan)
+            why_not = why_not_by_unit(optimizer)
+            if why_not is not None and self._overlaps is True:
+                raise ValueError(
+                    f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer step as in plain "
+                    "training."
+                )
             self._parts.window.write_back_all()  # to the masters that are stepped
-            self._parts.overlap.before_step(optimizer)
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer has any weight of the module, and not only weights of other models."""
-        return any(id(parameter) in self._parts.parameters for parameter in parameters_of(optimizer))
-
-    def _with_state_elsewhere(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the weights of the module whose state is on another device: they have moved since it was made."""
-        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parts.parameters]
-        with without_torch_function():  # looking state up by a guarded weight would wait for its gradient
-            return [parameter for parameter in own if is_elsewhere(optimizer.state.get(parameter, {}), parameter)]
-
-    def _refuse_twins(self, optimizer: Optimizer) -> None:
-        # A twin has no gradient, so an optimizer would silently skip it.
-        for parameter in parameters_of(optimizer):
-            name = parameter.__dict__.get("twin_of")
-            if name is not None:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only "
-                    "while it is used there; the weight itself would never change. The copy was taken from its module "
-                    "in the middle of a forward, as Pyro's parameter store does. Give the optimizer what "
-                    "`module.parameters()` yields outside of the forward; where that is not possible, train without "
-                    "superpipeline."
-                )
-
-    def _refuse_weights_at_work(self, optimizer: Optimizer) -> None:
-        """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
-        groups = [group for group in self._parts.window.groups if group.users]
-        stepped = set(map(id, parameters_of(optimizer))) if groups else set()
-        for weight in [weight for group in groups for weight in group.weights]:
-            if id(weight.master) in stepped and weight.twin.group.users:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step weight {weight.name!r} inside of a forward that computes "
-                    "with it, and would go on with the old values. Step it after that forward, in `training_step` for "
-                    "example."
-                )
+            if self._early is not None:
+                self._early.check(optimizer, plan, why_not)
+            if why_not is not None and plan.gradients:
+                self._parts.steps.settle()
+                self._parts.stream.show_all()
+            elif plan.gradients:
+                for param_group, others in zip(optimizer.param_groups, plan.others, strict=True):
+                    self._taken_out.append((param_group, param_group["params"]))
+                    param_group["params"] = others
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
@@ -192,55 +137,98 @@ class Optimizers:
             self._parts.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
-            self._parts.overlap.after_step(optimizer)
-            used = list(parameters_of(optimizer))
+            by_unit = bool(self._taken_out)
+            self.restore_param_groups()
+            plan = self._plan_of(optimizer)
+            if by_unit:
+                self._step(optimizer, plan)
+            if self._early is not None and self._early.optimizer is optimizer:
+                self._finish_early()
             if self.afterwards is Afterwards.DROPPED:
-                self._parts.overlap.drop_gradients(used)
+                self._parts.stream.consume(plan.gradients)
             else:
-                self._parts.overlap.keep_gradients(optimizer)
-                self._kept += used if self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP else []
+                for gradient in plan.gradients:
+                    if gradient.host is not None and gradient.host.dtype == gradient.weight.dtype:
+                        gradient.scaling = NO_SCALING  # these were scaled in place
+                    gradient.norm = None
+                if self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
+                    self._kept += parameters_of(optimizer)
             self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
             self._parts.relax_guard()
 
-    def _watch_state(self, optimizer: Optimizer) -> None:
-        """Finish all steps before an optimizer's state is saved or loaded: it steps unit by unit from now on."""
-        if optimizer not in self._hooks:
-            self._hooks[optimizer] = [
-                optimizer.register_state_dict_pre_hook(lambda _: self._parts.settle()),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self._parts.settle()),
-            ]
+    def _accept(self, optimizer: Optimizer) -> bool:
+        """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.
 
-    def let_go(self) -> None:
-        """Remove all hooks from optimizers."""
-        for hook in chain.from_iterable(self._hooks.values()):
-            hook.remove()
-
-    def state_bytes(self, on_device: Collection[nn.Parameter]) -> int:
-        """Return the bytes of host memory that the optimizers' state takes.
-
-        Args:
-            on_device: Parameters whose state is on the device.
+        It may have those of other models only.
         """
-        elsewhere = set(map(id, on_device))
-        with without_torch_function():
-            # lists, because the thread that steps may add state at the same time
-            states = [item for optimizer in self.seen for item in list(optimizer.state.items())]
-            kept = [state for parameter, state in states if id(parameter) not in elsewhere]
-        return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
+        for parameter in parameters_of(optimizer):
+            name = parameter.__dict__.get("twin_of")
+            if name is not None:  # it has no gradient, so an optimizer would silently skip it
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only "
+                    "while it is used there; the weight itself would never change. The copy was taken from its module "
+                    "in the middle of a forward, as Pyro's parameter store does. Give the optimizer what "
+                    "`module.parameters()` yields outside of the forward; where that is not possible, train without "
+                    "superpipeline (`resident` does not help: such weights have copies, too)."
+                )
+        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parts.parameters]
+        if not own:
+            return False
+        self.seen.add(optimizer)
+        self._hooks[optimizer] = [  # it steps unit by unit from now on: finish before its state is saved or loaded
+            optimizer.register_state_dict_pre_hook(lambda _: self._parts.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._parts.settle()),
+        ]
+        _move_state(optimizer, own)  # the weights may have moved since it was made
+        return True
 
-    @property
-    def step_by_unit(self) -> bool:
-        """Whether an optimizer has stepped, and every one that has steps unit by unit."""
-        return bool(self.seen) and all(self.why_not_overlapped(optimizer) is None for optimizer in self.seen)
+    def _step(self, optimizer: Optimizer, plan: Plan) -> None:
+        """Step unit by unit.
 
-    def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
-        """Return why an optimizer steps all weights at once, as in plain training; None if it steps unit by unit."""
-        with self._at_work:
-            return self._parts.overlap.why_not(optimizer)
+        Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
+        """
+        steps = self._parts.steps
+        settings = steps.settings(optimizer)
+        keeps = [keeps_state(optimizer, each) for each in settings]
+        chosen: dict[Gradient, Tensor] = {}
+        waits: set[Group] = set()
+        for gradient, param_group in plan.gradients.items():  # in the order in which torch makes state
+            weight, tensor = gradient.weight, gradient.host
+            if gradient.unit.state is State.CONSUMED:
+                continue
+            if tensor is None:
+                tensor = weight.master.grad
+                if tensor is None:
+                    continue
+                waits.add(weight.unit.group)
+            weight.follow()
+            chosen[gradient] = tensor
+            if keeps[param_group] and not optimizer.state.setdefault(weight.master, {}):
+                waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
+        for group, planned in plan.steps.items():
+            steps.begin(group, optimizer, planned, settings, chosen)
+        steps.finish(waits if self._overlaps is not False else plan.steps)
 
-    def stepping_in_backward(self, optimizer: Optimizer, *, clamp: float | None = None) -> AbstractContextManager[None]:
+    def _plan_of(self, optimizer: Optimizer) -> Plan:
+        plan = self._plans.get(optimizer)
+        if plan is None or not plan.is_for(optimizer):
+            if plan is not None:
+                self._parts.steps.settle()  # what the earlier plan has begun works on the same state
+            plan = self._plans[optimizer] = Plan(optimizer, self._weights, self._parts.stream)
+        return plan
+
+    def restore_param_groups(self) -> None:
+        """Put everything that was taken out back into the param groups."""
+        while self._taken_out:
+            param_group, parameters = self._taken_out.pop()
+            param_group["params"] = parameters
+
+    # ------------------------------------------------------------------------------------------------- in backward
+
+    @contextmanager
+    def stepping_in_backward(self, optimizer: Optimizer, *, clamp: float | None = None) -> Iterator[None]:
         """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
         `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
@@ -250,101 +238,97 @@ class Optimizers:
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
         """
-        return self._parts.overlap.stepping_in_backward(optimizer, clamp, self.afterwards is not Afterwards.DROPPED)
-
-    @contextmanager
-    def measuring_norms(self) -> Iterator[None]:
-        """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._parts.stream.measures_norms = True
+        if self._overlaps is False or self._early is not None or why_not_by_unit(optimizer) is not None:
+            yield
+            return
+        with self._at_work:
+            keeps_gradients = self.afterwards is not Afterwards.DROPPED
+            early = EarlyStep(optimizer, self._plan_of(optimizer), self._parts.steps, clamp, keeps_gradients)
+        self._early = self._parts.stream.taker = early
         try:
             yield
         finally:
-            self._parts.stream.measures_norms = False
+            self._parts.stream.taker = None
+            if not early.stepped:
+                self._early = None
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does; where possible, while the optimizer reads the gradients."""
-        parameters = list(parameters)
-        with self._at_work:
-            done = self._parts.clipping.clip_norm(parameters, max_norm)
-            self._parts.relax_guard()
-        if not done:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+    def _finish_early(self) -> None:
+        early, self._early = self._early, None
+        for unit in () if early is None else early.stepped:
+            unit.state = State.LANDED
+            if early is not None and not early.keeps_gradients:
+                self._parts.stream.consume(unit.trained)
 
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
-        """Clip as `torch.nn.utils.clip_grad_value_` does; where possible, while the optimizer reads the gradients."""
-        parameters = list(parameters)
-        with self._at_work:
-            done = self._parts.clipping.clip_value(parameters, limit)
-            self._parts.relax_guard()
-        if not done:
-            nn.utils.clip_grad_value_(self._parts.clipping.not_stepped(parameters), limit)
+    def abandon(self) -> None:
+        """Finish the steps that were given to the thread, and begin no other, after an exception."""
+        with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
+            self._parts.steps.settle()
+        early = self._early
+        self._finish_early()
+        self._parts.stream.taker = None
+        stepped = 0 if early is None else sum(len(unit.trained) for unit in early.stepped)
+        if early is not None and stepped < (of := sum(g.weight.master.requires_grad for g in early.plan.gradients)):
+            warnings.warn(
+                f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
+                f"step, {of - stepped} have not. Continue from a checkpoint, or train with `overlap_optimizer=False`.",
+                stacklevel=2,
+            )
 
-    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """Unscale as `GradScaler.unscale_` does, but while the optimizer reads the gradients.
+    @property
+    def settled(self) -> bool:
+        """Whether all masters are as they would be in plain training."""
+        return self._parts.steps.note_finished() and self._early is None
 
-        Args:
-            optimizer: The optimizer whose gradients are unscaled.
-            inverse_scale: The factor, on the host.
+    # ------------------------------------------------------------------------------------------------- beside steps
 
-        Returns:
-            Whether a gradient is not finite; None if nothing was done, because the gradients did not bring their norms.
-        """
-        with self._at_work:
-            overflow = self._parts.clipping.unscale(optimizer, inverse_scale)
-            self._parts.relax_guard()
-            return overflow
+    @property
+    def step_by_unit(self) -> bool:
+        """Whether an optimizer has stepped, and every one that has steps unit by unit."""
+        return bool(self.seen) and all(why_not_by_unit(optimizer) is None for optimizer in self.seen)
 
+    def move_state(self, parameters: Collection[nn.Parameter]) -> None:
+        """Move the state of parameters to where these have been moved."""
+        for optimizer in self.seen:
+            _move_state(optimizer, parameters)
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-_handles: list[RemovableHandle] = []
+    def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes that the optimizers' state of parameters takes."""
+        with without_torch_function():
+            states = [optimizer.state.get(p, {}) for p in parameters for optimizer in self.seen]
+        # lists, because the thread that steps may add state at the same time
+        return sum(value.nbytes for state in states for value in list(state.values()) if isinstance(value, Tensor))
 
+    def leave_weights(self) -> None:
+        """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
+        self.restore_param_groups()
+        self._plans.clear()  # they would hold memory for state that lies elsewhere by now
+        self._weights, self._early = {}, None
 
-def listen_to_optimizers(listener: _Listener) -> None:
-    """Notify `listener` of every optimizer step."""
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-        _handles.append(register_optimizer_step_post_hook(_after_step))
-    _listeners.add(listener)
-
-
-def stop_listening(listener: _Listener) -> None:
-    """Undo `listen_to_optimizers`."""
-    _listeners.discard(listener)
-    if not _listeners:
-        while _handles:
-            _handles.pop().remove()
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    begin_optimizer_step()
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    if closure is None:
-        _tell(optimizer)
-        return None
-    # there are no gradients before the optimizer has called the closure
-    if len(args) > 1:
-        return (args[0], _then_tell(optimizer, closure), *args[2:]), kwargs
-    return args, {**kwargs, "closure": _then_tell(optimizer, closure)}
+    def close(self) -> None:
+        """Remove all hooks from optimizers."""
+        for hook in chain.from_iterable(self._hooks.values()):
+            hook.remove()
 
 
-def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    def closure_and_more() -> Any:
-        for listener in list(_listeners):
-            listener.before_closure()
-        with optimizer_waits():  # the closure computes, and may do so outside of modules
-            result = closure()
-        _tell(optimizer)
-        return result
-
-    return closure_and_more
-
-
-def _tell(optimizer: Optimizer) -> None:
-    for listener in list(_listeners):
-        listener.before_step(optimizer)
+def _refuse_weights_at_work(optimizer: Optimizer, plan: Plan) -> None:
+    """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
+    for group, steps in plan.steps.items():
+        if group.users:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} is to step weight {steps[0].gradients[0].weight.name!r} inside of a "
+                "forward that computes with it, and would go on with the old values. Step it after that forward, in "
+                "`training_step` for example."
+            )
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    end_optimizer_step()
-    for listener in list(_listeners):
-        listener.after_step(optimizer)
+def _move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Move the optimizer's state of parameters to their device, as `Optimizer.load_state_dict` does."""
+    moving = set(map(id, parameters))
+    with without_torch_function():  # looking state up by a guarded weight would wait for its gradient
+        for group in optimizer.param_groups:
+            counts_on_device = group.get("fused") or group.get("capturable")
+            for parameter in [p for p in group["params"] if id(p) in moving]:
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and (key != "step" or counts_on_device):
+                        state[key] = value.to(parameter.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others
-from sp_lightning.pipeline.weights.quantized import move_parameter
+from sp_lightning.pipeline.weights.quantized import is_quantized, move_parameter
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
@@ -41,6 +41,20 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
             root.to(device)
         finally:
             del vars(root)["_apply"]
+
+
+def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move parameters that can stream, with their gradients; the Parameter objects stay the same."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in parameters:
+            if is_quantized(parameter):
+                move_parameter(parameter, device, copy=True)
+                continue
+            # copied even if it is there already, so that memory shared with other weights is freed; and both before
+            # either is set, as memory may run out here: no gradient must be lost
+            data = parameter.data.to(device, copy=True)
+            gradient = None if parameter.grad is None else parameter.grad.to(device, copy=True)
+            parameter.data, parameter.grad = data, gradient
 
 
 def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

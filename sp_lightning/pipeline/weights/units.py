@@ -237,7 +237,7 @@ class Unit:
 
     Attributes:
         weights: The weights that the engine manages.
-        weights_on_device: All weights of a unit that lives on the device (see on_device.py), whose `weights` is empty.
+        weights_on_device: All weights of a unit that lives on the device, whose `weights` is empty.
         is_reached: Whether backward has reached it, so that its modules hold twins.
     """
 

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.listen import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping
 
 

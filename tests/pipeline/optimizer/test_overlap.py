@@ -246,7 +246,7 @@ def test_a_step_returns_at_once() -> None:
             plain_step(model, optimizer)
             assert not gate.is_set()
             assert [layer.weight.shape for layer in model] == [(WIDTH, WIDTH)] * 5
-            assert not pipeline._engine.overlap.settled
+            assert not pipeline._engine.optimizers.settled
             open_soon(gate)
             assert same(expected, everything(model, optimizer))
 
@@ -301,7 +301,7 @@ def test_a_step_whose_optimizer_is_dropped_is_finished() -> None:
             del optimizer
             gc.collect()
             assert alive() is not None
-            assert not pipeline._engine.overlap.settled
+            assert not pipeline._engine.optimizers.settled
             open_soon(gate)
             seen = everything(model)
             assert same(expected[: len(seen)], seen)
@@ -352,7 +352,7 @@ def test_settling_waits_for_all() -> None:
             plain_step(model, optimizer)
             open_soon(gate)
             pipeline.settle()
-        assert pipeline._engine.overlap.settled
+        assert pipeline._engine.optimizers.settled
         assert same(expected, everything(model, optimizer))
 
 
@@ -373,7 +373,7 @@ def test_settling_that_was_interrupted_waits_when_it_is_asked_again(monkeypatch:
                 patch.setattr(Job, "join", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     pipeline.settle()
-            assert not pipeline._engine.overlap.settled
+            assert not pipeline._engine.optimizers.settled
             open_soon(gate)
             pipeline.settle()
             assert gate.is_set()
@@ -408,12 +408,12 @@ def test_a_step_is_finished_before_anything_is_compiled() -> None:
         plain_step(model, optimizer)
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            finished.append(pipeline._engine.overlap.settled)
+            finished.append(pipeline._engine.optimizers.settled)
             return graph.forward
 
         with held_up(pipeline) as gate:
             plain_step(model, optimizer)
-            assert not pipeline._engine.overlap.settled
+            assert not pipeline._engine.optimizers.settled
             open_soon(gate)
             torch.compile(lambda x: x.sin(), backend=backend)(X)
     assert finished == [True]
@@ -490,7 +490,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: Calla
             for p in masters:  # each group has its own failure, told of once
                 with suppress(ArithmeticError):
                     p.sum()
-        assert pipeline._engine.overlap.settled
+        assert pipeline._engine.optimizers.settled
 
 
 def test_detaching_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +576,7 @@ def test_overlapping_can_be_switched_off(overlap: Any) -> None:
         for _ in range(4):
             plain_step(model, optimizer)
             if overlap is False:
-                assert pipeline._engine.overlap.settled
+                assert pipeline._engine.optimizers.settled
         assert same(expected, everything(model, optimizer))
 
 
@@ -651,7 +651,7 @@ def test_an_optimizer_of_something_else_is_none_of_our_business() -> None:
             plain_step(model, optimizer)
             other(torch.ones(1, 2)).sum().backward()
             SGD(other.parameters(), lr=0.1).step()
-            assert not pipeline._engine.overlap.settled
+            assert not pipeline._engine.optimizers.settled
 
 
 # --------------------------------------------------------------------------------------------------------- param groups
