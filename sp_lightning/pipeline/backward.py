@@ -19,12 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
-from sp_lightning.pipeline.weights.order import Order, Pass
+from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Group, Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -54,26 +53,23 @@ class BackwardPass:
     def __init__(
         self,
         follower: FollowsBackward,
-        *,
         window: Window,
-        order: Order,
         stream: GradientStream,
         optimizers: Optimizers,
         resident: Unit,
-        stats: Stats,
         at_work: EngineAtWork,
     ) -> None:
         self.running = False
         self.closed = False
         self.task = -1
         self._window = window
-        self._order = order
+        self._order = window.order
         self._stream = stream
         self._optimizers = optimizers
         self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
         self._watched: set[Weight] = set()
         self._resident = resident
-        self._stats = stats
+        self._stats = window.stats
         self._at_work = at_work
         self._follower = follower
         self.in_use: list[Group] = []

@@ -17,7 +17,6 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
@@ -27,7 +26,7 @@ from sp_lightning.pipeline.weights.graphs import Graph, Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.hooks import before_backward
 from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
-from sp_lightning.pipeline.weights.order import Order, Pass
+from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.window import Window
@@ -39,21 +38,18 @@ class Calls:
     def __init__(
         self,
         arrangement: Arrangement,
-        backend: Backend,
-        *,
         learned: Learned,
         graphs: Graphs,
         saved: SavedTensors,
         activations: Activations,
         offloader: Offloader,
-        at_work: EngineAtWork,
         window: Window,
-        order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
+        at_work: EngineAtWork,
     ) -> None:
         self._arrangement = arrangement
-        self._backend = backend
+        self._backend = window.backend
         self._learned = learned
         self._graphs = graphs
         self._saved = saved
@@ -61,7 +57,7 @@ class Calls:
         self._offloader = offloader
         self._at_work = at_work
         self._window = window
-        self._order = order
+        self._order = window.order
         self._backward = backward
         self._outside = outside
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last

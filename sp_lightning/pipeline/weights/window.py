@@ -51,10 +51,11 @@ class Window:
     ) -> None:
         self.groups = groups
         self._group_of_member = list(group_of_member)
-        self._order = order
-        self._backend = backend
-        self._stats = stats
+        self.order = order
+        self.backend = backend
+        self.stats = stats
         self._write_back = WriteBack(backend, stats)
+        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
@@ -117,7 +118,7 @@ class Window:
         if group.residency is Residency.READABLE:
             return
         if not group.loaded:
-            self._stats.misses += 1
+            self.stats.misses += 1
             self._load(group)
         self._wait_for_copies(group)
         group.residency = Residency.READABLE
@@ -128,25 +129,32 @@ class Window:
         Args:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
+        self._fetch_used_next(in_use)
+        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+            del self._outdated[group]
+            if group.residency is Residency.ABSENT:
+                self._load(group)
+
+    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
         needed: set[Group] = set(in_use)
-        is_full = False
-        for member in self._order.upcoming(self._horizon):
+        for member in self.order.upcoming(self._horizon):
             group = self._group_of_member[member]
             if group in needed:
                 continue
             if group.suspect:
                 self._verify(group)
-            if group.residency is Residency.ABSENT and not (is_full and group.conflicts):
-                # see [Note: when a group may be evicted]; from then on, only what has its own place is fetched
-                is_full = any(o.users or o in needed or self._awaits_step(o) for o in self._in_the_way_of(group))
-                if is_full:
-                    continue
+            if group.residency is Residency.ABSENT:
+                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
+                    if other.users or other in needed or self._awaits_step(other):
+                        return
                 self._load(group)
             needed.add(group)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         self._discard(group)
+        if not group.conflicts:
+            self._outdated[group] = None
         stepped = set(weights)
         for segment in group.segments:
             if group.suspect:
@@ -159,7 +167,7 @@ class Window:
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters."""
-        group.finish_step(self._stats)
+        group.finish_step(self.stats)
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
@@ -175,9 +183,9 @@ class Window:
 
     def _finish_copies(self, groups: Iterable[Group]) -> None:
         copies = [ticket for group in groups for ticket in group.uploads if not ticket.done]
-        self._stats.host_syncs += bool(copies)
+        self.stats.host_syncs += bool(copies)
         for ticket in copies:
-            self._backend.synchronize(ticket)
+            self.backend.synchronize(ticket)
 
     @property
     def settled(self) -> bool:
@@ -239,18 +247,18 @@ class Window:
             group.lying[number] = segment.epoch
         group.residency = Residency.COMING
         if group.resident:
-            self._stats.resident_loads += 1
+            self.stats.resident_loads += 1
         else:
-            self._stats.loads += group.unit_count
+            self.stats.loads += group.unit_count
 
     def _wait_for_copies(self, group: Group) -> None:
         for ticket in group.uploads:
-            self._backend.trace.wait(ticket, "weights")
+            self.backend.trace.wait(ticket, "weights")
 
     def _upload(self, group: Group, place: Tensor, source: Tensor, after: Ticket | None) -> None:
-        group.uploads.append(self._backend.upload(place, source, after))
-        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.uploads[-1])
-        self._stats.bytes_to_device += source.nbytes
+        group.uploads.append(self.backend.upload(place, source, after))
+        self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.uploads[-1])
+        self.stats.bytes_to_device += source.nbytes
 
     def _evict(self, group: Group) -> None:
         if group.users:
@@ -265,7 +273,7 @@ class Window:
                 leave_unit(unit)
         self._discard(group)
         group.clear_place()
-        self._backend.invalidate(group.place)
+        self.backend.invalidate(group.place)
 
 
 def _readers(group: Group) -> Iterable[Group]:
