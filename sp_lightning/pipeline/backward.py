@@ -24,7 +24,6 @@ from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Pass
-from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Group, Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -173,7 +172,7 @@ class BackwardPass:
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
-                    swap_in(other, self.follow_requires_grad)
+                    other.put_in_twins(self.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
@@ -224,7 +223,7 @@ class BackwardPass:
     def _leave_units(self) -> None:
         for unit in self._reached:
             if unit.is_reached:
-                leave_unit(unit)
+                unit.leave()
         self._reached.clear()
         self.in_use = []
 

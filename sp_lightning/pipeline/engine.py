@@ -40,7 +40,6 @@ from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import HostMemory
-from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
 
 _HOST = torch.device("cpu")
@@ -197,7 +196,7 @@ class Engine:
         self.optimizers.leave_weights()
         self.steps.settle()
         for member in arrangement.members:
-            swap_out(member)  # the call of a module that looks into a unit may still be running
+            member.put_back_masters()  # the call of a module that looks into a unit may still be running
         self.remove_gates()
         for twin in arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see

@@ -19,9 +19,8 @@ from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs, hold_while_needed
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
-from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -226,6 +227,33 @@ class Member:
         """The name of its unit, or its own if it has none that streams."""
         return self.name if self.unit is None or self.unit.resident else self.unit.name
 
+    def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
+        """Put twins in place of the masters. Masters are read, so the guard must not look.
+
+        Args:
+            prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
+        """
+        for entry in self.entries:
+            twin, master = entry.weight.twin, entry.weight.master
+            if twin.parameter.requires_grad != master.requires_grad:
+                prepare(twin)
+            if entry.current is master:  # else `functional_call` has put another tensor there
+                entry.current = twin.parameter
+        for module, weights in self.recurrent:
+            present = {id(entry.weight): entry.current for entry in self.entries}
+            module._flat_weights = [present[id(weight)] for weight in weights]
+
+    def put_back_masters(self) -> None:
+        """Put the masters back; what is neither a twin nor a master is the user's and stays."""
+        for entry in self.entries:
+            current, master = entry.current, entry.weight.master
+            if current is entry.weight.twin.parameter:
+                entry.current = master
+            elif current is not None and current is not master and storage_key(current) in self.twins:
+                entry.current = master  # an earlier twin's, of a weight that is a device parameter by now
+        for module, weights in self.recurrent:
+            module._flat_weights = [weight.master for weight in weights]
+
     def find_groups(self) -> None:
         """Determine which groups have to be on the device for its call."""
         self.groups = list(dict.fromkeys(entry.weight.twin.group for entry in self.entries))
@@ -248,6 +276,13 @@ class Unit:
     members: list[Member] = field(default_factory=list, repr=False)
     group: Group = field(init=False, repr=False)
     is_reached: bool = field(default=False, repr=False)
+
+    def leave(self) -> None:
+        """Put the masters back after backward has reached it, but for its calls that are running."""
+        self.is_reached = False
+        for member in self.members:
+            if not member.running_calls:
+                member.put_back_masters()
 
     @property
     def every_weight(self) -> list[Weight]:

@@ -15,6 +15,11 @@ optimizer steps groups in another order than that in which they were asked for.
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
 not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
 waits for it, and guards stay until then.
+
+[Note: writes on the device]
+A forward may write to its weights (`nn.Embedding(max_norm=...)`), so may a checkpoint within it that backward runs
+again, a hook, and code outside of units through a view. The masters get that when the device's copy is to be
+discarded, when the step ends, or when somebody looks at them.
 """
 
 from __future__ import annotations
@@ -22,17 +27,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.order import Order
-from sp_lightning.pipeline.weights.swap import leave_unit
 from sp_lightning.pipeline.weights.units import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
 _GROUPS_AHEAD = 3
@@ -54,7 +60,6 @@ class Window:
         self.order = order
         self.backend = backend
         self.stats = stats
-        self._write_back = WriteBack(backend, stats)
         self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
@@ -75,16 +80,6 @@ class Window:
             if group.loaded and not self._is_being_stepped(group):
                 for segment in group.segments:
                     segment.take_sample()
-
-    def write_back(self, weights: Iterable[Weight]) -> None:
-        """Write back what was written to these weights on the device."""
-        self._write_back.write(weights)
-
-    def write_back_all(self) -> None:
-        """Write back what was written to any weights on the device."""
-        for group in self.groups:
-            if group.readable:
-                self.write_back(group.weights)
 
     def suspect_all(self) -> None:
         """Check every group for changed masters before it is used again."""
@@ -217,7 +212,7 @@ class Window:
     def _discard(self, group: Group) -> None:
         """Treat what the device has of a group as gone."""
         if group.readable:
-            self._write_back.write(group.weights)
+            self.write_back(group.weights)
         elif group.loaded:
             self._wait_for_copies(group)  # nobody has: and copies to the device need not keep their order
         group.residency = Residency.ABSENT
@@ -270,10 +265,57 @@ class Window:
             self.finish_optimizer(group)
         for unit in group.units:
             if unit.is_reached:
-                leave_unit(unit)
+                unit.leave()
         self._discard(group)
         group.clear_place()
         self.backend.invalidate(group.place)
+
+    # ------------------------------------------------------------------------------------- what the device has written
+
+    def write_back_all(self) -> None:
+        """Write back what was written to any weights on the device."""
+        for group in self.groups:
+            if group.readable:
+                self.write_back(group.weights)
+
+    def write_back(self, weights: Iterable[Weight]) -> None:
+        """Copy those of the weights that were written to on the device to their masters.
+
+        Raises:
+            RuntimeError: One was written to after the optimizer had stepped it in this backward.
+        """
+        with without_torch_function():
+            touched = [weight for weight in weights if weight.twin.is_touched]
+        for weight in touched:
+            if not weight.twin.group.readable:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} was changed in backward after the optimizer had stepped it there, "
+                    "which this change should have preceded. Train with `overlap_optimizer=False`."
+                )
+            self._write_to_master(weight)
+
+    def _write_to_master(self, weight: Weight) -> None:
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+            self.backend.synchronize(self.backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            weight.unit.group.finish_step(self.stats)
+            self.stats.host_syncs += 1
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
+                weight.twin.note_unchanged()
+                return
+            if weight.lowered:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
+                    "module out of autocast, or change the weight outside of the forward."
+                )
+            weight.overwrite(arrived)
+        weight.twin.note_written_back()
+        self.stats.write_backs += 1
+        group = weight.twin.group
+        if not group.suspect:  # else a change of another weight, which is still to be found, would look checked
+            for segment in group.segments:
+                if not segment.sends_copies:
+                    segment.look_anew()
 
 
 def _readers(group: Group) -> Iterable[Group]:
