@@ -86,23 +86,17 @@ def chunked_cross_entropy(
         >>> loss = chunked_cross_entropy(hidden, head.weight, tokens, shift=True)
         >>> loss.backward()
     """
-    tensors = [tensor for tensor in (hidden, weight, labels, bias) if tensor is not None]
+    return _cross_entropy(
+        hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, softcap, shift, chunk_size
+    )
+
+
+def _cross_entropy(*given: Any) -> Tensor:
+    tensors = [each for each in given if isinstance(each, Tensor)]
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
-        redirected: Tensor = handle_torch_function(
-            chunked_cross_entropy,
-            tensors,
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-            softcap=softcap,
-            shift=shift,
-            chunk_size=chunk_size,
-        )
+        redirected: Tensor = handle_torch_function(_cross_entropy, tensors, *given)
         return redirected
+    hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, softcap, shift, chunk_size = given
     _check_tensors(hidden, weight, labels, bias)
     _check_choices(label_smoothing, reduction, softcap, chunk_size)
     if shift:

@@ -25,7 +25,7 @@ from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
 from sp_lightning.trainer.host_memory import keep_averages_on_host, materialize, warn_of_optimizer_memory
 from sp_lightning.trainer.narrator import Narrator
-from sp_lightning.trainer.precision import attach, detach, host_precision, without_engine
+from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
 from sp_lightning.trainer.steps import Steps
 from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import CheckpointIO, Precision
 
 
-class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
+class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     """Trains, validates, tests and predicts with models larger than device memory.
 
     Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), `k` of
@@ -134,15 +134,6 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
         self._begins_evaluation = False
         self._narrator = Narrator(self.lightning, self.callback)
 
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else host_precision(precision_plugin, self.lightning)
-
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
@@ -208,7 +199,6 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
             )
             when = WhenToStep(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
             self._steps = Steps(when)
-            attach(self.precision_plugin, self._steps, self.lightning)
 
     @property
     def _module(self) -> LightningModule:
@@ -323,16 +313,13 @@ class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
 
     def _detach(self) -> None:
         pipeline, self.pipeline, self._steps = self.pipeline, None, None
-        detach(self.precision_plugin)
         if pipeline is not None:
             pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and process groups cannot leave this process
-        plugin = without_engine(self.precision_plugin)
-        left = {"pipeline": None, "_steps": None, "replicas": None, "_precision_plugin": plugin}
-        return {**super().__getstate__(), **left}
+        return {**super().__getstate__(), "pipeline": None, "_steps": None, "replicas": None}
 
     @classmethod
     @override

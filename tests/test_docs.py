@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sp_lightning import SuperpipelineStrategy, superpipeline
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pytorch_lightning import SuperpipelineStrategy as PytorchStrategy
 
@@ -61,7 +61,7 @@ def test_options_have_the_same_description_everywhere():
     options = [field.name for field in fields(PipelineOptions)]
     assert re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE) == options
     for strategy in (SuperpipelineStrategy, PytorchStrategy):
-        assert arguments(strategy, options) == arguments(superpipeline, options)
+        assert arguments(strategy, options) == arguments(PipelineOptions, options)
 
 
 def arguments(documented: object, names: list[str]) -> dict[str, str]:

@@ -36,6 +36,7 @@ from .helpers import assert_same_trace
 from .lightning_modules import (
     WIDTH,
     Base,
+    Notes,
     assert_plain,
     assert_same_training,
     fit,
@@ -489,6 +490,17 @@ def test_exceptions_reach_lightnings_on_exception(hook):
         fit(trainer(streamed()), module)
     told.assert_called_once_with(error)
     assert_plain(module)
+
+
+def test_a_logger_that_draws_the_graph_of_the_model():
+    """As `TensorBoardLogger(log_graph=True)`: the error says what can be drawn."""
+
+    class Draws(Notes):
+        def log_graph(self, model, input_array=None):
+            torch.jit.trace(model, torch.ones(2, WIDTH), check_trace=False)
+
+    with pytest.raises(RuntimeError, match=r"captured as a graph.*`copy\.deepcopy\(module\)\.cpu\(\)`"):
+        fit(trainer(streamed(), logger=Draws()), Base())
 
 
 @pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])

@@ -18,12 +18,10 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs, hold_while_needed
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
-from sp_lightning.pipeline.weights.hooks import hold_while_needed
-from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
+from sp_lightning.pipeline.weights.lowered import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -48,22 +46,19 @@ class OutsideUse:
         self,
         settles: Settles,
         arrangement: Arrangement,
-        device: torch.device,
-        *,
         learned: Learned,
         graphs: Graphs,
-        stats: Stats,
-        at_work: EngineAtWork,
         window: Window,
         stream: GradientStream,
         backward: BackwardPass,
+        at_work: EngineAtWork,
     ) -> None:
-        self.device = device
+        self.device = window.backend.device
         self._settles = settles
         self._arrangement = arrangement
         self._learned = learned
         self._graphs = graphs
-        self._stats = stats
+        self._stats = window.stats
         self._at_work = at_work
         self._window = window
         self._stream = stream
@@ -71,13 +66,12 @@ class OutsideUse:
         self.guard = Guard(self, arrangement.weights)
         self._reach_leaf = self._graphs.announce(self._note_leaf)
         self._watched: list[Lowering] = []
-        lowered = [weight for weight in arrangement.weights if weight.lowered]
-        for weight in lowered if arrangement.compiled else ():
-            hide_dtype(weight)
-        if not (arrangement.compiled or arrangement.autocast is None):
-            for weight in lowered:
-                watch_leaf(weight, self, arrangement.autocast)
-            self._watched = [watch_leaf(weight, self, arrangement.autocast) for weight in arrangement.watched]
+        for weight in arrangement.weights:
+            leaf = weight.twin.parameter
+            if arrangement.autocast is not None and isinstance(leaf, LoweredParameter):
+                leaf.lowering = Lowering(weight, self, arrangement.autocast)
+                if not weight.lowered:
+                    self._watched.append(leaf.lowering)
 
     @property
     def graph_number(self) -> int:
@@ -154,7 +148,7 @@ class OutsideUse:
         if self._backward.running:
             self._backward.forget_failed()
         self._check_not_used(weight)
-        if gradient.under_way:
+        if self._stream.is_bringing(gradient):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
@@ -163,13 +157,15 @@ class OutsideUse:
         with self._at_work:
             if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
-                self._stream.show(weight)
+                gradient.show()
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        if self._stream.of(weight).unit.state is not State.EMPTY:
+        gradient = self._stream.of(weight)
+        if gradient.unit.state is not State.EMPTY:
             self._check_not_used(weight)
-            self._stream.drop(weight)
+            gradient.forget()
+            gradient.unit.note_emptied()
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""

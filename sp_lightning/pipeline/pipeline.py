@@ -1,29 +1,17 @@
-"""The pipeline: the engine's public object. It runs the steps; between steps it may arrange the units anew.
-
-[Note: one step]
-`step()` opens a scope in which masters are guarded, and weights on the device are checked against them before use. A
-call *enters* its unit (the group is brought to the device, twins take the masters' place in the module tree) and
-*leaves* it (masters are put back, the slot may be reused). Backward *reaches* units through the nodes that made their
-outputs, through the saved tensors that it unpacks, and through recomputation; it leaves all of them when it ends. Each
-time, the order of uses tells what comes next, and copies are started for it.
-
-    order -> window -> lanes -> device -> autograd -> gradients -> optimizer -> host
-"""
+"""The pipeline: the engine's public object. It runs the steps; between steps it may arrange the units anew."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.arranger import Arranger, Planner
-from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.arranger import Planner
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -32,14 +20,14 @@ from sp_lightning.pipeline.lanes.trace import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.listen import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.scopes import StepScopes
 from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping, optimizer_waits
+from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.quantized import bring_states_home
-from sp_lightning.pipeline.weights.units import Member
 
 _HOST = torch.device("cpu")
 
@@ -107,12 +95,11 @@ class Pipeline:
         _check_share(self.options, self.backend)
         keep_out_of_graphs()
         finish_before_compiling(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, replicas, keeper=self)
+        self._engine = engine = Engine(module, self.device, self.options, self.backend, replicas)
         self.stats, self.optimizers = engine.stats, engine.optimizers
-        self._at_work, self._graphs, self._saved = engine.at_work, engine.graphs, engine.saved
-        self._activations, self._offloader = engine.activations, engine.offloader
+        self._graphs = engine.graphs
         try:
-            self._arranger = Arranger(engine, planner)
+            self._scopes = StepScopes(engine, planner)
         except BaseException:
             engine.memory.keep([])
             self.backend.close()
@@ -131,7 +118,7 @@ class Pipeline:
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with optimizer_waits(), self._scope(look_for_new_parameters=True):
+        with optimizer_waits(), self._scopes.scope(look_for_new_parameters=True):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -144,7 +131,7 @@ class Pipeline:
         before = None if self.replicas is None else self.replicas.passes
         yield
         if self.replicas is not None and self.replicas.passes == before:
-            with self._at_work:
+            with self._engine.at_work:
                 self._engine.stream.finish(takes_part=True)
 
     def weights_changed(self) -> None:
@@ -163,18 +150,11 @@ class Pipeline:
         """
         if self._graphs.scopes or self._engine.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._arranger.rearrange()
+        self._scopes.arranger.rearrange()
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
-        with self._at_work:
-            self.stats.resets += 1
-            self._engine.abandon()
-            self._arranger.stop_planning()
-            self._graphs.scopes = 0
-            self._graphs.begin()
-            forget_optimizer_steps()
-            self._engine.relax_guard()
+        self._scopes.abandon()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -189,15 +169,15 @@ class Pipeline:
             self.reset()
         _attached.remove(self)
         atexit.unregister(self._end_threads)
-        self._arranger.stop_planning()
+        self._scopes.arranger.stop_planning()
         stop_listening(self.optimizers)
         forget_optimizer_steps()
         self._engine.uninstall()
         self.optimizers.close()
         self._graphs.let_go()
-        self._saved.close()
-        self._activations.second_forwards.close()
-        self._offloader.close()
+        self._engine.saved.close()
+        self._engine.activations.second_forwards.close()
+        self._engine.offloader.close()
         self._engine.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         bring_states_home(self.arrangement.weights)
@@ -222,14 +202,14 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """The units, and where their weights currently lie."""
-        return self._arranger.arrangement
+        return self._engine.arrangement
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
     @contextmanager
     def step_goes_on(self) -> Iterator[None]:
         """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with optimizer_waits(), self._scope(goes_on=True):
+        with optimizer_waits(), self._scopes.scope(goes_on=True):
             yield
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -257,114 +237,6 @@ class Pipeline:
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
         return self._engine.budget
-
-    # -------------------------------------------------------------------------------------------------- the scope
-
-    @contextmanager
-    def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
-        if self._graphs.scopes == 0:
-            self._open(look_for_new_parameters, goes_on)
-        pushed = self._saved.push(ahead=True)
-        self._graphs.scopes += 1
-        try:
-            with self._checked():
-                yield
-        except BaseException as error:
-            if self._graphs.scopes == 1 and not in_backward():
-                self.reset()
-            if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
-                raise RuntimeError(
-                    f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
-                    "`create_graph=True`."
-                ) from error
-            raise
-        finally:
-            if pushed:
-                self._saved.pop()
-            if self._graphs.scopes:
-                self._graphs.scopes -= 1
-                if self._graphs.scopes == 0 and not in_backward():
-                    with self._at_work:
-                        self._engine.window.end_step()
-                    self._graphs.begin()  # whoever still holds the old graph waits for its backward
-                self._engine.relax_guard()
-
-    def _checked(self) -> AbstractContextManager[Any]:
-        # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
-        if self.options.debug and self._graphs.scopes == 1 and torch.is_grad_enabled():
-            return AccessCheck(self._engine)
-        return nullcontext()
-
-    def _recover(self) -> None:
-        if self._engine.backward.running or any(member.running_calls for member in self.arrangement.members):
-            self.reset()  # a backward outside of any scope ended with an exception
-
-    def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
-        forget_optimizer_steps()
-        if in_backward():
-            self._engine.backward.note()
-            return
-        self._recover()
-        goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
-        self._arranger.before_step(look_for_new_parameters, goes_on)
-        if not goes_on:
-            self.optimizers.begin_step()
-            self.stats.steps += 1
-            self.backend.trace.begin_step()
-            self._activations.begin_step()
-            self._engine.order.begin_step()
-            if torch.is_grad_enabled():
-                with self._at_work:
-                    self._engine.stream.reserve()
-        self.arrangement.unused_in_step = not goes_on
-        self._engine.arm_guard()
-        with self._at_work:
-            self._engine.window.begin_step()
-
-    # ------------------------------------------------------------------------------------------- calls of modules
-
-    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of a member's module with its weights on the device (see gates.py)."""
-        if is_capturing():
-            raise RuntimeError(
-                "A module that superpipeline streams cannot be captured as a graph (by `torch.jit.trace`, "
-                "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
-                "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
-            )
-        if in_transform() and (member.is_streamed or self._graphs.scopes == 0):
-            raise RuntimeError(
-                f"{member.name or 'the model'!r}, whose weights are streamed, is called within a transform of "
-                "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
-                "`torch.autograd.grad`."
-            )
-        if optimizer_is_stepping():
-            with optimizer_waits():
-                return self.call(member, forward, args, kwargs)
-        return self._call(member, forward, args, kwargs)
-
-    def _call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._graphs.scopes == 0:
-            arrangement = self.arrangement
-            with self._scope():
-                if self.arrangement is not arrangement:
-                    return member.module(*args, **kwargs)  # as a member of the new arrangement
-                return self._call(member, forward, args, kwargs)
-        if member.compiled is not None and member.module._compiled_call_impl is None:
-            forward = member.compiled
-        autocast = self._autocast_dtype()
-        if (
-            member.unit is not None
-            and autocast != self.arrangement.autocast
-            and self._arranger.adapt_to_autocast(member, autocast)
-        ):
-            return member.module(*args, **kwargs)  # as a member of the new arrangement
-        return self._engine.calls.run(member, forward, args, kwargs, autocast)
-
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype that autocast lowers weights to, so that they can be sent in it; None if autocast is off."""
-        if not torch.is_autocast_enabled(self.device.type):
-            return None
-        return torch.get_autocast_dtype(self.device.type)
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

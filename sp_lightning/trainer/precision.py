@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from copy import copy
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ from sp_lightning.pipeline import Pipeline
 from sp_lightning.trainer._namespace import Namespace
 from sp_lightning.trainer.steps import Steps
 
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import Strategy as _Base
+else:
+    _Base = object
+
 
 class HostGradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` whose scale and growth tracker live in host memory, as gradients do.
@@ -23,19 +29,20 @@ class HostGradScaler(torch.amp.GradScaler):
     pageable memory, and staged before the call returns: a later `update` cannot change what arrives.
 
     Attributes:
-        pipeline: The engine that has the gradients, while a module is attached.
+        strategy: The strategy whose engine has the gradients, while a module is attached.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__("cpu", **settings)
-        self.pipeline: Pipeline | None = None
+        self.strategy: PrecisionMixin | None = None
 
     @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # The engine tells overflow from the norms that came with the gradients, and unscales when they are read.
-        overflow = None if self.pipeline is None else self.pipeline.optimizers.unscale(optimizer, inv_scale)
+        pipeline = None if self.strategy is None else self.strategy.pipeline
+        overflow = None if pipeline is None else pipeline.optimizers.unscale(optimizer, inv_scale)
         if overflow is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             # For gradients on the device: `update` would copy the flag to the host without waiting, too.
@@ -70,67 +77,57 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
     return scaler
 
 
-class _Attached:
-    """What stands in for methods of a precision plugin while a module is attached.
+class PrecisionMixin(_Base):
+    """The part of the strategy that deals with its precision plugin, some of whose methods become the strategy's.
 
     The plugin's `backward` is the innermost method on the way into backward that is not a user's. Hooks, and a
-    strategy's own `backward`, are around it, and so not part of the step.
+    strategy's own `backward`, are around it, and so not part of the step. If a user's own class clips by itself, that
+    is left alone.
     """
 
-    def __init__(self, plugin: Any, steps: Steps) -> None:
-        self._plugin = plugin
-        self._steps = steps
-        self._optimizers = steps.pipeline.optimizers
+    lightning: ClassVar[Namespace]
+    pipeline: Pipeline | None
+    _steps: Steps | None
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self._steps.backward(kwargs):
-            type(self._plugin).backward(self._plugin, loss, *args, **kwargs)
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
 
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._optimizers.clip_grad_norm(self._plugin.main_params(optimizer), clip_val)
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = plugin
+        if plugin is None:
+            return
+        host_precision(plugin, self.lightning)
+        if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
+            plugin.scaler.strategy = self
+        plugin.backward = self._backward
+        for name, ours in (("clip_grad_by_norm", self._clip_by_norm), ("clip_grad_by_value", self._clip_by_value)):
+            if getattr(type(plugin), name) is getattr(self.lightning.precision, name):
+                setattr(plugin, name, ours)
 
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._optimizers.clip_grad_value(self._plugin.main_params(optimizer), clip_val)
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with nullcontext() if self._steps is None else self._steps.backward(kwargs):
+            type(self.precision_plugin).backward(self.precision_plugin, loss, *args, **kwargs)
 
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        plugin, pipeline = self.precision_plugin, self.pipeline
+        if pipeline is None:
+            type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+        else:
+            pipeline.optimizers.clip_grad_norm(plugin.main_params(optimizer), clip_val)
 
-_CLIPS = ("clip_grad_by_norm", "clip_grad_by_value")
-
-
-def attach(plugin: Any, steps: Steps, lightning: Namespace) -> None:
-    """Have a precision plugin run backward, clip and unscale through the engine, until `detach`.
-
-    If a user's own class clips by itself, that is left alone.
-    """
-    scaler = getattr(plugin, "scaler", None)
-    if isinstance(scaler, HostGradScaler):
-        scaler.pipeline = steps.pipeline
-    attached = _Attached(plugin, steps)
-    plugin.backward = attached.backward
-    for name in _CLIPS:
-        if getattr(type(plugin), name) is getattr(lightning.precision, name):
-            setattr(plugin, name, getattr(attached, name))
-
-
-def detach(plugin: Any) -> None:
-    """Undo `attach`: restore the plugin as the user built it."""
-    scaler = getattr(plugin, "scaler", None)
-    if isinstance(scaler, HostGradScaler):
-        scaler.pipeline = None
-    for name in ("backward", *_CLIPS):
-        vars(plugin).pop(name, None)
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        plugin, pipeline = self.precision_plugin, self.pipeline
+        if pipeline is None:
+            type(plugin).clip_grad_by_value(plugin, optimizer, clip_val)
+        else:
+            pipeline.optimizers.clip_grad_value(plugin.main_params(optimizer), clip_val)
 
 
-def without_engine(plugin: Any) -> Any:
-    """Return a copy of a plugin, attached or not, that can be pickled."""
-    plugin = copy(plugin)
-    if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
-        plugin.scaler = copy(plugin.scaler)
-    detach(plugin)
-    return plugin
-
-
-def host_precision(plugin: Any, lightning: Namespace) -> Any:
-    """Return a precision plugin prepared for weights on the host.
+def host_precision(plugin: Any, lightning: Namespace) -> None:
+    """Prepare a precision plugin for weights on the host.
 
     Raises:
         MisconfigurationException: If the plugin needs weights that stay on the device.
@@ -148,4 +145,3 @@ def host_precision(plugin: Any, lightning: Namespace) -> Any:
     )
     if isinstance(plugin, lightning.mixed_precision) and plugin.scaler is not None:
         plugin.scaler = host_scaler(plugin.scaler, lightning)
-    return plugin

@@ -31,7 +31,7 @@ class AveragedStream(GradientStream):
     ) -> None:
         super().__init__(units, window, backend, stats, pin)
         self._averaging = averaging
-        averaging.of(list(self.units.values()))
+        averaging.of(self._units)
 
     @property
     def _averages(self) -> bool:
@@ -82,7 +82,7 @@ class AveragedStream(GradientStream):
         averaged = self._averaging.wait()
         if averaged is not None:
             unit, staging, complete = averaged
-            self._dispatch(unit, unit.trained, unit.layout, staging, complete=True, is_last=complete)
+            self._dispatch(unit, unit.trained, unit.layout, staging, is_last=complete)
 
     @override
     def _send_rest(self, takes_part: bool) -> None:
@@ -97,25 +97,22 @@ class AveragedStream(GradientStream):
         if not (takes_part or self._arrived or self._averaging.has_unmanaged()):
             return
         self._averaging.begin()
-        missing: list[tuple[Gradient, bool]] = []
+        own = list(self._arrived)
         for unit in self._averaging.left():
             if not unit.gathered:
                 unit.begin()
             for gradient in unit.trained:
                 if gradient.on_device is None:
                     gradient.look()
-                    missing.append((gradient, gradient.host is None))
+                    self._arrived.setdefault(gradient, gradient.host is None)
             self._start(unit)
         self._send_averaged()
-        reached = self._averaging.agree(self._arrived)
-        for gradient, was_empty in missing:
-            if gradient in reached:
-                self._arrived.setdefault(gradient)
-                continue
+        reached = self._averaging.agree(own)
+        for gradient in [gradient for gradient in self._arrived if gradient not in reached]:
             gradient.late.clear()
-            if was_empty:
+            if self._arrived.pop(gradient):
                 gradient.forget()
-                self._note_held(gradient.unit)
+                gradient.unit.note_emptied()
         self._averaging.average_unmanaged()
 
     @override

@@ -126,7 +126,7 @@ class Averaging:
         """Start averaging what lies in a staging buffer."""
         self._started.add(unit)
         works = []
-        for flat in unit.layout.flat_in(staging.memory):
+        for flat in unit.layout.flat_in(staging.bytes):
             flat.mul_(1 / self.replicas.count)
             works.append(dist.all_reduce(flat, async_op=True))
         self._under_way = unit, staging, works

@@ -1,7 +1,7 @@
-"""Memory through which gradients come to the host: staging buffers on the device, and landing buffers on the host.
+"""How gradients lie in memory, and the memory through which they come to the host.
 
-The gradients of a unit are put together in a *staging buffer*, and leave it with one copy. Those that do not stay where
-they land go through a *landing buffer*, on their way into a sum or into the optimizer.
+The gradients of a unit are put together in a *staging buffer* on the device, and leave it with one copy. Those that do
+not stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer.
 """
 
 from __future__ import annotations
@@ -9,37 +9,92 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import groupby
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.layout import GradientLayout, gradient_bytes
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.weights.buffers import HostBuffer
+from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Weight
 
 STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
 
-class TensorsIn:
-    """Memory viewed as one tensor per gradient; the tensors are made once for each layout."""
+class GradientLayout:
+    """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
+
+    Attributes:
+        norms_at: Offset of the norms, in bytes.
+        nbytes: Bytes in all.
+        is_lower: Whether a gradient is in another dtype than its master.
+        can_be_measured: Whether all masters are in fp32, so that norms computed in fp32 have torch's bits.
+    """
+
+    def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
+        self.dtypes = list(dtypes)
+        self._like = [weight.host for weight in weights]
+        sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
+        offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
+        *self._offsets, self.norms_at = offsets
+        self.is_lower = any(dtype != w.dtype for w, dtype in zip(weights, dtypes, strict=True))
+        self.can_be_measured = all(weight.dtype == torch.float32 for weight in weights)
+
+    def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return bytes of `memory` as the gradients, and as their norms."""
+        lying = zip(self._offsets, self._like, self.dtypes, strict=True)
+        norms = torch.empty(len(self.dtypes), device="meta")
+        gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
+        return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
+
+    def flat_in(self, memory: Tensor) -> list[Tensor]:
+        """Return the gradients, and the padding between them, as one flat tensor for each stretch of one dtype."""
+        pairs = zip(self.dtypes, self._offsets, strict=True)
+        starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
+        runs = zip((dtype for dtype, _ in groupby(self.dtypes)), starts, [*starts[1:], self.norms_at], strict=True)
+        return [memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
+
+
+def gradient_bytes(unit: Unit) -> int:
+    """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
+    weights = [weight for weight in unit.weights if weight.master.requires_grad]
+    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
+
+
+class GradientMemory:
+    """Memory for the gradients of one unit; the tensors in it are made once for each layout."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self._made: dict[GradientLayout, tuple[list[Tensor], Tensor]] = {}
+        self.bytes = memory
+        self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
 
     def views(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
-        """Return its bytes as gradients, and as their norms."""
-        found = self._made.get(layout)
+        """Return it as gradients, and as their norms."""
+        found = self._views.get(layout)
         if found is None:
-            found = self._made[layout] = layout.tensors_in(self.memory), layout.norms_in(self.memory)
+            found = self._views[layout] = layout.views(self.bytes)
         return found
 
 
-class StagingBuffer(TensorsIn):
+class HostGradients(GradientMemory):
+    """Such memory on the host."""
+
+    def __init__(self, nbytes: int, backend: Backend, pin: bool) -> None:
+        self._host = HostBuffer(nbytes, backend, pin)
+        super().__init__(self._host.bytes)
+
+    def close(self) -> None:
+        """Unpin the memory, and let go of it; what lies in it keeps it."""
+        self._host.release()
+
+
+class StagingBuffer(GradientMemory):
     """Device memory in which the gradients of one unit are put together.
 
     Attributes:
@@ -58,7 +113,6 @@ class StagingBuffers:
         self._units = units
         self._backend = backend
         self._buffers: list[StagingBuffer] = []
-        self._turn = 0
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
@@ -68,42 +122,34 @@ class StagingBuffers:
 
     def take(self, nbytes: int) -> StagingBuffer:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
-        if len(self._buffers) < STAGING_BUFFERS:
-            self._turn = len(self._buffers)
-            self._buffers.append(StagingBuffer(max(nbytes, *map(gradient_bytes, self._units)), self._backend))
-            return self._buffers[-1]
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
-        buffer = self._buffers[self._turn]
+        if not self._buffers:
+            self.reserve()
+        buffer = self._buffers.pop(0)
         if buffer.ticket is not None:
             self._backend.trace.wait(buffer.ticket, "gradients")
-        if buffer.memory.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
-            buffer = self._buffers[self._turn] = StagingBuffer(nbytes, self._backend)
+        if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
+            buffer = StagingBuffer(nbytes, self._backend)
+        self._buffers.append(buffer)
         return buffer
-
-    def abandon(self) -> None:
-        """Forget the copies out of the buffers, after an exception; a collective operation may still use one."""
-        self._buffers.clear()
 
     def nbytes(self) -> int:
         """Return the bytes of device memory."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+        return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def close(self) -> None:
-        """Free the memory, when no copy is under way."""
+        """Let go of the buffers; after an exception, a collective operation may still use one."""
         self._buffers.clear()
 
 
-class LandingBuffer(TensorsIn):
+class LandingBuffer(HostGradients):
     """Host memory through which the gradients of one unit pass.
 
     Attributes:
-        host: The memory, as it was allocated.
         is_free: Whether nothing is on its way into it, or waits in it to be read.
     """
 
-    def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
-        super().__init__(host.bytes)
-        self.host = host
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
+        super().__init__(nbytes, backend, pin)
         self.is_free = True
         self._released = released
 
@@ -139,18 +185,18 @@ class LandingBuffers:
 
     def _find(self, nbytes: int, patient: bool) -> LandingBuffer | None:
         """Find a free buffer that is large enough, or make one; None if there may not be more."""
-        free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.memory.nbytes)
+        free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.bytes.nbytes)
         is_full = len(self._buffers) >= self._few() and (patient or not _is_left_over(nbytes))
         most = sys.maxsize if is_full else 2 * nbytes  # or all would become as large as the largest unit's
-        fitting = [buffer for buffer in free if nbytes <= buffer.memory.nbytes <= most]
-        if fitting:
-            return fitting[0]
+        for buffer in free:
+            if nbytes <= buffer.bytes.nbytes <= most:
+                return buffer
         if is_full and not free:
             return None
         if is_full:
             self._buffers.remove(free[0])
-            free[0].host.release()
-        self._buffers.append(LandingBuffer(HostBuffer(nbytes, self._backend, self._pin), self._released))
+            free[0].close()
+        self._buffers.append(LandingBuffer(nbytes, self._backend, self._pin, self._released))
         return self._buffers[-1]
 
     def _few(self) -> int:
@@ -165,12 +211,12 @@ class LandingBuffers:
 
     def nbytes(self) -> int:
         """Return the bytes of host memory."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+        return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def close(self) -> None:
         """Free the memory, when no copy is under way."""
         while self._buffers:
-            self._buffers.pop().host.release()
+            self._buffers.pop().close()
 
 
 def _is_left_over(nbytes: int) -> bool:

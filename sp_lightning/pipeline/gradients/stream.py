@@ -2,7 +2,7 @@
 
 A unit's gradients are gathered as autograd finishes them, put together in a staging buffer on the device, and leave
 with one device-to-host (D2H) copy, in the dtype they were computed in. With other processes they are averaged in the
-staging buffer first (averaged_stream.py).
+staging buffer first (averaging.py).
 
     device                        on its way                  host
     leaf.grad -> staging buffer ----------------------------> the unit's own buffer        (first of a step)
@@ -16,31 +16,70 @@ wait by themselves, and masters are guarded as long as the engine has gradients 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffer, StagingBuffers
-from sp_lightning.pipeline.gradients.held import HeldGradients
-from sp_lightning.pipeline.gradients.layout import GradientLayout
+from sp_lightning.pipeline.gradients.buffers import (
+    GradientLayout,
+    HostGradients,
+    LandingBuffer,
+    LandingBuffers,
+    StagingBuffer,
+    StagingBuffers,
+)
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.shipment import Shipment, Taker
-from sp_lightning.pipeline.gradients.sums import add_up
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients, add_up
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.weights.hooks import run_hooks
+from sp_lightning.pipeline.weights.graphs import run_hooks
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
-class GradientStream(HeldGradients):
-    """Brings gradients to the host.
+@dataclass(eq=False)
+class Shipment:
+    """Gradients of a unit on their way to the host.
+
+    Attributes:
+        unit: The gradients of the unit.
+        gradients: Those that are on their way.
+        arrived: The tensors that they land in.
+        ticket: The copy, or the addition, that brings them.
+        buffer: The landing buffer to release when they have been read; None if they land where they stay.
+    """
+
+    unit: UnitGradients
+    gradients: Sequence[Gradient]
+    arrived: Sequence[Tensor]
+    ticket: Ticket
+    buffer: LandingBuffer | None
+
+
+class Taker(Protocol):
+    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
+
+    keeps_gradients: bool
+
+    def wants(self, unit: UnitGradients) -> bool:
+        """Tell whether the unit's complete gradients should go to the optimizer right away."""
+
+    def take(self, shipment: Shipment) -> None:
+        """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
+
+    def end_of_backward(self) -> None:
+        """Give back what was not used."""
+
+
+class GradientStream:
+    """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
 
     Attributes:
         taker: What takes gradients as they arrive, while there is such a thing.
@@ -55,19 +94,18 @@ class GradientStream(HeldGradients):
         stats: Stats,
         pin: bool,
     ) -> None:
-        super().__init__({unit: UnitGradients(unit, backend, pin) for unit in units}, stats)
         self.taker: Taker | None = None
         self.measures_norms = False
+        self._units = [UnitGradients(unit, backend, pin) for unit in units]
+        self._of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
+        self._stats = stats
         self._staging = StagingBuffers(units, backend)
         self._landing = LandingBuffers(units, backend, pin)
         self._gathering: dict[UnitGradients, None] = {}
-        self._sent: dict[UnitGradients, None] = {}  # in this backward pass
-        self._arrived: dict[Gradient, None] = {}  # the same, in autograd's order
-        self._moving: list[UnitGradients] = []  # into sums, out of memory that is no longer needed then
-        self._has_late = False
-        self._given_up = 0, 0
+        # what this backward pass has brought, in autograd's order, and whether the engine had nothing of it before
+        self._arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -79,10 +117,10 @@ class GradientStream(HeldGradients):
         """
         gradient = self._of[weight]
         unit = gradient.unit
-        self._check(gradient, tensor)
+        if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
+            raise _refusal(weight, tensor)
         gradient.look()
-        gradient.under_way = True
-        self._arrived[gradient] = None
+        self._arrived.setdefault(gradient, gradient.host is None)
         if not unit.gathered:
             self._begin(unit)
         self._put(gradient, tensor)
@@ -90,32 +128,11 @@ class GradientStream(HeldGradients):
 
     def _put(self, gradient: Gradient, tensor: Tensor) -> None:
         unit = gradient.unit
-        if gradient.on_device is not None:  # reentrant checkpoints accumulate several times in one backward
+        if gradient.on_device is not None:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self.send(unit, is_last=False)
             self._begin(unit)
-        elif tensor.dtype != gradient.dtype:  # of another leaf, as the weight was used in another dtype, too
-            self._send_alone(gradient, tensor)
-            return
         unit.gathered += 1
         gradient.on_device = tensor
-
-    def _check(self, gradient: Gradient, tensor: Tensor) -> None:
-        name = gradient.weight.name
-        if tensor.requires_grad:
-            raise RuntimeError(
-                f"backward(create_graph=True) would leave a gradient with a graph on weight {name!r}, whose gradient "
-                "lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
-            )
-        if tensor.layout is not torch.strided:
-            raise RuntimeError(
-                f"Weight {name!r} got a sparse gradient. Let it be dense (`sparse=False`), or compute it in an "
-                "`nn.Embedding(sparse=True)`, which lives on the device."
-            )
-        if gradient.unit.state is State.CONSUMED:
-            raise RuntimeError(
-                f"Weight {name!r} got another gradient after it was stepped in this backward pass. Train with "
-                "`overlap_optimizer=False`."
-            )
 
     def _begin(self, unit: UnitGradients) -> None:
         unit.begin()
@@ -135,28 +152,17 @@ class GradientStream(HeldGradients):
             is_last: Whether nothing more will come if they are complete.
         """
         self._gathering.pop(unit, None)
-        complete = unit.gathered == len(unit.trained)
-        gradients = unit.trained if complete else [g for g in unit.trained if g.on_device is not None]
-        layout = unit.layout
-        if not complete:
-            layout = GradientLayout([g.weight for g in gradients], [g.dtype for g in gradients])
+        gradients = [gradient for gradient in unit.trained if gradient.on_device is not None]
+        tensors = [gradient.on_device for gradient in gradients]
+        dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+        is_whole = dtypes == unit.layout.dtypes  # not so if a weight was used in another dtype, too
+        layout = unit.layout if is_whole else GradientLayout([gradient.weight for gradient in gradients], dtypes)
         staging = self._staging.take(layout.nbytes)
-        targets = staging.views(layout)[0] if complete else layout.tensors_in(staging.memory)
-        torch._foreach_copy_(targets, [g.on_device for g in gradients])  # type: ignore[misc]
+        torch._foreach_copy_(staging.views(layout)[0], tensors)  # type: ignore[arg-type]
         for gradient in gradients:
             gradient.on_device = None
         unit.gathered = 0
-        self._dispatch(unit, gradients, layout, staging, complete, is_last)
-
-    def _send_alone(self, gradient: Gradient, tensor: Tensor) -> None:
-        unit = gradient.unit
-        if not unit.gathered:
-            del self._gathering[unit]
-        with torch.no_grad():
-            layout = GradientLayout([gradient.weight], [tensor.dtype])
-            staging = self._staging.take(layout.nbytes)
-            layout.tensors_in(staging.memory)[0].copy_(tensor)
-            self._dispatch(unit, [gradient], layout, staging, complete=False, is_last=False)
+        self._dispatch(unit, gradients, layout, staging, is_last)
 
     def _dispatch(
         self,
@@ -164,87 +170,65 @@ class GradientStream(HeldGradients):
         gradients: Sequence[Gradient],
         layout: GradientLayout,
         staging: StagingBuffer,
-        complete: bool,
         is_last: bool,
     ) -> None:
         """Send a staging buffer to where its gradients stay, through a landing buffer, or to the optimizer."""
         self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
-        for moved in [other for other in self._moving if other.ticket is None or other.ticket.done]:
-            self._moving.remove(moved)
-            moved.release_own()
         is_first = is_hidden = True
         for gradient in gradients:
             if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
-                self._show(gradient)
+                gradient.show()
                 gradient.is_seen = True
             gradient.norm = None
             is_first &= gradient.host is None
             is_hidden &= not gradient.is_seen
-        if unit not in self._sent:
-            self._sent[unit] = None
-            unit.is_new = all(gradient.host is None for gradient in unit.gradients)
-        taker = self.taker if complete and is_last and is_hidden else None
+        is_whole = layout is unit.layout
+        taker = self.taker if is_whole and is_last and is_hidden else None
         if taker is not None and not taker.wants(unit):
             taker = None
         has_norms = self.measures_norms and layout.can_be_measured
-        is_plain = complete and is_first and is_hidden
-        if is_plain and taker is not None and not taker.keeps_gradients:
-            unit.release_empty()  # gradients pass through a few buffers from now on
-            shipment = self._send_through_buffer(unit, gradients, layout, staging, patient=False)
-        elif is_plain and unit.sums is None:
-            shipment = self._land(unit, gradients, layout, staging, has_norms)
+        is_new = is_whole and is_first and is_hidden
+        passes = is_new and taker is not None and not taker.keeps_gradients
+        if is_new and unit.sums is None and not passes:
+            unit.wait()
+            shipment = self._copy(unit, gradients, layout, staging, unit.own(), has_norms)
         else:
-            arriving = self._send_through_buffer(unit, gradients, layout, staging, patient=True)
-            had_sums = unit.sums is not None
-            shipment = self._add(arriving, has_norms)
-            if unit.sums is not None and not had_sums:
-                self._moving.append(unit)
+            buffer = self._landing.take(layout.nbytes, patient=not passes)
+            shipment = self._copy(unit, gradients, layout, staging, buffer)
+            if passes:
+                unit.close()  # gradients pass through a few buffers from now on
+            else:
+                shipment = self._add(shipment, has_norms)
         unit.ticket = shipment.ticket
         unit.state = State.GATHERING if unit.gathered else State.LEAVING
-        self._held[unit] = None
         if taker is not None:
             taker.take(shipment)
 
-    def _land(
+    def _copy(
         self,
         unit: UnitGradients,
         gradients: Sequence[Gradient],
         layout: GradientLayout,
         staging: StagingBuffer,
-        has_norms: bool,
+        memory: HostGradients,
+        has_norms: bool = False,
     ) -> Shipment:
-        unit.wait()
-        memory, tensors, norms = unit.own()
-        if has_norms:
-            views, measured = staging.views(layout)
-            torch.stack(torch._foreach_norm(views, 2, torch.float32), out=measured)
+        """Copy gradients to the host, and with them their norms where they land in memory of their own."""
+        arrived, norms = memory.views(layout)
         nbytes = layout.nbytes if has_norms else layout.norms_at
-        ticket = self._copy(unit, memory, staging, nbytes)
-        for gradient, tensor, norm in zip(gradients, tensors, norms, strict=True):
-            gradient.host = tensor
-            gradient.norm = norm if has_norms else None
-        return Shipment(unit, gradients, tensors, ticket, None)
-
-    def _send_through_buffer(
-        self,
-        unit: UnitGradients,
-        gradients: Sequence[Gradient],
-        layout: GradientLayout,
-        staging: StagingBuffer,
-        patient: bool,
-    ) -> Shipment:
-        buffer = self._landing.take(layout.nbytes, patient)
-        tensors = layout.tensors_in(buffer.memory) if layout is not unit.layout else buffer.views(layout)[0]
-        ticket = self._copy(unit, buffer.memory, staging, layout.norms_at)
-        return Shipment(unit, gradients, tensors, ticket, buffer)
-
-    def _copy(self, unit: UnitGradients, memory: Tensor, staging: StagingBuffer, nbytes: int) -> Ticket:
-        ticket = staging.ticket = self._backend.download(memory[:nbytes], staging.memory[:nbytes])
+        if has_norms:
+            tensors, measured = staging.views(layout)
+            torch.stack(torch._foreach_norm(tensors, 2, torch.float32), out=measured)
+        ticket = staging.ticket = self._backend.download(memory.bytes[:nbytes], staging.bytes[:nbytes])
         self._backend.trace.moved(Kind.GRADIENTS, unit.unit.name, nbytes, ticket)
         self._stats.bytes_to_host += nbytes
-        return ticket
-
-    # ------------------------------------------------------------------------------------------------------- sums
+        if isinstance(memory, LandingBuffer):
+            return Shipment(unit, gradients, arrived, ticket, memory)
+        for gradient, tensor in zip(gradients, arrived, strict=True):
+            gradient.host = tensor
+        for gradient, norm in zip(gradients, norms.unbind(), strict=True) if has_norms else ():
+            gradient.norm = norm
+        return Shipment(unit, gradients, arrived, ticket, None)
 
     def _add(self, shipment: Shipment, has_norms: bool) -> Shipment:
         """Have the thread for work on host memory add gradients that arrive in a landing buffer to those there."""
@@ -256,7 +240,6 @@ class GradientStream(HeldGradients):
             if gradient.is_seen:  # users' hooks must not run in the thread
                 target = torch.empty_like(gradient.weight.host)
                 gradient.late.append(target)
-                self._has_late = True
                 jobs.append((target, None, arrived))
                 continue
             before = gradient.host
@@ -268,6 +251,7 @@ class GradientStream(HeldGradients):
                 gradient.norm = torch.empty(())
                 norms.append((gradient.norm, target))
         after = [shipment.ticket] if unit.ticket is None else [shipment.ticket, unit.ticket]
+        becomes_part = unit.take_own() if unit.sums is not None else None
 
         def add() -> None:
             with without_torch_function(), torch.no_grad():
@@ -276,16 +260,22 @@ class GradientStream(HeldGradients):
                 for norm, target in norms:
                     norm.copy_(torch.linalg.vector_norm(target, dtype=torch.float32))
 
+        def release() -> None:
+            buffer.release()
+            if becomes_part is not None:
+                becomes_part.close()
+
         moved = 2 * sum(target.nbytes for target, _, _ in jobs)
-        ticket = self._backend.work(add, after, moved, buffer.release)
+        ticket = self._backend.work(add, after, moved, release)
         self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, ticket)
         return Shipment(unit, shipment.gradients, [target for target, _, _ in jobs], ticket, None)
 
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""
+        unit = shipment.unit
         if shipment.buffer is not None:
-            shipment.unit.ticket = None if shipment.unit.ticket is shipment.ticket else shipment.unit.ticket
-            shipment.unit.ticket = self._add(shipment, has_norms=False).ticket
+            unit.ticket = None if unit.ticket is shipment.ticket else unit.ticket
+            unit.ticket = self._add(shipment, has_norms=False).ticket
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
@@ -299,27 +289,26 @@ class GradientStream(HeldGradients):
         self._send_rest(takes_part)
         if self.taker is not None:
             self.taker.end_of_backward()
-        for gradient in self._arrived:
-            gradient.under_way = False
-        if self._has_late:
-            self._add_late()
-        for unit in self._sent:
-            unit.release_own()
-            self._note_held(unit)
-        self._forget()
+        late = [gradient for gradient in self._arrived if gradient.late]
+        self._arrived.clear()
+        if late:
+            self._add_late(late)
 
     def _send_rest(self, takes_part: bool) -> None:
         for unit in list(self._gathering):
             self.send(unit, is_last=False)
 
-    def _add_late(self) -> None:
+    def _add_late(self, gradients: Sequence[Gradient]) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
         self.settle()
-        for gradient in [gradient for gradient in self._arrived if gradient.late]:
-            master, late = gradient.weight.master, gradient.late
+        late = [gradient.late for gradient in gradients]
+        for gradient in gradients:
             gradient.late = []
             gradient.show()
-            for tensor in late:
+            gradient.unit.note_emptied()
+        for gradient, tensors in zip(gradients, late, strict=True):
+            master = gradient.weight.master
+            for tensor in tensors:
                 added = run_hooks(tensor_hooks(master), tensor)
                 if master.grad is None:
                     master.grad = added
@@ -330,30 +319,59 @@ class GradientStream(HeldGradients):
 
     def abandon(self) -> None:
         """Forget what has come in a backward pass that an exception has ended."""
-        for unit in self.units.values():
+        for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
-        for unit in [unit for unit in self.units.values() if unit.gathered or unit in self._sent]:
-            unit.gathered = 0
-            for gradient in unit.gradients:
-                gradient.on_device = None
-                if unit.is_new or unit.state is State.CONSUMED:
-                    gradient.forget()
-            unit.state = State.LANDED
-            self._note_held(unit)
-        for gradient in self._arrived:
-            gradient.under_way = False
+        for gradient, is_new in self._arrived.items():
+            gradient.on_device = None
             gradient.late.clear()
+            if is_new or gradient.unit.state is State.CONSUMED:
+                gradient.forget()
+        for unit in {gradient.unit for gradient in self._arrived}:
+            unit.gathered = 0
+            unit.state = State.LANDED
+            unit.note_emptied()
         self._landing.abandon()
-        self._staging.abandon()
-        self._forget()
-
-    def _forget(self) -> None:
+        self._staging.close()
         self._gathering.clear()
-        self._sent.clear()
         self._arrived.clear()
-        self._moving.clear()
-        self._has_late = False
+
+    # ------------------------------------------------------------------- between one backward pass and the next
+
+    def of(self, weight: Weight) -> Gradient:
+        """Return the gradient of a weight."""
+        return self._of[weight]
+
+    def is_bringing(self, gradient: Gradient) -> bool:
+        """Tell whether the backward that is running has brought some of it, so that nobody can read it yet."""
+        return gradient in self._arrived
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine has no gradients that nobody has asked for, so that anybody may read `.grad`."""
+        return all(unit.state is State.EMPTY for unit in self._units)
+
+    def settle(self) -> None:
+        """Wait until every gradient has landed and been added."""
+        under_way = [unit for unit in self._units if unit.ticket is not None and unit.state is not State.EMPTY]
+        self._stats.host_syncs += bool(under_way)
+        for unit in under_way:
+            unit.wait()
+
+    def show_all(self) -> None:
+        """Make all gradients the masters' `.grad`."""
+        for gradient in self._of.values():
+            gradient.show()
+
+    def consume(self, gradients: Iterable[Gradient]) -> None:
+        """Leave weights without gradients, as a step has used them."""
+        units: dict[UnitGradients, None] = {}
+        for gradient in gradients:
+            gradient.forget()
+            gradient.weight.master.grad = None
+            units[gradient.unit] = None
+        for unit in units:
+            unit.note_emptied()
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -363,18 +381,34 @@ class GradientStream(HeldGradients):
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
-        return self._given_up[0] + self._staging.nbytes()
+        return self._staging.nbytes()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._given_up[1] + self._landing.nbytes() + sum(unit.host_bytes() for unit in self.units.values())
+        return self._landing.nbytes() + sum(unit.host_bytes() for unit in self._units)
 
     def close(self) -> None:
-        """Show all gradients, and release all other memory, which `device_bytes` and `host_bytes` still count."""
-        self._given_up = self.device_bytes(), self.host_bytes()
+        """Show all gradients, and release all other memory."""
         self.abandon()
         self.show_all()
-        for unit in self.units.values():
+        for unit in self._units:
             unit.close()
-        self._staging.close()
         self._landing.close()
+
+
+def _refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
+    """Make the error for a gradient that cannot be sent."""
+    if tensor.requires_grad:
+        return RuntimeError(
+            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
+            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+        )
+    if tensor.layout is not torch.strided:
+        return RuntimeError(
+            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or compute it in an "
+            "`nn.Embedding(sparse=True)`, which lives on the device."
+        )
+    return RuntimeError(
+        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
+        "`overlap_optimizer=False`."
+    )

@@ -13,11 +13,10 @@ import enum
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.layout import GradientLayout
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -47,27 +46,23 @@ class Gradient:
     Attributes:
         weight: The weight.
         unit: The gradients of its unit.
-        dtype: The dtype in which it arrives.
         on_device: What backward has brought, as long as it has not left.
         host: What the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
         norm: The norm of that; None if it is not known.
         scaling: Unscaling and clipping still to be applied to it.
-        under_way: Whether the backward that is running has brought some of it, so that nobody can read it yet.
         is_seen: Whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call.
         late: What is added to `.grad` when backward has ended, for that reason.
     """
 
-    __slots__ = ("dtype", "host", "is_seen", "late", "norm", "on_device", "scaling", "under_way", "unit", "weight")
+    __slots__ = ("host", "is_seen", "late", "norm", "on_device", "scaling", "unit", "weight")
 
     def __init__(self, weight: Weight, unit: UnitGradients) -> None:
         self.weight = weight
         self.unit = unit
-        self.dtype = weight.gradient_dtype
         self.on_device: Tensor | None = None
         self.host: Tensor | None = None
         self.norm: Tensor | None = None
         self.scaling: Scaling = NO_SCALING
-        self.under_way = False
         self.is_seen = False
         self.late: list[Tensor] = []
 
@@ -85,10 +80,12 @@ class Gradient:
         """Make what has landed the master's `.grad`, which is the user's."""
         if self.host is None:
             return
+        self.unit.wait()
         with torch.inference_mode(False), torch.no_grad():
             shown = torch.empty_like(self.weight.host).copy_(self.host)
             self.scaling.apply_(shown)
         self.forget()
+        self.unit.note_emptied()
         self.weight.master.grad = shown
 
 
@@ -99,11 +96,10 @@ class UnitGradients:
         unit: The unit.
         gradients: That of each of its weights.
         trained: Those of weights that require one, in this backward pass.
-        layout: How these lie in memory.
+        layout: How these lie in memory, in the dtypes in which they arrive.
         state: Where they are.
         gathered: How many of them backward has brought that have not left.
         ticket: Comes after everything that is on its way to them; None if nothing is known to be.
-        is_new: Whether all that the engine has of them on the host is from the backward pass that is running.
         sums: Host memory for sums in the masters' dtypes, where gradients arrive in lower ones; None before there are.
     """
 
@@ -113,16 +109,12 @@ class UnitGradients:
         self._pin = pin
         self.gradients = [Gradient(weight, self) for weight in unit.weights]
         self.trained: list[Gradient] = []
-        self.layout = GradientLayout((), ())
+        self.layout = self._sum_layout = GradientLayout((), ())
         self.state = State.EMPTY
         self.gathered = 0
         self.ticket: Ticket | None = None
-        self.is_new = False
-        self._own: HostBuffer | None = None  # for gradients as they arrive
-        self._views: list[Tensor] = []
-        self._norms: list[Tensor] = []
-        self.sums: HostBuffer | None = None
-        self._sum_views: dict[Gradient, Tensor] = {}
+        self._own: HostGradients | None = None  # for gradients as they arrive
+        self.sums: HostGradients | None = None
 
     @property
     def is_frozen(self) -> bool:
@@ -133,49 +125,40 @@ class UnitGradients:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
         trained = [gradient for gradient in self.gradients if gradient.weight.master.requires_grad]
         if trained != self.trained:
+            self.close()
             self.trained = trained
-            self.layout = GradientLayout([g.weight for g in trained], [g.dtype for g in trained])
-            self._outgrow()
+            weights = [gradient.weight for gradient in trained]
+            self.layout = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
+            self._sum_layout = GradientLayout(weights, [weight.dtype for weight in weights])
 
-    def _outgrow(self) -> None:
-        """Let go of memory for other gradients; what lies in it keeps it."""
-        self.wait()
-        for buffer in (self._own, self.sums):
-            if buffer is not None:
-                buffer.release()
-        self._own = self.sums = None
-        self._views, self._norms, self._sum_views = [], [], {}
-
-    def own(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the memory in which gradients stay as they arrive, its views as gradients, and those as norms."""
+    def own(self) -> HostGradients:
+        """Return the memory in which gradients stay as they arrive."""
         if self._own is None:
-            self._own = HostBuffer(self.layout.nbytes, self._backend, self._pin)
-            self._views = self.layout.tensors_in(self._own.bytes)
-            self._norms = list(self.layout.norms_in(self._own.bytes).unbind())
-        return self._own.bytes, self._views, self._norms
+            self._own = HostGradients(self.layout.nbytes, self._backend, self._pin)
+        return self._own
+
+    def take_own(self) -> HostGradients | None:
+        """Give away that memory, if there is some, to be closed when nobody needs it."""
+        own, self._own = self._own, None
+        return own
 
     def room_for(self, gradient: Gradient) -> Tensor:
         """Return memory for the sum of one weight's gradients."""
+        index = self.trained.index(gradient)
         if not self.layout.is_lower:
-            return self.own()[1][self.trained.index(gradient)]
+            return self.own().views(self.layout)[0][index]
         if self.sums is None:
-            layout = GradientLayout.in_master_dtypes(self.layout.weights)
-            self.sums = HostBuffer(layout.nbytes, self._backend, pin=False)
-            self._sum_views = dict(zip(self.trained, layout.tensors_in(self.sums.bytes), strict=True))
-        return self._sum_views[gradient]
+            self.sums = HostGradients(self._sum_layout.nbytes, self._backend, pin=False)
+        return self.sums.views(self._sum_layout)[0][index]
 
-    def release_own(self) -> None:
-        """Release the memory of gradients as they arrive, which have become parts of sums, unless it is theirs, too."""
-        if self.sums is not None:
-            self.release_empty()
-
-    def release_empty(self) -> None:
-        """Release the memory of gradients as they arrive, in which there is none that is still needed."""
-        if self._own is not None:
-            self.wait()
-            self._own.release()
-            self._own = None
-            self._views, self._norms = [], []
+    def note_emptied(self) -> None:
+        """Note that some are gone; they may have been all that the engine has of the unit."""
+        if self.state is State.CONSUMED:
+            return
+        for gradient in self.gradients:
+            if gradient.host is not None:
+                return
+        self.state = State.EMPTY
 
     def wait(self) -> None:
         """Block until nothing is on its way to the gradients, not even to those that were dropped before.
@@ -196,8 +179,32 @@ class UnitGradients:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory."""
-        return sum(buffer.nbytes for buffer in (self._own, self.sums) if buffer is not None)
+        return sum(memory.bytes.nbytes for memory in (self._own, self.sums) if memory is not None)
 
     def close(self) -> None:
-        """Let go of the memory, when nothing is under way."""
-        self._outgrow()
+        """Let go of the memory; what lies in it keeps it."""
+        self.wait()
+        for memory in (self._own, self.sums):
+            if memory is not None:
+                memory.close()
+        self._own = self.sums = None
+
+
+_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
+
+
+def add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
+    """Write the sum of two gradients, the first of which may be there already, to where it stays."""
+    if before is None:
+        target.copy_(arrived)
+        return
+    if before is not target:
+        target.copy_(before)
+    if target.dtype == arrived.dtype or target.stride() != arrived.stride():
+        target.add_(arrived)
+        return
+    count = arrived.numel()
+    flat_target, flat_arrived = target.as_strided((count,), (1,)), arrived.as_strided((count,), (1,))
+    for start in range(0, count, _CHUNK):
+        end = min(start + _CHUNK, count)
+        flat_target[start:end].add_(flat_arrived[start:end].to(target.dtype))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sp_lightning.pipeline.activations.ways import Policy
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
-from sp_lightning.pipeline.gradients.layout import gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.lanes.trace import Lane
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
