@@ -40,14 +40,7 @@ class FollowsBackward(Protocol):
 
 
 class BackwardPass:
-    """Follows backward passes, one after the other.
-
-    Attributes:
-        running: Whether a pass is open.
-        task: Autograd's number of the pass (its graph task).
-        in_use: Groups of the unit that backward reached last, and of the calls around it.
-        closed: Whether another arrangement has taken over, so that announcements from this one's graphs are ignored.
-    """
+    """Follows backward passes, one after the other."""
 
     def __init__(
         self,
@@ -58,9 +51,10 @@ class BackwardPass:
         resident: Unit,
         at_work: EngineAtWork,
     ) -> None:
-        self.running = False
+        self.running = False  # whether a pass is open
+        # whether another arrangement has taken over, so that announcements from this one's graphs are ignored
         self.closed = False
-        self.task = -1
+        self.task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._order = window.order
         self._stream = stream
@@ -71,7 +65,7 @@ class BackwardPass:
         self._stats = window.stats
         self._at_work = at_work
         self._follower = follower
-        self.in_use: list[Group] = []
+        self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None

@@ -23,18 +23,13 @@ _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one bac
 
 
 class Graph:
-    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
-
-    Attributes:
-        number: The number of the step.
-        has_calls: Whether units were called in it, so that their nodes tell when backward runs through it.
-        done: Whether a backward has run through it.
-    """
+    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        # whether units were called in it, so that their nodes tell when backward runs through it
         self.has_calls = False
-        self.done = False
+        self.done = False  # whether a backward has run through it
 
 
 class Announcement:
@@ -58,20 +53,14 @@ class Announcement:
 
 
 class Graphs:
-    """The graphs that may still need weights where these lay when the graphs were built.
-
-    Attributes:
-        current: The graph that is being built.
-        calls: How many calls of units have begun.
-        scopes: How many scopes of the step under way are open, one inside of the other.
-    """
+    """The graphs that may still need weights where these lay when the graphs were built."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
-        self.current = Graph(0)
-        self.calls = 0
-        self.scopes = 0
+        self.current = Graph(0)  # the graph that is being built
+        self.calls = 0  # how many calls of units have begun
+        self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
         self._has_warned = False
 
     @property
