@@ -19,13 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
-from sp_lightning.pipeline.weights.order import Order, Pass
-from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
+from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -42,41 +40,32 @@ class FollowsBackward(Protocol):
 
 
 class BackwardPass:
-    """Follows backward passes, one after the other.
-
-    Attributes:
-        running: Whether a pass is open.
-        task: Autograd's number of the pass (its graph task).
-        in_use: Groups of the unit that backward reached last, and of the calls around it.
-        closed: Whether another arrangement has taken over, so that announcements from this one's graphs are ignored.
-    """
+    """Follows backward passes, one after the other."""
 
     def __init__(
         self,
         follower: FollowsBackward,
-        *,
         window: Window,
-        order: Order,
         stream: GradientStream,
         optimizers: Optimizers,
         resident: Unit,
-        stats: Stats,
         at_work: EngineAtWork,
     ) -> None:
-        self.running = False
+        self.running = False  # whether a pass is open
+        # whether another arrangement has taken over, so that announcements from this one's graphs are ignored
         self.closed = False
-        self.task = -1
+        self.task = -1  # autograd's number of the pass (its graph task)
         self._window = window
-        self._order = order
+        self._order = window.order
         self._stream = stream
         self._optimizers = optimizers
         self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
         self._watched: set[Weight] = set()
         self._resident = resident
-        self._stats = stats
+        self._stats = window.stats
         self._at_work = at_work
         self._follower = follower
-        self.in_use: list[Group] = []
+        self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None
@@ -177,7 +166,7 @@ class BackwardPass:
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
-                    swap_in(other, self.follow_requires_grad)
+                    other.put_in_twins(self.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
@@ -228,7 +217,7 @@ class BackwardPass:
     def _leave_units(self) -> None:
         for unit in self._reached:
             if unit.is_reached:
-                leave_unit(unit)
+                unit.leave()
         self._reached.clear()
         self.in_use = []
 

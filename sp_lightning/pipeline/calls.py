@@ -8,6 +8,7 @@ made its output gets a hook that announces its backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,15 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.graphs import Announcement, Graph, Graphs, before_backward
 from sp_lightning.pipeline.weights.guard import EngineAtWork
-from sp_lightning.pipeline.weights.hooks import before_backward
 from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
-from sp_lightning.pipeline.weights.order import Order, Pass
-from sp_lightning.pipeline.weights.swap import swap_in, swap_out
+from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.window import Window
 
@@ -39,21 +37,18 @@ class Calls:
     def __init__(
         self,
         arrangement: Arrangement,
-        backend: Backend,
-        *,
         learned: Learned,
         graphs: Graphs,
         saved: SavedTensors,
         activations: Activations,
         offloader: Offloader,
-        at_work: EngineAtWork,
         window: Window,
-        order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
+        at_work: EngineAtWork,
     ) -> None:
         self._arrangement = arrangement
-        self._backend = backend
+        self._backend = window.backend
         self._learned = learned
         self._graphs = graphs
         self._saved = saved
@@ -61,7 +56,7 @@ class Calls:
         self._offloader = offloader
         self._at_work = at_work
         self._window = window
-        self._order = order
+        self._order = window.order
         self._backward = backward
         self._outside = outside
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
@@ -115,7 +110,7 @@ class Calls:
         """Clean up after an exception has ended all calls."""
         for member in self._arrangement.members:
             member.running_calls = 0
-            swap_out(member)
+            member.put_back_masters()
         self._inside.clear()
 
     # --------------------------------------------------------------------------------------------------------- a call
@@ -155,7 +150,7 @@ class Calls:
     def _begin(self, member: Member) -> None:
         """Put weights in their places."""
         with self._at_work:
-            swap_in(member, self._backward.follow_requires_grad)
+            member.put_in_twins(self._backward.follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if len(self._inside) == 1 and not in_backward():
                 self._backend.trace.begin(Kind.FORWARD, member.unit_name)
@@ -173,7 +168,7 @@ class Calls:
             for entry in member.entries:
                 self._backward.adopt_requires_grad(entry.weight.twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
-                swap_out(member)
+                member.put_back_masters()
             if member.is_streamed and not self._activations.are_kept:
                 self._activations.leave()
             self._window.prefetch([*member.groups, *self._backward.in_use] if is_backward else ())
@@ -185,11 +180,11 @@ class Calls:
             return forward(*args, **kwargs)
         # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
         with self._at_work:
-            swap_in(member.looks_into, self._backward.follow_requires_grad)
+            member.looks_into.put_in_twins(self._backward.follow_requires_grad)
         try:
             return forward(*args, **kwargs)
         finally:
-            swap_out(member.looks_into)
+            member.looks_into.put_back_masters()
 
     # --------------------------------------------------------------------------------------------------- its backward
 
@@ -213,7 +208,7 @@ class Calls:
     def _lies_in_a_slot(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self._arrangement.twins
 
-    def _announcement(self, member: Member) -> Callable[[], None]:
+    def _announcement(self, member: Member) -> Announcement:
         """Return what to do when backward reaches the call that is ending."""
         graph = self._graphs.watch_current()
         graph.has_calls = True
@@ -222,16 +217,18 @@ class Calls:
         if in_backward():  # the call that it was inside of is over, but the backward of that is not
             around += [group for group in self._backward.in_use if group in member.called_in]
         bundle = None if self._activations.are_kept else self._offloader.current
-
-        def reach() -> None:
-            self._reach(member, graph, groups, around, bundle)
-
-        return self._graphs.announce(reach)
+        return self._graphs.announce(partial(self._reach, member, graph, groups, around, bundle))
 
     def _reach(
-        self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None
+        self,
+        member: Member,
+        graph: Graph,
+        groups: list[Group],
+        around: list[Group],
+        bundle: Bundle | None,
+        _gradients: object,
     ) -> None:
-        """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in hooks.py)."""
+        """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in graphs.py)."""
         if self._backward.closed:
             return  # if it matters, unpacking raises
         if torch.is_grad_enabled() and not self._graphs.in_step:

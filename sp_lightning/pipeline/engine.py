@@ -39,7 +39,6 @@ from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import HostMemory
-from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
 
 _HOST = torch.device("cpu")
@@ -96,42 +95,22 @@ class Engine:
         self.stream = self._make_stream()
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
-        self.backward = BackwardPass(
-            self,
-            window=self.window,
-            order=self.order,
-            stream=self.stream,
-            optimizers=self.optimizers,
-            resident=arrangement.resident,
-            stats=stats,
-            at_work=at_work,
-        )
+        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
         self.outside = OutsideUse(
-            self,
-            arrangement,
-            self.device,
-            learned=self.learned,
-            graphs=self.graphs,
-            stats=stats,
-            at_work=at_work,
-            window=self.window,
-            stream=self.stream,
-            backward=self.backward,
+            self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
         )
         self.guard = self.outside.guard
         self.calls = Calls(
             arrangement,
-            backend,
-            learned=self.learned,
-            graphs=self.graphs,
-            saved=self.saved,
-            activations=self.activations,
-            offloader=self.offloader,
-            at_work=at_work,
-            window=self.window,
-            order=self.order,
-            backward=self.backward,
-            outside=self.outside,
+            self.learned,
+            self.graphs,
+            self.saved,
+            self.activations,
+            self.offloader,
+            self.window,
+            self.backward,
+            self.outside,
+            at_work,
         )
 
     def _make_stream(self) -> GradientStream:
@@ -155,6 +134,10 @@ class Engine:
             streaming = min(streaming, self.arrangement.device_bytes() + self.stream.device_bytes())
         return streaming + int(SHARE_OF_FREE_MEMORY * free)
 
+    def room_for_activations(self) -> int:
+        """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
+        return max(0, (self.budget or 0) - self.arrangement.streaming_bytes())
+
     # ------------------------------------------------------------------------------------ installing and uninstalling
 
     def install(self) -> None:
@@ -171,7 +154,7 @@ class Engine:
         self.optimizers.work_with(self, arrangement.weights_by_master, arrangement.parameters_on_device)
         move_all_but_parameters(self.module, self.device)
         move_unmanaged(arrangement.unmanaged.values(), self.device)
-        self.pool.pinnable = arrangement.host_share.pinnable_bytes()
+        self.pool.pinnable = arrangement.host_share.pinnable
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():
@@ -212,7 +195,7 @@ class Engine:
         self.optimizers.leave_weights()
         self.steps.settle()
         for member in arrangement.members:
-            swap_out(member)  # the call of a module that looks into a unit may still be running
+            member.put_back_masters()  # the call of a module that looks into a unit may still be running
         self.remove_gates()
         for twin in arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see

@@ -18,11 +18,9 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs, hold_while_needed
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
-from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -48,22 +46,19 @@ class OutsideUse:
         self,
         settles: Settles,
         arrangement: Arrangement,
-        device: torch.device,
-        *,
         learned: Learned,
         graphs: Graphs,
-        stats: Stats,
-        at_work: EngineAtWork,
         window: Window,
         stream: GradientStream,
         backward: BackwardPass,
+        at_work: EngineAtWork,
     ) -> None:
-        self.device = device
+        self.device = window.backend.device
         self._settles = settles
         self._arrangement = arrangement
         self._learned = learned
         self._graphs = graphs
-        self._stats = stats
+        self._stats = window.stats
         self._at_work = at_work
         self._window = window
         self._stream = stream

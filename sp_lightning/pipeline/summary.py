@@ -12,50 +12,28 @@ from sp_lightning.pipeline.sizes import readable_bytes
 
 @dataclass(frozen=True)
 class Summary:
-    """The plan of a pipeline.
+    """The plan of a pipeline; `str()` of it is a table."""
 
-    Attributes:
-        device: The device that forward and backward run on.
-        units: Number of units.
-        k: Units on the device at once.
-        k_prime: Units moved together.
-        model_bytes: Bytes of all weights in their own dtypes.
-        device_bytes: Device memory for weights: slots, resident weights, and everything that belongs to units which
-            live on the device. It is never exceeded.
-        gradient_bytes: Device memory for gradients on their way to the host.
-        resident: Names of resident weights.
-        resident_bytes: Their bytes on the device.
-        host_bytes: Host memory for weights and for the copies of them that are sent.
-        host_gradient_bytes: Host memory for gradients, as far as it has been allocated.
-        optimizer_bytes: Host memory for optimizer state, as far as it exists.
-        host_activation_bytes: Host memory for offloaded activations, as far as it has been allocated.
-        parameters: Number of elements of all weights.
-        unit_names: Names of the units.
-        unit_bytes: Bytes sent for each unit.
-        lowered: Number of weights that are sent in autocast's dtype.
-        pinned: Whether everything that is sent lies in pinned memory.
-        plan: The planner's choice and its prediction; None if nothing was planned.
-    """
-
-    device: str
+    device: str  # that forward and backward run on
     units: int
-    k: int
-    k_prime: int
-    model_bytes: int
+    k: int  # units on the device at once
+    k_prime: int  # units moved together
+    model_bytes: int  # of all weights in their own dtypes
+    # Of the device, for slots, resident weights, and everything that belongs to units which live there: never exceeded.
     device_bytes: int
-    gradient_bytes: int
-    resident: tuple[str, ...]
-    resident_bytes: int
-    host_bytes: int
-    host_gradient_bytes: int
-    optimizer_bytes: int
-    host_activation_bytes: int
-    parameters: int
+    gradient_bytes: int  # of the device, for gradients on their way to the host
+    resident: tuple[str, ...]  # names of resident weights
+    resident_bytes: int  # of them, on the device
+    host_bytes: int  # for weights and for the copies of them that are sent
+    host_gradient_bytes: int  # for gradients, as far as it has been allocated
+    optimizer_bytes: int  # for optimizer state on the host, as far as it exists
+    host_activation_bytes: int  # for offloaded activations, as far as it has been allocated
+    parameters: int  # elements of all weights
     unit_names: tuple[str, ...]
-    unit_bytes: tuple[int, ...]
-    lowered: int
-    pinned: bool
-    plan: WindowPlan | None = None
+    unit_bytes: tuple[int, ...]  # sent for each unit
+    lowered: int  # number of weights that are sent in autocast's dtype
+    pinned: bool  # whether everything that is sent lies in pinned memory
+    plan: WindowPlan | None = None  # the planner's choice and its prediction; None if nothing was planned
 
     @property
     def host_bytes_per_parameter(self) -> float:

@@ -35,23 +35,13 @@ from sp_lightning.planning.workload import Choice, Machine, UnitWork, Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted cost of one step of the optimizer.
-
-    Attributes:
-        choice: The choice that it is for.
-        seconds: Its time, in the steady state.
-        lanes: Seconds of work in each lane.
-        device_bytes: Peak device memory for weights, gradients on their way and activations.
-        host_bytes: Host memory for weights, gradients, optimizer state and offloaded activations.
-        bytes_to_device: Bytes copied to the device.
-        bytes_to_host: Bytes copied to the host.
-    """
+    """The predicted cost of one step of the optimizer, in the steady state."""
 
     choice: Choice
     seconds: float
-    lanes: dict[Lane, float]
-    device_bytes: int
-    host_bytes: int
+    lanes: dict[Lane, float]  # seconds of work in each
+    device_bytes: int  # peak of weights, gradients on their way and activations
+    host_bytes: int  # for weights, gradients, optimizer state and offloaded activations
     bytes_to_device: int
     bytes_to_host: int
 
@@ -79,9 +69,9 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, and for everything that belongs to units which live on the device."""
-    layout = _Layout(workload, choice)
-    window = _arena_bytes(tuple(group.weight_bytes for group in layout.streamed), choice.slots)
-    return window + sum(unit.weight_bytes for unit in (*layout.kept, workload.resident)) + workload.on_device_bytes
+    _, streamed, kept = _groups(workload, choice)
+    window = _arena_bytes(tuple(group.weight_bytes for group in streamed), choice.slots)
+    return window + sum(unit.weight_bytes for unit in (*kept, workload.resident)) + workload.on_device_bytes
 
 
 def gradient_bytes(workload: Workload) -> int:
@@ -94,22 +84,17 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
     return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
 
 
-class _Layout:
-    """How units share the device under a choice; those that travel together are taken for one.
+def _groups(workload: Workload, choice: Choice) -> tuple[list[UnitWork], list[UnitWork], list[UnitWork]]:
+    """Return all groups in the order of the forward, those that share the window, and those that are kept.
 
-    Attributes:
-        groups: All of them, in the order of the forward.
-        streamed: Those that share the window.
-        kept: Those that have places of their own.
+    Units that travel together are taken for one.
     """
-
-    def __init__(self, workload: Workload, choice: Choice) -> None:
-        units = workload.units
-        apart = {*choice.kept, *(number for number, unit in enumerate(units) if not unit.weight_bytes)}
-        numbers = travel_together(len(units), choice.k_prime, apart)
-        self.groups = [_as_one([units[number] for number in group]) for group in numbers]
-        self.streamed = [group for group, each in zip(self.groups, numbers, strict=True) if each[0] not in apart]
-        self.kept = [units[number] for number in choice.kept]
+    units = workload.units
+    apart = {*choice.kept, *(number for number, unit in enumerate(units) if not unit.weight_bytes)}
+    numbers = travel_together(len(units), choice.k_prime, apart)
+    groups = [_as_one([units[number] for number in group]) for group in numbers]
+    streamed = [group for group, each in zip(groups, numbers, strict=True) if each[0] not in apart]
+    return groups, streamed, [units[number] for number in choice.kept]
 
 
 def _as_one(units: Sequence[UnitWork]) -> UnitWork:
@@ -134,7 +119,7 @@ class _Step:
 
     def __init__(self, workload: Workload, machine: Machine, choice: Choice, ways: Sequence[Way]) -> None:
         self._workload, self._machine, self._slots = workload, machine, choice.slots
-        self._layout = _Layout(workload, choice)
+        self._groups, self._streamed, self._kept = _groups(workload, choice)
         units, times, trains = workload.units, workload.micro_steps, workload.trains
         loads, loads_back, again = self._loads()
         leaving = [way.leaving if trains else 0 for way in ways[:-UNITS_THAT_STAY]] + [0] * UNITS_THAT_STAY
@@ -158,17 +143,17 @@ class _Step:
 
     def _loads(self) -> tuple[list[int], list[int], list[int]]:
         """Return the bytes of each load in forward, in backward, and again after a step (see [Note: loads])."""
-        workload, streamed, slots = self._workload, self._layout.streamed, self._slots
+        workload, streamed, slots = self._workload, self._streamed, self._slots
         leave, come_back = streamed[:-slots], streamed[slots:]
         if not workload.trains:
             return [group.weight_bytes for group in (*leave, *streamed[max(slots, len(leave)) :])], [], []
-        stay = [*streamed[:slots], *self._layout.kept, workload.resident] if workload.stepping else []
+        stay = [*streamed[:slots], *self._kept, workload.resident] if workload.stepping else []
         loads, loads_back = ([group.weight_bytes for group in groups] for groups in (come_back, leave))
         return loads, loads_back, [group.bytes_after_step for group in stay]
 
     def seconds(self) -> float:
         """Return how long it takes (see [Note: the time of a step])."""
-        workload, machine, first, last = self._workload, self._machine, self._layout.groups[0], self._layout.groups[-1]
+        workload, machine, first, last = self._workload, self._machine, self._groups[0], self._groups[-1]
         gradients = sum(machine.down(unit.gradient_bytes) for unit in workload.units[1:])  # the first's are the turn's
         edges = [each.backward_seconds for each in (first, last)]
         backward = max(self._together(self._backward, self._loads_backward, edges), edges[-1] + gradients)
@@ -195,7 +180,7 @@ class _Step:
 
     def _first_unit(self) -> tuple[float, float, float]:
         """Return how long the first gradients, after backward, take to leave, to be stepped, and to be sent again."""
-        machine, resident, groups = self._machine, self._workload.resident, self._layout.groups
+        machine, resident, groups = self._machine, self._workload.resident, self._groups
         place = next((place for place, group in enumerate(groups) if group.step_bytes), 0)
         hidden = sum(group.forward_seconds + group.backward_seconds for group in groups[:place])
         both = (groups[place], resident)
@@ -204,11 +189,11 @@ class _Step:
 
     def _spare(self, backward: float, landed: float) -> float:
         """Return the seconds of backward, after its last load, in which weights that were stepped can be sent again."""
-        streamed = self._layout.streamed
+        streamed = self._streamed
         if self._workload.stepping != "in backward":
             return 0.0
         if len(streamed) > self._slots:
             at_the_end = backward * self._slots / len(streamed) - self._machine.up(streamed[0].weight_bytes)
-            kept = sum(self._machine.up(unit.bytes_after_step) for unit in self._layout.kept)
+            kept = sum(self._machine.up(unit.bytes_after_step) for unit in self._kept)
             return max(at_the_end, min(kept, backward - landed - self._loads_backward))
-        return backward - landed - self._machine.step(self._layout.groups[-1:])
+        return backward - landed - self._machine.step(self._groups[-1:])

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.lowering import is_lowered_layer
+from sp_lightning.pipeline.weights.lowering import weights_under_autocast
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.measure import bytes_of
 from sp_lightning.planning.workload import Machine, UnitWork, Workload
@@ -104,7 +104,9 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     module = _on_meta(module, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
     if is_mixed and dtype is not None:
-        _lower(module, division.units, dtype)
+        lowered, _ = weights_under_autocast(module, "cuda")
+        for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in lowered]:
+            weight.compute_dtype = dtype
     vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
     units = tuple(_work(unit, given, vocabulary) for unit in division.units)
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
@@ -127,17 +129,6 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(module, copies)
-
-
-def _lower(root: nn.Module, units: Sequence[Unit], dtype: torch.dtype) -> None:
-    """Send fp32 weights that only layers with a lowered operation own in this dtype, as under autocast."""
-    owned: set[int] = set()
-    elsewhere: set[int] = set()
-    for module in root.modules():
-        (owned if is_lowered_layer(module) else elsewhere).update(map(id, module.parameters(recurse=False)))
-    for weight in [weight for unit in units for weight in unit.weights]:
-        if weight.dtype is torch.float32 and id(weight.master) in owned - elsewhere:
-            weight.compute_dtype = dtype
 
 
 def _matrices(unit: Unit) -> list[torch.Size]:

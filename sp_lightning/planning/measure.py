@@ -54,23 +54,15 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
 
 
 class FirstSteps:
-    """Watches steps until enough of them are recorded; `waits` for a step of the optimizer before that, and in it.
-
-    Attributes:
-        trains: Whether the steps have a backward.
-        recording: What the lanes did.
-        policies: For each step, the policy of each member's activations, if they are chosen per unit.
-        activation_peak: Peak bytes of activations.
-        reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
-        optimizer_steps: Steps of optimizers since the recording has begun.
-        steps_in_backward: Units that were stepped before backward had ended since then.
-    """
+    """Watches steps until enough of them are recorded; `waits` for a step of the optimizer before that, and in it."""
 
     def __init__(self, engine: Engine, trains: bool, waits: bool) -> None:
-        self.trains = trains
-        self.recording = Recording()
-        self.policies: list[Mapping[str, Policy]] = []
-        self.activation_peak = self.reserve_bytes = self.optimizer_steps = self.steps_in_backward = 0
+        self.trains = trains  # whether the steps have a backward
+        self.recording = Recording()  # of what the lanes did
+        self.policies: list[Mapping[str, Policy]] = []  # for each step, of each member, if they are chosen per unit
+        self.activation_peak = 0
+        self.reserve_bytes = 0  # of the device that must stay free beside weights, gradients and activations
+        self.optimizer_steps = self.steps_in_backward = 0  # since the recording has begun
         self._engine = engine
         self._waits = waits
         self._steps = -1  # the first call comes before the first step
@@ -174,27 +166,18 @@ def machine_of(recording: Recording) -> Machine:
 
 
 class _Step:
-    """One recorded step.
-
-    Attributes:
-        forward: Seconds of computing for each unit in forward, by the unit's name.
-        backward: Seconds of computing for each unit in backward, by the unit's name.
-        has_backward: Whether it has a backward.
-        rest: Seconds in which the device neither computed nor waited for a copy.
-        waits_for_all_gradients: Whether no unit was stepped before the last gradient had landed.
-    """
+    """One recorded step: `forward` and `backward` are each unit's seconds of computing, by its name."""
 
     def __init__(self, spans: Sequence[Span], begin: float, end: float, units: Collection[str]) -> None:
         spans = [span for span in spans if begin <= span.begin < end and span.end > begin]
         of = {kind: [span for span in spans if span.kind is kind] for kind in Kind}
-        self._stalls = of[Kind.STALL]
-        backward = of[Kind.BACKWARD]
+        self._stalls, backward = of[Kind.STALL], of[Kind.BACKWARD]
         self.has_backward = bool(backward)
         turned = backward[0].begin if backward else None  # what runs forward after that is recomputed
         forward = [span for span in of[Kind.FORWARD] if turned is None or span.begin < turned]
         self.forward, self.backward = self._by_unit(forward, turned, units), self._by_unit(backward, None, units)
         known = [*self.forward.values(), *self.backward.values(), *(span.end - span.begin for span in self._stalls)]
-        self.rest = end - begin - sum(known)
+        self.rest = end - begin - sum(known)  # the device neither computed nor waited for a copy
         gradients, stepped = of[Kind.GRADIENTS], of[Kind.STEP]
         self.waits_for_all_gradients = bool(gradients and stepped) and all(
             span.begin >= gradients[-1].end for span in stepped if span.begin > gradients[0].begin

@@ -22,25 +22,15 @@ _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there
 
 @dataclass(frozen=True)
 class Report:
-    """The predicted cost of training a model, for several k. `str()` of it is a table.
+    """The predicted cost of training a model, for several k. `str()` of it is a table."""
 
-    Attributes:
-        title: The model's name in the table.
-        given: The assumptions.
-        parameters: Number of elements of all weights.
-        workload: The work of a step.
-        rows: One for each k that fits, with `k_prime=1` and no unit kept on the device.
-        best: The choice with the fastest step; `None` if nothing fits.
-        last_row: What the table says of the first k that does not fit.
-    """
-
-    title: str
+    title: str  # the model's name in the table
     given: Assumptions
-    parameters: int
+    parameters: int  # elements of all weights
     workload: Workload
-    rows: Sequence[Prediction]
-    best: Prediction | None
-    last_row: str
+    rows: Sequence[Prediction]  # for each k that fits, with `k_prime=1` and no unit kept on the device
+    best: Prediction | None  # the choice with the fastest step; None if nothing fits
+    last_row: str  # what the table says of the first k that does not fit
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and names only, for JSON."""
@@ -108,9 +98,6 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         module: The model. It is neither changed nor called.
         assumptions: About the device, the host, the precision, the optimizer, and the size of a step.
         title: Name of the model in the table; by default, the name of its class.
-
-    Returns:
-        The report. `str()` of it is the table, `as_dict()` of it is for JSON.
 
     Raises:
         ValueError: If the model has no parameters, or `units` or `resident` do not fit it.

@@ -15,31 +15,18 @@ or when all gradients have landed (clipping, a loss scaler)."""
 
 @dataclass(frozen=True)
 class UnitWork:
-    """The work of one unit in a step.
-
-    Args:
-        name: Its name.
-        weight_bytes: Bytes sent to the device; 0 if it lives there.
-        gradient_bytes: Bytes of gradients that come back; 0 for a frozen unit.
-        step_bytes: Bytes of host memory that its optimizer step reads and writes.
-        forward_seconds: Time of its forward on the device, with what is computed between it and the next unit.
-        backward_seconds: Time of its backward on the device, without recomputing.
-        ways: What may become of its activations, in order of preference.
-        bytes_on_device: Device memory with gradients and optimizer state, if it lives there; 0 if it may not.
-        host_bytes: Host memory for weights, the copies that are sent, gradients and optimizer state.
-        resent_bytes: Bytes sent after a step, if the weights that are not stepped still lie there; None for all.
-    """
+    """The work of one unit in a step."""
 
     name: str
-    weight_bytes: int
-    gradient_bytes: int = 0
-    step_bytes: int = 0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)
-    bytes_on_device: int = 0
-    host_bytes: int = 0
-    resent_bytes: int | None = None
+    weight_bytes: int  # sent to the device; 0 if it lives there
+    gradient_bytes: int = 0  # sent back; 0 for a frozen unit
+    step_bytes: int = 0  # of host memory that its optimizer step reads and writes
+    forward_seconds: float = 0.0  # on the device, with what is computed between it and the next unit
+    backward_seconds: float = 0.0  # on the device, without recomputing
+    ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)  # for its activations, by preference
+    bytes_on_device: int = 0  # with gradients and optimizer state, if it lives there; 0 if it may not
+    host_bytes: int = 0  # for weights, the copies that are sent, gradients and optimizer state
+    resent_bytes: int | None = None  # after a step, if weights that are not stepped still lie there; None for all
 
     @property
     def bytes_after_step(self) -> int:
@@ -49,33 +36,19 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a step of a model.
-
-    Args:
-        units: The units that may stream, in the order of the forward.
-        resident: Everything that is never streamed, as if it were one unit; it computes nothing.
-        trains: Whether there is a backward.
-        stepping: When the optimizer steps units; None if it does not, in inference or with everything frozen.
-        micro_steps: Forwards and backwards for each step of the optimizer: gradient accumulation.
-        add_seconds: Time on the host for adding up gradients, in each of these but the first.
-        rest_seconds: Time between the end of a step and the beginning of the next one.
-        turn_bytes: Memory taken after the last unit, by a head or a loss, and freed when its backward begins.
-        outside_bytes: Bytes that are otherwise saved outside of units.
-        reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
-        on_device_bytes: Memory of the units that live on the device, with gradients and optimizer state.
-    """
+    """The work of a step of a model, by its units in the order of the forward."""
 
     units: tuple[UnitWork, ...]
-    resident: UnitWork = UnitWork("resident", 0)
-    trains: bool = True
-    stepping: Stepping | None = "in backward"
-    micro_steps: int = 1
-    add_seconds: float = 0.0
-    rest_seconds: float = 0.0
-    turn_bytes: int = 0
-    outside_bytes: int = 0
-    reserve_bytes: int = 0
-    on_device_bytes: int = 0
+    resident: UnitWork = UnitWork("resident", 0)  # what is never streamed, as if it were one unit; it computes nothing
+    trains: bool = True  # whether there is a backward
+    stepping: Stepping | None = "in backward"  # None in inference, or with everything frozen
+    micro_steps: int = 1  # forwards and backwards for each step of the optimizer: gradient accumulation
+    add_seconds: float = 0.0  # on the host, for adding up gradients, in each of these but the first
+    rest_seconds: float = 0.0  # between the end of a step and the beginning of the next one
+    turn_bytes: int = 0  # taken after the last unit, by a head or a loss, and freed when its backward begins
+    outside_bytes: int = 0  # saved outside of units elsewhere
+    reserve_bytes: int = 0  # of the device that must stay free beside weights, gradients and activations
+    on_device_bytes: int = 0  # of the units that live on the device, with gradients and optimizer state
 
     @property
     def everything(self) -> tuple[UnitWork, ...]:
@@ -94,19 +67,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Machine:
-    """The speeds of a machine, in bytes per second.
-
-    Args:
-        to_device: Of copies to the device.
-        to_host: Of copies to the host.
-        host: Of optimizer steps, for the host memory that they read and write.
-        copy_seconds: The constant cost of a copy, independent of its size.
-    """
+    """The speeds of a machine, in bytes per second."""
 
     to_device: float
     to_host: float
-    host: float
-    copy_seconds: float = 0.0
+    host: float  # of optimizer steps, for the host memory that they read and write
+    copy_seconds: float = 0.0  # what each copy costs, whatever its size
 
     def up(self, nbytes: int) -> float:
         """Return the seconds of a copy to the device."""
@@ -123,21 +89,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Choice:
-    """Everything that the planner chooses.
+    """Everything that the planner chooses; units are known by their numbers."""
 
-    Args:
-        k: Units on the device at once, not counting those in `kept` and `on_device`.
-        k_prime: Units moved together.
-        kept: Numbers of the units that have a place of their own and are never evicted.
-        ways: For each unit, what becomes of its activations; if empty, the first of each unit's ways.
-        on_device: Numbers of the units that live on the device with their gradients and optimizer state.
-    """
-
-    k: int
-    k_prime: int = 1
-    kept: tuple[int, ...] = ()
-    ways: tuple[Way, ...] = ()
-    on_device: tuple[int, ...] = ()
+    k: int  # units on the device at once, not counting those in `kept` and `on_device`
+    k_prime: int = 1  # units moved together
+    kept: tuple[int, ...] = ()  # units that have a place of their own and are never evicted
+    ways: tuple[Way, ...] = ()  # what becomes of each unit's activations; if empty, the first of each unit's ways
+    on_device: tuple[int, ...] = ()  # units that live on the device with their gradients and optimizer state
 
     @property
     def slots(self) -> int:

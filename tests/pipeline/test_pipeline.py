@@ -277,22 +277,6 @@ def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_a_policy_that_has_lost_its_effect_warns(activations: Any) -> None:
-    model = layers()
-    with attached(model, activations=activations) as pipeline:
-
-        def step() -> None:
-            with pipeline.step():
-                penalty = sum(parameter.square().sum() for parameter in model.parameters())
-                (model(torch.ones(2, 8)).sum() + penalty).backward()
-
-        step()
-        with pytest.warns(UserWarning, match=f"`activations='{activations}'` has no effect any more"):
-            step()
-        assert pipeline.summary().units == 0
-
-
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_backward_after_the_end_says_so(activations: str) -> None:
     """Weights and inputs are elsewhere by then."""

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.weights.hooks import run_hooks
+from sp_lightning.pipeline.weights.graphs import run_hooks
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window

@@ -100,6 +100,12 @@ class Arrangement:
         self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
+        self._lay_out(parts, memory)
+        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
+
+    # --------------------------------------------------------------------------------------------------- how it is made
+
+    def _lay_out(self, parts: Sequence[Sequence[Unit]], memory: HostMemory) -> None:
         try:
             for part in parts:
                 self._make_group(part, memory)
@@ -109,15 +115,12 @@ class Arrangement:
             raise
         memory.keep([segment for group in self.groups for segment in group.segments])
         self._make_twins()
-        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
                 "Copies of it are slow.",
                 stacklevel=2,
             )
-
-    # --------------------------------------------------------------------------------------------------- how it is made
 
     def _choose_dtypes(self, module: nn.Module, learned: Learned) -> list[Weight]:
         """Decide in which dtype each weight is sent; return those of which a step has to show it."""

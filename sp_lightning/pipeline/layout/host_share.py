@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 
@@ -23,26 +22,33 @@ class HostShare:
     Attributes:
         pin: Whether to pin weights.
         pin_gradients: Whether to pin gradients.
+        pinnable: Bytes that may be pinned besides weights and gradients; None if there is no limit.
     """
 
     def __init__(self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int) -> None:
         self._processes = processes
-        weights = [weight for unit in units for weight in unit.weights]
-        self._weight_bytes = sum(weight.compute_bytes for weight in weights)
-        self._copy_bytes = sum(weight.compute_bytes for weight in weights if weight.lowered)
+        self._weights = [weight for unit in units for weight in unit.weights]
         self._gradient_bytes = sum(map(gradient_bytes, units))
-        gradients = [weight.master.grad for weight in weights if weight.master.grad is not None]
-        present = sum(gradient.nbytes for gradient in gradients if gradient.layout is torch.strided)
-        self._new_gradient_bytes = max(0, self._gradient_bytes - present)
-        self._total = total_host_memory() or 0
-        self._may_pin = backend.can_pin and pin_memory is not False
-        has_limit = pin_memory is not True and self._total
-        self._limit = int(_PINNED_SHARE * self._total) // processes if has_limit else sys.maxsize
-        self.pin = self._may_pin and self._weight_bytes <= self._limit
-        self.pin_gradients = self._may_pin and self._weight_bytes + self._gradient_bytes <= self._limit
+        weight_bytes = sum(weight.compute_bytes for weight in self._weights)
+        both, total = weight_bytes + self._gradient_bytes, total_host_memory()
+        may_pin = backend.can_pin and pin_memory is not False
+        self.pin = self.pin_gradients = may_pin
+        self.pinnable = None if may_pin else 0
+        if may_pin and pin_memory is not True and total:
+            limit = int(_PINNED_SHARE * total) // processes
+            self.pin, self.pin_gradients = weight_bytes <= limit, both <= limit
+            self.pinnable = limit - self.pin * weight_bytes - self.pin_gradients * self._gradient_bytes
+            if not self.pin_gradients:
+                warnings.warn(
+                    f"Pinning {readable_bytes(weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} of "
+                    f"gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
+                    f"{'Gradients' if self.pin else 'Both'} are left as they are, which makes copies slow. "
+                    "`pin_memory=True` page-locks everything.",
+                    stacklevel=2,
+                )
 
     def check(self, moving: int, at_once: int) -> None:
-        """Refuse an arrangement that does not fit, and warn if not all of it can be pinned.
+        """Refuse an arrangement that does not fit.
 
         Args:
             moving: Bytes that exist twice for a moment, while weights are laid out.
@@ -52,29 +58,15 @@ class HostShare:
             ValueError: If host memory does not suffice.
         """
         free = available_host_memory()
-        needed = self._new_gradient_bytes + self._copy_bytes + moving
+        gradients = [weight.master.grad for weight in self._weights if weight.master.grad is not None]
+        present = sum(gradient.nbytes for gradient in gradients if gradient.layout is torch.strided)
+        coming = max(0, self._gradient_bytes - present)
+        needed = coming + sum(weight.compute_bytes for weight in self._weights if weight.lowered) + moving
         if free is not None and needed * at_once > free:
             each = f" in each of {at_once} processes" if at_once > 1 else ""
             raise ValueError(
                 f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
-                f"({readable_bytes(self._new_gradient_bytes)} for gradients, the rest for copies of weights; optimizer "
-                f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more memory, or "
-                f"freeze weights{', or train on fewer devices (`Trainer(devices=1)`)' if self._processes > 1 else ''}."
+                f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
+                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
+                f"{', or train on fewer devices (`Trainer(devices=1)`)' if self._processes > 1 else ''}."
             )
-        if self._may_pin and not self.pin_gradients:
-            warnings.warn(
-                f"Pinning {readable_bytes(self._weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} "
-                f"of gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's "
-                f"{readable_bytes(self._total)}. {'Gradients' if self.pin else 'Both'} are left as "
-                "they are, which makes copies slow. `pin_memory=True` page-locks everything.",
-                stacklevel=2,
-            )
-
-    def pinnable_bytes(self) -> int | None:
-        """Return how many bytes may be pinned besides weights and gradients; None if there is no limit."""
-        if not self._may_pin:
-            return 0
-        if self._limit == sys.maxsize:
-            return None
-        taken = self.pin * self._weight_bytes + self.pin_gradients * self._gradient_bytes
-        return max(0, self._limit - taken)

@@ -15,32 +15,30 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Learned:
-    """Findings that a pipeline makes while it runs, for the next arrangement.
+    """Findings that a pipeline makes while it runs, for the next arrangement; parameters are known by identity.
 
     Attributes:
-        used_outside: Weights that are used outside of their unit, by the identity of their parameter.
+        used_outside: Weights that are used outside of their unit.
         order: Names of units in the order in which the first step called them; None before that.
-        called: Names of units called so far, in their order, until the first step is over.
         divided: Modules that are not called themselves; only their children are.
-        lowered: Masters that autocast lowers, by identity.
-        used_as_is: Masters that are used in their own dtype, by identity.
+        lowered: Masters that autocast lowers.
+        used_as_is: Masters that are used in their own dtype.
         plan: The planner's choice for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
-        trained: Parameters that have required a gradient in some step, by identity.
         outdated: Whether something was learned that calls for another arrangement.
     """
 
     def __init__(self) -> None:
         self.used_outside: set[int] = set()
         self.order: list[str] | None = None
-        self.called: dict[str, None] = {}
         self.divided: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
-        self.trained: set[int] = set()
         self.outdated = False
+        self._called: dict[str, None] = {}  # units in the order of their calls, until the first step is over
+        self._trained: set[int] = set()  # parameters that have required a gradient in some step
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note, as a step with gradients begins, which parameters it trains.
@@ -48,21 +46,19 @@ class Learned:
         If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
         """
         trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if self.trained and not trained <= self.trained:
+        if self._trained and not trained <= self._trained:
             self.outdated = True
-        self.trained |= trained
+        self._trained |= trained
 
     def note_call(self, unit: str) -> None:
         """Note that a unit is called; the first step shows the order."""
         if self.order is None:
-            self.called.setdefault(unit)
+            self._called.setdefault(unit)
 
     def forget_all_but(self, alive: set[int]) -> None:
-        """Forget all but these parameters and modules, given by identity: new objects may reuse the others' ids."""
-        self.used_outside &= alive
-        self.lowered &= alive
-        self.used_as_is &= alive
-        self.trained &= alive
+        """Forget all but these parameters: new objects may reuse the others' ids."""
+        for known in (self.used_outside, self.lowered, self.used_as_is, self._trained):
+            known.intersection_update(alive)
 
     def conclude(self, units: Sequence[Unit]) -> bool:
         """Draw the conclusions for the next arrangement; called between steps.
@@ -73,10 +69,12 @@ class Learned:
         Returns:
             Whether another arrangement is called for.
         """
-        self._check_order(units)
+        if self.order is None and self._called:
+            self.order = list(self._called)
+            # Consecutive units must not share a place, or the later one cannot be fetched ahead.
+            self.outdated |= self.order != [unit.name for unit in units if unit.name in self._called]
         if not self.outdated:
             return False
-        self.outdated = False
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
             users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
@@ -86,14 +84,5 @@ class Learned:
             else:
                 self.used_outside.add(id(weight.master))
         self.touched_outside.clear()
-        self.plan = None  # it was made for other units
+        self.outdated, self.plan = False, None  # which was made for other units
         return True
-
-    def _check_order(self, units: Sequence[Unit]) -> None:
-        """Ask for another arrangement if the first step did not call units in the order of the modules.
-
-        Consecutive units must not share a place, or the later one cannot be fetched ahead.
-        """
-        if self.order is None and self.called:
-            self.order = list(self.called)
-            self.outdated |= self.order != [unit.name for unit in units if unit.name in self.called]

@@ -78,13 +78,6 @@ class HostBuffer:
     Beside an accelerator, forked processes such as a loader's workers find zeros in it until it is released. Otherwise
     the first write to a page after a fork would copy the page: memory would be taken twice, and the device might go on
     reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
-
-    Attributes:
-        bytes: The memory; empty once it was released.
-        nbytes: Its size, also after that.
-        pinned: Whether it is pinned.
-        tensors: The tensors through which `Weight.host` holds the weights in it. They are the same in all arrangements,
-            so that a count of a storage's users tells whether somebody else holds one, too.
     """
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
@@ -96,9 +89,9 @@ class HostBuffer:
                 self._wiped = pages
             with torch.inference_mode(False):
                 memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self.bytes = memory
-        self.nbytes = memory.nbytes
-        self.tensors: list[Tensor] = []
+        self.bytes = memory  # empty once it was released
+        self.nbytes = memory.nbytes  # its size, also after that
+        self.tensors: list[Tensor] = []  # the weights in it, as `Weight.host` has them
         self._backend = backend
         self.pinned = False
         if pin:

@@ -1,28 +1,35 @@
-"""Autograd graphs that may still need weights where these lay when the graphs were built."""
+"""Autograd graphs: those that may still need weights where these lay, and hooks that run before backward reaches them.
+
+[Note: before backward]
+Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
+tensor (its base, for a view) stays in the graph in every case, so the hook is registered there. A view that a custom
+autograd function returns has a base from before its graph, or from inside of it, but cannot be modified in place.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+
+_WATCHED_AT = "superpipeline"  # keys in a node's metadata
+_NEEDED_BY = "superpipeline leaf"
 _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one backward
 
 
 class Graph:
-    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
-
-    Attributes:
-        number: The number of the step.
-        has_calls: Whether units were called in it, so that their nodes tell when backward runs through it.
-        done: Whether a backward has run through it.
-    """
+    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        # whether units were called in it, so that their nodes tell when backward runs through it
         self.has_calls = False
-        self.done = False
+        self.done = False  # whether a backward has run through it
 
 
 class Announcement:
@@ -46,20 +53,14 @@ class Announcement:
 
 
 class Graphs:
-    """The graphs that may still need weights where these lay when the graphs were built.
-
-    Attributes:
-        current: The graph that is being built.
-        calls: How many calls of units have begun.
-        scopes: How many scopes of the step under way are open, one inside of the other.
-    """
+    """The graphs that may still need weights where these lay when the graphs were built."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
-        self.current = Graph(0)
-        self.calls = 0
-        self.scopes = 0
+        self.current = Graph(0)  # the graph that is being built
+        self.calls = 0  # how many calls of units have begun
+        self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
         self._has_warned = False
 
     @property
@@ -104,3 +105,64 @@ class Graphs:
                 stacklevel=2,
             )
         return bool(waiting)
+
+
+def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
+    """Run an action before backward reaches the nodes with which a call made its outputs.
+
+    A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
+    whose weights would have to make room for this call's at the very moment at which they are needed.
+
+    Args:
+        outputs: The tensors that the call returned.
+        action: Called before backward reaches each of their nodes, with the gradients that arrive there.
+        since: The number of calls when this one began.
+        now: The number of calls now.
+    """
+    nodes = set(map(_node_that_stays, outputs)) - {None}
+
+    for node in nodes:
+        if node.metadata.setdefault(_WATCHED_AT, now) >= since:
+            node.register_prehook(action)
+
+
+def _node_that_stays(output: Tensor) -> Any:
+    """Return the node that made a tensor or its base; None if it has none."""
+    base = output._base
+    if base is None or base.grad_fn is None or isinstance(output.grad_fn, BackwardCFunction):
+        return output.grad_fn
+    return base.grad_fn
+
+
+def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph], None]) -> None:
+    """Keep `graph` alive for as long as an autograd graph waits to give this leaf its gradient, and no longer.
+
+    A leaf does not hold the node that accumulates its gradient; graphs that were built on it do.
+
+    Args:
+        leaf: A leaf that requires a gradient.
+        graph: The graph to keep alive.
+        reached: Called with each graph that is held here, when backward reaches the leaf.
+    """
+    node = get_gradient_edge(leaf).node
+    metadata: Any = node.metadata
+    if _NEEDED_BY not in metadata:
+        held: list[Graph] = []
+        metadata[_NEEDED_BY] = held
+
+        def run(_: Any) -> None:
+            for each in held:
+                reached(each)
+
+        node.register_prehook(run)
+    graphs = metadata[_NEEDED_BY]
+    if graph not in graphs:  # a loss that is kept keeps the node alive over several steps, and so for several graphs
+        graphs[:] = [*(other for other in graphs if not other.done), graph]
+
+
+def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    """Run hooks of `Tensor.register_hook`, and return what they make of a gradient, where it was."""
+    for hook in hooks:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed.to(gradient.device)
+    return gradient

@@ -30,7 +30,7 @@ from sp_lightning.pipeline.torch_private import (
     tensor_hooks,
     without_torch_function,
 )
-from sp_lightning.pipeline.weights.hooks import run_hooks
+from sp_lightning.pipeline.weights.graphs import run_hooks
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight

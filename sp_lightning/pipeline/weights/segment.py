@@ -27,28 +27,21 @@ _WORD = 4  # bytes
 
 
 class Segment:
-    """Weights that lie together in host memory, and are sent in one copy.
-
-    Attributes:
-        weights: The weights.
-        memory: The memory that the masters lie in.
-        source: The memory that is sent: the same, or that of copies in the dtype that is sent.
-        offsets: Where each weight begins in what is sent, in bytes.
-        copies: For each weight the copy that is sent; None where the master itself is.
-        epoch: Grows with every change of a master; see [Note: epochs].
-    """
+    """Weights that lie together in host memory, and are sent in one copy."""
 
     def __init__(
         self, weights: Sequence[Weight], backend: Backend, pin: bool, memory: HostBuffer | None = None
     ) -> None:
         self.weights = list(weights)
+        # where each weight begins in what is sent, and how much that is
         self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in weights])
-        self.epoch = 0
-        self.memory = memory or self._move_into_new_memory(backend)
+        self.epoch = 0  # grows with every change of a master; see [Note: epochs]
+        self.memory = memory or self._move_into_new_memory(backend)  # the memory that the masters lie in
         for weight, tensor in zip(self.weights, self.memory.tensors, strict=True):
             weight.host = weight.home = tensor
+        # for each weight the copy that is sent; None where the master itself is
         self.copies: list[Tensor | None] = [None] * len(self.weights)
-        self.source = self.memory
+        self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
         if any(weight.lowered for weight in weights):
             self.memory.unpin()
             self.source = HostBuffer(self.nbytes, backend, pin)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -34,32 +35,9 @@ class Residency(enum.Enum):
 
 
 class Group:
-    """Units that travel together (up to `k_prime`), or resident weights, which stay once they are on the device.
+    """Units that travel together (up to `k_prime`), or resident weights, which stay once they are on the device."""
 
-    Attributes:
-        index: Its number among the streamed groups, in expected order.
-        units: The units; none for a weight that was made resident.
-        unit_count: How many units travel in it.
-        segments: The host memory that it is copied from.
-        weights: The weights, in the order in which they lie in its place.
-        offsets: Where each weight begins in its place.
-        nbytes: Bytes it takes on the device.
-        place: The device memory that it is copied to.
-        resident: Whether it holds resident weights.
-        name: The names of its units, for recordings.
-        has_own_place: Whether it has a place of its own, so that it is loaded only when its masters have changed.
-        conflicts: Groups whose places overlap its own.
-        users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
-        residency: Whether its bytes are on the device.
-        lying: For each segment, its epoch when what lies in its place was sent.
-        uploads: Copies to the device, which may still be under way.
-        suspect: Whether its masters may have changed since they were last checked.
-        handles: How many saved tensors of live graphs are its weights, or views of them.
-        being_stepped: An optimizer's work on its masters; None if there is none, or once it is known to be done.
-        apart: Groups of single weights of it, which were made resident.
-    """
-
-    place: Tensor
+    place: Tensor  # the device memory that it is copied to
 
     def __init__(
         self,
@@ -71,30 +49,33 @@ class Group:
         has_own_place: bool = False,
         name: str = "",
     ) -> None:
-        self.index = index
-        self.units = list(units)
-        self.unit_count = len(units)
-        self.segments = list(segments)
+        self.index = index  # its number among the streamed groups, in expected order
+        self.units = list(units)  # none for a weight that was made resident
+        self.unit_count = len(units)  # how many units travel in it
+        self.segments = list(segments)  # the host memory that it is copied from
+        # the weights, in the order in which they lie in its place
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
         self.starts: list[int] = []
-        self.offsets: list[int] = []
-        self.nbytes = 0
+        self.offsets: list[int] = []  # where each weight begins in its place
+        self.nbytes = 0  # bytes it takes on the device
         for segment in segments:
             self.starts.append(self.nbytes)
             self.offsets += [self.nbytes + offset for offset in segment.offsets]
             self.nbytes += segment.nbytes
         self.resident = resident
-        self.name = name
+        self.name = name  # the names of its units, for recordings
+        # whether it has a place of its own, so that it is loaded only when its masters have changed
         self.has_own_place = resident or has_own_place
-        self.conflicts: frozenset[Group] = frozenset()
-        self.users = 0
-        self.residency = Residency.ABSENT
-        self.lying = [NOTHING] * len(segments)
-        self.uploads: list[Ticket] = []
-        self.suspect = False
-        self.handles = 0
+        self.conflicts: frozenset[Group] = frozenset()  # groups whose places overlap its own
+        self.users = 0  # forward calls that are inside one of its units now; while there are any, it may not be evicted
+        self.residency = Residency.ABSENT  # whether its bytes are on the device
+        self.lying = [NOTHING] * len(segments)  # for each segment, its epoch when what lies in its place was sent
+        self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
+        self.suspect = False  # whether its masters may have changed since they were last checked
+        self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
+        # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
-        self.apart: list[Group] = []
+        self.apart: list[Group] = []  # groups of single weights of it, which were made resident
 
     @property
     def loaded(self) -> bool:
@@ -184,36 +165,26 @@ class Entry:
 
 
 class Member:
-    """A module whose call enters a unit (or, without a unit, only opens a step).
-
-    Attributes:
-        index: Its number among the members of streamed units; -1 for others.
-        entries: Every entry that holds a weight which its call may use.
-        recurrent: RNN modules at or below it, with the weights in their own list (`_flat_weights`).
-        groups: Groups that have to be on the device for its call.
-        twins: All twins of the arrangement, by the identity of their memory.
-        called_in: Groups of other calls that its calls were inside of.
-        running_calls: How many of its calls are under way.
-        entered: How many times it has been called since it was attached.
-        compiled: The compiled function that runs its forward; None if `compile=True` does not apply to it.
-        looks_into: A member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`).
-        parameters_on_device: Parameters that its call may use and that live on the device.
-    """
+    """A module whose call enters a unit (or, without a unit, only opens a step)."""
 
     def __init__(self, name: str, module: nn.Module, unit: Unit | None) -> None:
         self.name = name
         self.module = module
         self.unit = unit
-        self.index = -1
-        self.entries: list[Entry] = []
+        self.index = -1  # its number among the members of streamed units; -1 for others
+        self.entries: list[Entry] = []  # every entry that holds a weight which its call may use
+        # RNN modules at or below it, with the weights in their own list (`_flat_weights`)
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
-        self.groups: list[Group] = []
-        self.twins: dict[int, Twin] = {}
-        self.called_in: set[Group] = set()
-        self.running_calls = 0
-        self.entered = 0
+        self.groups: list[Group] = []  # groups that have to be on the device for its call
+        self.twins: dict[int, Twin] = {}  # all twins of the arrangement, by the identity of their memory
+        self.called_in: set[Group] = set()  # groups of other calls that its calls were inside of
+        self.running_calls = 0  # how many of its calls are under way
+        self.entered = 0  # how many times it has been called since it was attached
+        # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
+        # a member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`)
         self.looks_into: Member | None = None
+        # parameters that its call may use and that live on the device
         self.parameters_on_device: list[nn.Parameter] = []
 
     @property
@@ -226,6 +197,33 @@ class Member:
         """The name of its unit, or its own if it has none that streams."""
         return self.name if self.unit is None or self.unit.resident else self.unit.name
 
+    def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
+        """Put twins in place of the masters. Masters are read, so the guard must not look.
+
+        Args:
+            prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
+        """
+        for entry in self.entries:
+            twin, master = entry.weight.twin, entry.weight.master
+            if twin.parameter.requires_grad != master.requires_grad:
+                prepare(twin)
+            if entry.current is master:  # else `functional_call` has put another tensor there
+                entry.current = twin.parameter
+        for module, weights in self.recurrent:
+            present = {id(entry.weight): entry.current for entry in self.entries}
+            module._flat_weights = [present[id(weight)] for weight in weights]
+
+    def put_back_masters(self) -> None:
+        """Put the masters back; what is neither a twin nor a master is the user's and stays."""
+        for entry in self.entries:
+            current, master = entry.current, entry.weight.master
+            if current is entry.weight.twin.parameter:
+                entry.current = master
+            elif current is not None and current is not master and storage_key(current) in self.twins:
+                entry.current = master  # an earlier twin's, of a weight that is a device parameter by now
+        for module, weights in self.recurrent:
+            module._flat_weights = [weight.master for weight in weights]
+
     def find_groups(self) -> None:
         """Determine which groups have to be on the device for its call."""
         self.groups = list(dict.fromkeys(entry.weight.twin.group for entry in self.entries))
@@ -233,21 +231,24 @@ class Member:
 
 @dataclass(eq=False)
 class Unit:
-    """Weights that stream together, or all resident weights.
-
-    Attributes:
-        weights: The weights that the engine manages.
-        weights_on_device: All weights of a unit that lives on the device, whose `weights` is empty.
-        is_reached: Whether backward has reached it, so that its modules hold twins.
-    """
+    """Weights that stream together, or all resident weights."""
 
     name: str
     resident: bool = False
-    weights: list[Weight] = field(default_factory=list, repr=False)
+    weights: list[Weight] = field(default_factory=list, repr=False)  # those that the engine manages
+    # all weights of a unit that lives on the device, whose `weights` is empty
     weights_on_device: list[Weight] = field(default_factory=list, repr=False)
     members: list[Member] = field(default_factory=list, repr=False)
     group: Group = field(init=False, repr=False)
+    # whether backward has reached it, so that its modules hold twins
     is_reached: bool = field(default=False, repr=False)
+
+    def leave(self) -> None:
+        """Put the masters back after backward has reached it, but for its calls that are running."""
+        self.is_reached = False
+        for member in self.members:
+            if not member.running_calls:
+                member.put_back_masters()
 
     @property
     def every_weight(self) -> list[Weight]:
@@ -260,16 +261,13 @@ class Division:
     """A module divided into units, as returned by `find_units`.
 
     Attributes:
-        units: Streamed units in expected order.
-        resident: All resident weights as one unit; its members are modules that own some.
-        callers: Members without a unit: modules around units, whose calls open a step.
         unmanaged: Parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules,
             those that share memory with others); they are moved to the device.
     """
 
-    units: list[Unit]
-    resident: Unit
-    callers: list[Member]
+    units: list[Unit]  # streamed units in expected order
+    resident: Unit  # all resident weights as one unit; its members are modules that own some
+    callers: list[Member]  # members without a unit: modules around units, whose calls open a step
     unmanaged: dict[str, nn.Parameter]
 
     def put_in_order(self, names: Sequence[str]) -> None:

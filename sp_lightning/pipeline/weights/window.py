@@ -15,6 +15,11 @@ optimizer steps groups in another order than that in which they were asked for.
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
 not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
 waits for it, and guards stay until then.
+
+[Note: writes on the device]
+A forward may write to its weights (`nn.Embedding(max_norm=...)`), so may a checkpoint within it that backward runs
+again, a hook, and code outside of units through a view. The masters get that when the device's copy is to be
+discarded, when the step ends, or when somebody looks at them.
 """
 
 from __future__ import annotations
@@ -22,17 +27,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.order import Order
-from sp_lightning.pipeline.weights.swap import leave_unit
 from sp_lightning.pipeline.weights.units import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
 _GROUPS_AHEAD = 3
@@ -51,10 +57,10 @@ class Window:
     ) -> None:
         self.groups = groups
         self._group_of_member = list(group_of_member)
-        self._order = order
-        self._backend = backend
-        self._stats = stats
-        self._write_back = WriteBack(backend, stats)
+        self.order = order
+        self.backend = backend
+        self.stats = stats
+        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
@@ -74,16 +80,6 @@ class Window:
             if group.loaded and not self._is_being_stepped(group):
                 for segment in group.segments:
                     segment.take_sample()
-
-    def write_back(self, weights: Iterable[Weight]) -> None:
-        """Write back what was written to these weights on the device."""
-        self._write_back.write(weights)
-
-    def write_back_all(self) -> None:
-        """Write back what was written to any weights on the device."""
-        for group in self.groups:
-            if group.readable:
-                self.write_back(group.weights)
 
     def suspect_all(self) -> None:
         """Check every group for changed masters before it is used again."""
@@ -117,7 +113,7 @@ class Window:
         if group.residency is Residency.READABLE:
             return
         if not group.loaded:
-            self._stats.misses += 1
+            self.stats.misses += 1
             self._load(group)
         self._wait_for_copies(group)
         group.residency = Residency.READABLE
@@ -128,25 +124,32 @@ class Window:
         Args:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
+        self._fetch_used_next(in_use)
+        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+            del self._outdated[group]
+            if group.residency is Residency.ABSENT:
+                self._load(group)
+
+    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
         needed: set[Group] = set(in_use)
-        is_full = False
-        for member in self._order.upcoming(self._horizon):
+        for member in self.order.upcoming(self._horizon):
             group = self._group_of_member[member]
             if group in needed:
                 continue
             if group.suspect:
                 self._verify(group)
-            if group.residency is Residency.ABSENT and not (is_full and group.conflicts):
-                # see [Note: when a group may be evicted]; from then on, only what has its own place is fetched
-                is_full = any(o.users or o in needed or self._awaits_step(o) for o in self._in_the_way_of(group))
-                if is_full:
-                    continue
+            if group.residency is Residency.ABSENT:
+                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
+                    if other.users or other in needed or self._awaits_step(other):
+                        return
                 self._load(group)
             needed.add(group)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         self._discard(group)
+        if not group.conflicts:
+            self._outdated[group] = None
         stepped = set(weights)
         for segment in group.segments:
             if group.suspect:
@@ -159,7 +162,7 @@ class Window:
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters."""
-        group.finish_step(self._stats)
+        group.finish_step(self.stats)
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
@@ -175,9 +178,9 @@ class Window:
 
     def _finish_copies(self, groups: Iterable[Group]) -> None:
         copies = [ticket for group in groups for ticket in group.uploads if not ticket.done]
-        self._stats.host_syncs += bool(copies)
+        self.stats.host_syncs += bool(copies)
         for ticket in copies:
-            self._backend.synchronize(ticket)
+            self.backend.synchronize(ticket)
 
     @property
     def settled(self) -> bool:
@@ -209,7 +212,7 @@ class Window:
     def _discard(self, group: Group) -> None:
         """Treat what the device has of a group as gone."""
         if group.readable:
-            self._write_back.write(group.weights)
+            self.write_back(group.weights)
         elif group.loaded:
             self._wait_for_copies(group)  # nobody has: and copies to the device need not keep their order
         group.residency = Residency.ABSENT
@@ -239,18 +242,18 @@ class Window:
             group.lying[number] = segment.epoch
         group.residency = Residency.COMING
         if group.resident:
-            self._stats.resident_loads += 1
+            self.stats.resident_loads += 1
         else:
-            self._stats.loads += group.unit_count
+            self.stats.loads += group.unit_count
 
     def _wait_for_copies(self, group: Group) -> None:
         for ticket in group.uploads:
-            self._backend.trace.wait(ticket, "weights")
+            self.backend.trace.wait(ticket, "weights")
 
     def _upload(self, group: Group, place: Tensor, source: Tensor, after: Ticket | None) -> None:
-        group.uploads.append(self._backend.upload(place, source, after))
-        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.uploads[-1])
-        self._stats.bytes_to_device += source.nbytes
+        group.uploads.append(self.backend.upload(place, source, after))
+        self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.uploads[-1])
+        self.stats.bytes_to_device += source.nbytes
 
     def _evict(self, group: Group) -> None:
         if group.users:
@@ -262,10 +265,57 @@ class Window:
             self.finish_optimizer(group)
         for unit in group.units:
             if unit.is_reached:
-                leave_unit(unit)
+                unit.leave()
         self._discard(group)
         group.clear_place()
-        self._backend.invalidate(group.place)
+        self.backend.invalidate(group.place)
+
+    # ------------------------------------------------------------------------------------- what the device has written
+
+    def write_back_all(self) -> None:
+        """Write back what was written to any weights on the device."""
+        for group in self.groups:
+            if group.readable:
+                self.write_back(group.weights)
+
+    def write_back(self, weights: Iterable[Weight]) -> None:
+        """Copy those of the weights that were written to on the device to their masters.
+
+        Raises:
+            RuntimeError: One was written to after the optimizer had stepped it in this backward.
+        """
+        with without_torch_function():
+            touched = [weight for weight in weights if weight.twin.is_touched]
+        for weight in touched:
+            if not weight.twin.group.readable:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} was changed in backward after the optimizer had stepped it there, "
+                    "which this change should have preceded. Train with `overlap_optimizer=False`."
+                )
+            self._write_to_master(weight)
+
+    def _write_to_master(self, weight: Weight) -> None:
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+            self.backend.synchronize(self.backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            weight.unit.group.finish_step(self.stats)
+            self.stats.host_syncs += 1
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
+                weight.twin.note_unchanged()
+                return
+            if weight.lowered:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
+                    "module out of autocast, or change the weight outside of the forward."
+                )
+            weight.overwrite(arrived)
+        weight.twin.note_written_back()
+        self.stats.write_backs += 1
+        group = weight.twin.group
+        if not group.suspect:  # else a change of another weight, which is still to be found, would look checked
+            for segment in group.segments:
+                if not segment.sends_copies:
+                    segment.look_anew()
 
 
 def _readers(group: Group) -> Iterable[Group]:

@@ -326,7 +326,7 @@ def test_bytes_that_may_be_page_locked_besides(
     monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: total)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     plan = pipe.arrangement
-    pinnable = plan.host_share.pinnable_bytes()
+    pinnable = plan.host_share.pinnable
     weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
     locked = weights + sum(map(gradient_bytes, plan.all_units)) if pipe.summary().pinned else 0
     pipe.detach()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.hooks import (
+from sp_lightning.pipeline.weights.graphs import (
     before_backward,
     hold_while_needed,
     run_hooks,
@@ -23,7 +23,7 @@ def test_backward_announces_itself_before_it_runs() -> None:
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda _: order.append("input"))
     y = x.exp()
-    before_backward([y], lambda: order.append("announced"), since=1, now=1)
+    before_backward([y], lambda _: order.append("announced"), since=1, now=1)
     z = y.square()
     z.register_hook(lambda _: order.append("later"))
     z.sum().backward()
@@ -50,7 +50,7 @@ def test_a_view_changed_in_place_still_announces(
     x = torch.ones(2, 2, requires_grad=True)
     x.register_hook(lambda _: order.append("input"))
     output = view(x * 3)
-    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    before_backward([output], lambda _: order.append("announced"), since=1, now=1)
     change(output).square().sum().backward()
     assert order == ["announced", "input"]
 
@@ -75,7 +75,7 @@ def test_a_view_that_a_custom_function_returns_announces_before_the_function_run
     Fused.order = order = []
     x = torch.ones(2, 2, requires_grad=True)
     output = Fused.apply(x * 3, of_input)
-    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    before_backward([output], lambda _: order.append("announced"), since=1, now=1)
     output.square().sum().backward()
     assert order == ["announced", "function"]
 
@@ -83,14 +83,14 @@ def test_a_view_that_a_custom_function_returns_announces_before_the_function_run
 def test_a_view_of_a_view_that_a_custom_function_returns() -> None:
     Fused.order = order = []
     output = Fused.apply(torch.ones(2, 2, requires_grad=True), False)[:2]
-    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    before_backward([output], lambda _: order.append("announced"), since=1, now=1)
     output.square().sum().backward()
     assert order == ["announced", "function"]
 
 
 def test_leaves_and_constants_announce_nothing() -> None:
     leaf = torch.ones(1, requires_grad=True)
-    before_backward([torch.ones(1), leaf], lambda: pytest.fail("announced"), since=1, now=1)
+    before_backward([torch.ones(1), leaf], lambda _: pytest.fail("announced"), since=1, now=1)
     (2 * leaf).backward()
     assert leaf.grad == 2
 
@@ -100,7 +100,7 @@ def test_outputs_of_one_node_announce_once() -> None:
     count: list[int] = []
     x = torch.ones(4, requires_grad=True)
     parts = (2 * x).chunk(2)
-    before_backward(list(parts), lambda: count.append(1), since=1, now=1)
+    before_backward(list(parts), lambda _: count.append(1), since=1, now=1)
     (parts[0].sum() + parts[1].sum()).backward()
     assert count == [1]
 
@@ -109,9 +109,9 @@ def test_a_node_belongs_to_the_call_that_made_it() -> None:
     """A call around that one announces itself, too; one that hands its input through does not."""
     order: list[str] = []
     y = torch.ones(2, requires_grad=True).exp()
-    before_backward([y], lambda: order.append("inner"), since=2, now=2)
-    before_backward([y], lambda: order.append("around"), since=1, now=2)
-    before_backward([y], lambda: order.append("hands through"), since=3, now=3)
+    before_backward([y], lambda _: order.append("inner"), since=2, now=2)
+    before_backward([y], lambda _: order.append("around"), since=1, now=2)
+    before_backward([y], lambda _: order.append("hands through"), since=3, now=3)
     y.sum().backward()
     assert order == ["inner", "around"]
 
