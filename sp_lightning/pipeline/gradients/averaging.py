@@ -158,22 +158,22 @@ class AveragedStream(GradientStream):
         if not self._replicas.averages:
             super()._send_rest(takes_part)
             return
-        if not (takes_part or self._arrived or any(parameter.grad is not None for parameter in self._unmanaged)):
+        if not (takes_part or self.arrived or any(parameter.grad is not None for parameter in self._unmanaged)):
             return
-        own = set(self._arrived)
+        own = set(self.arrived)
         for unit in list(self._begin_pass()):
             if not unit.gathered:
                 unit.begin()
             for gradient in unit.trained:
                 if gradient.on_device is None:
                     gradient.look()
-                    self._arrived[gradient] = gradient.host is None
+                    self.arrived[gradient] = gradient.host is None
             self._start(unit)
         self._send_averaged()
         reached = self._agree(own)
-        for gradient in [gradient for gradient in self._arrived if gradient not in reached]:
+        for gradient in [gradient for gradient in self.arrived if gradient not in reached]:
             gradient.late.clear()
-            if self._arrived.pop(gradient):
+            if self.arrived.pop(gradient):
                 gradient.forget()
                 gradient.unit.note_emptied()
 
