@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from sp_lightning.monitor.advice import diagnose
-from sp_lightning.monitor.metrics import Counters, Recorder, timed_metrics
+from sp_lightning.monitor import Counters, Recorder, diagnose, timed_metrics
 from sp_lightning.pipeline import Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline

@@ -724,5 +724,5 @@ def test_auto_does_not_recompute_again_what_could_not_be_recomputed(monkeypatch:
                 with pytest.raises(RuntimeError, match="'blocks.1' has computed") if step == 1 else nullcontext():
                     loss.backward()
                 switch["value"] = 0
-        assert pipe._activations.auto.in_use["blocks.1"] not in RECOMPUTING
-        assert pipe._activations.auto.in_use["blocks.0"] in RECOMPUTING
+        assert pipe._engine.activations.auto.in_use["blocks.1"] not in RECOMPUTING
+        assert pipe._engine.activations.auto.in_use["blocks.0"] in RECOMPUTING

@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.tuner import Tuner
 
 from sp_lightning import PipelineOptions, SuperpipelineCallback
-from sp_lightning.monitor.advice import diagnose
-from sp_lightning.monitor.metrics import PREFIX
+from sp_lightning.monitor import PREFIX, diagnose
 from sp_lightning.pipeline import Stats, Summary
 from sp_lightning.timeline import break_down
 from sp_lightning.trainer import narrator

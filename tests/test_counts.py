@@ -333,25 +333,6 @@ def test_the_gradient_of_a_gradient_is_foreseen(k: int) -> None:
         assert pipe.stats.misses == 0
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=["last first", "every other", "backwards"])
-def test_laying_units_out_anew_changes_no_number(order: list[int]) -> None:
-    def train(model: nn.Module) -> list[Tensor]:
-        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-        for step in range(4):
-            torch.manual_seed(step)
-            model(torch.randn(5, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    torch.manual_seed(0)
-    expected = train(Called(order))
-    torch.manual_seed(0)
-    model = Called(order)
-    with attached(model, k=2):
-        assert all(map(torch.equal, train(model), expected))
-
-
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (4, 2)])
 def test_device_memory_never_exceeds_the_slots(k: int, k_prime: int) -> None:
     """All blocks compute with weights that lie at k addresses, and k slots and resident weights is all there is."""

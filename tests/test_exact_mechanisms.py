@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import LBFGS, AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import PipelineOptions
 
@@ -35,8 +34,6 @@ from .helpers import (
 )
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
-
-WEIGHT_SHAPE = [12, 24]  # of the matrices in a Block, transposed or not; no activation here has it
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -495,111 +492,6 @@ def test_weights_edited_between_steps_are_seen(edit: Callable[[nn.Module, list[T
 
 
 # -------------------------------------------------------------------------------------------------------- saved tensors
-
-
-class WatchedChain(Chain):
-    """Calls ``watch`` whenever a block has returned."""
-
-    watch: Callable[[], None] = staticmethod(lambda: None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            self.watch()
-        return x
-
-
-class CastCopies(TorchDispatchMode):
-    """Counts the living bf16 copies of weights; autograd and autocast's cache keep theirs out of Python's sight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and sorted(out.shape) == WEIGHT_SHAPE:
-            self.made.append(weakref.ref(out))
-        return out
-
-    def alive(self) -> int:
-        """How many of the copies made so far are still there."""
-        gc.collect()
-        return sum(reference() is not None for reference in self.made)
-
-
-def watched_chain() -> WatchedChain:
-    return WatchedChain(Block() for _ in range(5))
-
-
-def living_cast_copies(run: Run) -> list[int]:
-    """How many cast copies of weights live after each block of a forward under autocast, in the third step."""
-    counts: list[int] = []
-    for step in range(3):
-        with run.step():
-            with torch.autocast("cpu", dtype=torch.bfloat16), CastCopies() if step == 2 else nullcontext() as spy:
-                run.model.watch = (lambda spy=spy: counts.append(spy.alive())) if spy is not None else (lambda: None)
-                loss = run.model(run.rows(step)).square().mean()
-            loss.backward()
-    return counts
-
-
-def test_no_cast_copy_of_a_weight_survives_its_units_forward() -> None:
-    """Autocast keeps a copy of each weight until its region ends, with which streaming would save nothing."""
-    assert living_cast_copies(Run(watched_chain())) == [2, 4, 6, 8, 10], "the spy does not see what autocast does"
-    model = watched_chain()
-    with attached(model) as pipe:
-        assert living_cast_copies(Run(model, pipe=pipe)) == [0] * 5
-
-
-class Spy:
-    """A user's saved-tensor hooks that write down what they are given."""
-
-    def __init__(self) -> None:
-        self.packed: list[Tensor] = []
-        self.unpacked = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.packed.append(tensor)
-        return tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        self.unpacked += 1
-        return tensor
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_user_hooks_see_their_activations_and_no_weights(autocast: bool) -> None:
-    """Only the innermost pair of hooks runs: ours must hand on to the user's what is not a weight, and only that."""
-
-    def spied(run: Run) -> Spy:
-        for step in range(3):
-            spy, cast = Spy(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
-            with run.step(), saved_tensors_hooks(spy.pack, spy.unpack):
-                with cast:
-                    loss = run.model(run.rows(step)).square().mean()
-                loss.backward()
-        return spy
-
-    torch.manual_seed(0)
-    plain_model = chain(4)
-    plain = spied(Run(plain_model))
-    weights = {p.untyped_storage().data_ptr() for p in plain_model.parameters()}
-
-    def is_weight(tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in weights or sorted(tensor.shape) == WEIGHT_SHAPE
-
-    expected = [tensor for tensor in plain.packed if not is_weight(tensor)]
-    assert 0 < len(expected) < len(plain.packed)
-
-    torch.manual_seed(0)
-    model = chain(4)
-    with attached(model) as pipe:
-        ours = spied(Run(model, pipe=pipe))
-    assert len(ours.packed) == ours.unpacked == len(expected)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours.packed, expected, strict=True))
 
 
 def doubling_hooks() -> AbstractContextManager[None]:

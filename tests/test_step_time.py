@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -135,36 +134,3 @@ def test_work_on_the_host_runs_after_what_it_needs_and_before_what_needs_it():
     assert spans(device, Lane.HOST) == [(0, 2), (2, 4), (4, 6)], "the third is not urgent, but the first is not ready"
     assert spans(device, Lane.UP) == [(6, 7)]
     assert device.now == 7
-
-
-def test_a_copy_behind_work_on_the_host_holds_up_no_other():
-    """Not even if the work comes after other work that is given later, because that is more urgent."""
-    device = backend()
-    less_urgent = device.work(lambda: None, [device.download(memory(1), memory(1))], 4, rank=2)
-    late = device.upload(memory(1), memory(1), after=less_urgent)
-    urgent = device.work(lambda: None, [device.download(memory(1), memory(1))], 1, rank=1)
-    soon = device.upload(memory(1), memory(1), after=urgent)
-    at_once = device.upload(memory(3), memory(3))
-    device.drain()
-    assert spans(device, Lane.HOST) == [(1, 5), (5, 6)], "work that has begun is not interrupted"
-    assert [ticket.end for ticket in (at_once, late, soon)] == [3, 6, 7]
-
-
-def test_training_on_the_simulated_device_is_training():
-    """Numbers are those of a plain loop; only times are made up."""
-    results = []
-    for streamed in (False, True):
-        device = backend()
-        torch.manual_seed(0)
-        model = Chain(TimedBlock(WIDTH, device, 1.0, 1.0) for _ in range(6))
-        pipe = Pipeline(model, "cpu", options=PipelineOptions(k=2), backend=device) if streamed else None
-        for _ in range(3):
-            model(torch.ones(1, WIDTH)).square().sum().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
-        if pipe is not None:
-            pipe.detach()
-        results.append(nn.utils.parameters_to_vector(model.parameters()))
-    assert torch.equal(*results)

@@ -246,8 +246,6 @@ class Engine:
     def begin_backward(self) -> None:
         """Follow the beginning of a backward pass."""
         self.arm_guard()
-        if self.activations.auto is not None:
-            self.activations.auto.begin_backward()
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""

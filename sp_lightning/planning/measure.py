@@ -112,11 +112,10 @@ class FirstSteps:
         if self._scope is None:
             return
         activations = self._engine.activations
-        auto, watched, activations.watched_peak = activations.auto, activations.watched_peak or 0, None
+        watched, activations.watched_peak = activations.watched_peak or 0, None
         with suppress(Exception):  # a failed copy has raised elsewhere
             self._scope.close()
-        self.reserve_bytes = 0 if auto is None else auto.reserve_bytes
-        if self._in_use is not None and (auto is None or not auto.counts_operations):
+        if self._in_use is not None and not any(self.policies):  # or what operations take is in units' ways
             most_in_use = max(watched, self._engine.backend.peak_since_reset() or 0)
             self.reserve_bytes = max(0, most_in_use - self._in_use - self.activation_peak)
 

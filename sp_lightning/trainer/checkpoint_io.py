@@ -117,7 +117,6 @@ class CheckpointsMixin(ParallelStrategy):
         # The base class moves optimizer state to the device, but state belongs where its weight is.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
-            own_memory(optimizer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -138,16 +137,3 @@ def _local(path: str | Path) -> Path | None:
     # Lightning uses fsspec for the rest, which recognizes addresses ("s3://...", "zip::...") like this.
     remote = "://" in str(path) or "::" in str(path)
     return None if remote else Path(path).expanduser()
-
-
-def own_memory(optimizer: Optimizer) -> None:
-    """Copy the state of an optimizer that `load_state_dict` left in a memory-mapped checkpoint file.
-
-    It keeps the tensors that it is given. Memory-mapped ones would be read from disk in the middle of a step.
-    """
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.layout is torch.strided:
-                    # Storages from torch's own allocator are resizable; memory-mapped ones are not.
-                    state[name] = value if value.untyped_storage().resizable() else value.clone()

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -246,3 +248,14 @@ def host_backend(**options: Any) -> Iterator[HostBackend]:
         yield backend
     finally:
         backend.close()
+
+
+def pretend_a_device(patch: pytest.MonkeyPatch) -> MagicMock:
+    """A device that does nothing: 7 MiB of memory, of which 3 are free, and 5 KiB are torch's, 1 of it allocated."""
+    api = MagicMock()
+    api.mem_get_info.return_value = 3 << 20, 7 << 20
+    api.get_per_process_memory_fraction.return_value = 1.0
+    api.memory_reserved.return_value = 5 << 10
+    api.memory_allocated.return_value = api.max_memory_allocated.return_value = 1 << 10
+    patch.setattr(torch, "get_device_module", lambda device: api)
+    return api

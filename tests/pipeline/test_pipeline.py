@@ -327,46 +327,6 @@ def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: in
                 assert torch.equal(laplacian(model), expected)
 
 
-@pytest.mark.parametrize("convert", ["double", "bfloat16"])
-def test_a_module_may_be_converted_between_steps(convert: str) -> None:
-    """As in plain training: weights are of another dtype from then on."""
-    torch.manual_seed(0)
-    plain = layers()
-    model = copy.deepcopy(plain)
-    x = torch.ones(2, 8)
-    with attached(model):
-        for step in range(3):
-            outputs = [module(x) for module in (plain, model)]
-            assert torch.equal(*outputs)
-            for output in outputs:
-                output.float().sum().backward()
-            for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-                assert expected.dtype == found.dtype
-                assert torch.equal(expected.grad, found.grad)
-                expected.grad = found.grad = None
-            if step == 0:
-                x = getattr(x, convert)()
-                getattr(plain, convert)()
-                getattr(model, convert)()
-
-
-def test_an_optimizer_of_another_model_is_not_ours() -> None:
-    """It is neither refused nor counted, and it does not decide how ours steps."""
-
-    class Own(torch.optim.SGD):
-        pass
-
-    model, probe = layers(), nn.Linear(2, 2)
-    ours, theirs = torch.optim.AdamW(model.parameters()), Own(probe.parameters(), lr=0.1)
-    with attached(model, overlap_optimizer=True) as pipeline:
-        model(torch.ones(2, 8)).sum().backward()
-        ours.step()
-        probe(torch.ones(1, 2)).sum().backward()
-        theirs.step()
-        assert pipeline.stats.optimizer_steps == 1
-        assert pipeline.optimizers.step_by_unit
-
-
 def test_replicas_have_no_units_of_their_own_on_the_device() -> None:
     with pytest.raises(ValueError, match="`resident_optimizer=True` works in one process only"):
         Pipeline(layers(), "cpu", options=PipelineOptions(resident_optimizer=True), replicas=mock.Mock())

@@ -1,18 +1,20 @@
 """`activations="auto"`: units are measured in the first steps, and policies chosen between steps (see ways.py).
 
-Nobody knows in advance whether what a model saves will fit. So units are measured while they recompute, which takes the
-least memory that is possible without copies: what a call saves is there when it ends, and its second forward is timed.
-A call with larger inputs than any that was measured recomputes as well, and is measured.
+Nobody knows in advance whether what a model saves will fit. So units recompute at first, which takes the least memory
+that is possible without copies. The first step warms things up, and makes memory that stays. In the second one, units
+are measured: what a call saves is there when it ends, and its second forward is timed. A call with larger inputs than
+any that was measured recomputes as well, and is measured.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.footprint import Footprint, Link, Measured
+from sp_lightning.pipeline.activations.footprint import Footprint, Link
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.ways import WITHOUT_RECOMPUTING, Policy, Way, choose_ways, peak
@@ -21,6 +23,28 @@ from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.units import Member
 
 _HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
+_BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's backward takes
+
+
+@dataclass
+class _Measured:
+    """Measurements of one member while it recomputes.
+
+    Attributes:
+        unit: The name of the unit that it belongs to.
+        weights: Bytes of weights that travel for that unit.
+        size: Bytes of the inputs of its largest call.
+        most: What its calls took in the pass in which they took most.
+        this_pass: What they have taken since a backward has ended.
+        seconds: How long its second forwards took in the step that was measured last.
+    """
+
+    unit: str
+    weights: int
+    size: int = 0
+    most: Footprint | None = None
+    this_pass: Footprint | None = None
+    seconds: float = 0.0
 
 
 class AutoPolicy:
@@ -29,8 +53,6 @@ class AutoPolicy:
     Attributes:
         turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
-        reserve_bytes: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
-            operations take, because units and the turn include it then.
         in_use: The policy that each member had in the last step, if it was called.
     """
 
@@ -44,19 +66,16 @@ class AutoPolicy:
         self._pin = pin
         self._warns = warns
         self._link: Link | None = None
-        self._has_had_backward = False  # in this step
-        self._units: dict[str, Measured] = {}  # in the order of the forward
+        self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
-        self._choice_is_outdated = False
         self._measuring: set[str] = set()  # in this step
-        self._is_first_step = True  # of those that are measured
-        self._saved_at_turn: int | None = None  # in this step
-        self._operations = self._operations_at_turn = 0  # bytes that they took besides what is saved
+        self._is_warm = self._has_had_backward = False  # in a step before, in this step
         self._has_turned = False  # in this pass
+        self._saved_at_turn = 0  # in this step
+        self._operations = 0  # bytes that they take in a unit, besides what is saved
         self.in_use: dict[str, Policy] = {}
         self.turn_bytes = 0
         self.outside_bytes = 0
-        self.reserve_bytes = 0
 
     # --------------------------------------------------------------------------------------------- what planners read
 
@@ -70,8 +89,9 @@ class AutoPolicy:
         Args:
             policies: The policy of each member; None to choose here, for the room that there is now.
         """
-        self._choice_is_outdated = policies is None
-        if policies is not None:
+        if policies is None:
+            self._choose()
+        else:
             self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
@@ -79,46 +99,30 @@ class AutoPolicy:
         """Bytes of the inputs of each member's largest measured call, in total."""
         return sum(unit.size for unit in self._units.values())
 
-    @property
-    def counts_operations(self) -> bool:
-        """Whether the memory that operations take is included in what units and the turn take."""
-        return self._meter.knows_operations
-
     def update_peaks(self) -> None:
-        """Update `turn_bytes`, `outside_bytes` and `reserve_bytes` from what the last step has shown."""
-        working = max((unit.most.working for unit in self._units.values() if unit.most is not None), default=0)
-        self.reserve_bytes = 0 if self.counts_operations else working
+        """Update `outside_bytes` from what the last step has shown with the policies that it had."""
+        used = []
+        for name, ways in self._ways(operations=0).items():
+            if name in self.in_use:
+                of = {way.policy: way for way in ways}
+                used.append(of.get(self.in_use[name], of["keep"]))
         if self.in_use:
-            used = []
-            for name, ways in self._ways(operations=0).items():
-                if name in self.in_use:
-                    of = {way.policy: way for way in ways}
-                    used.append(of.get(self.in_use[name], of["keep"]))
-            saved = self._saved_at_turn or 0
-            self.turn_bytes = max(self.turn_bytes, saved + self._operations_at_turn)
-            self.outside_bytes = max(self.outside_bytes, self._meter.step_peak - peak(used, saved))
+            self.outside_bytes = max(self.outside_bytes, self._meter.step_peak - peak(used, self._saved_at_turn))
 
     # ------------------------------------------------------------------------------------------------------- in a step
 
-    def conclude_step(self) -> None:
-        """Choose anew if the last step has measured anything, or if the room has changed."""
-        self._take_times()
-        if self._measuring and self._has_had_backward:
-            for name in self._measuring & self._units.keys():
-                self._units[name].steps += 1
-        elif self._measuring:  # no backward came, so half of the step was not seen
-            self._units = {name: unit for name, unit in self._units.items() if unit.most is not None}
-        if (self._measuring or self._choice_is_outdated) and self._units:
-            self._choose()
-        self._choice_is_outdated = self._second_forwards.timed = False
-        self._measuring.clear()
-
     def begin_step(self) -> None:
-        """Begin a step, for which the one before was concluded."""
+        """Choose anew if the last step has measured anything, and begin another."""
+        if self._measuring:
+            self._choose()
+        self._is_warm = self._is_warm or self._has_had_backward
+        self._measuring.clear()
+        self._second_forwards.timed = False
+        self._second_forwards.times.clear()
         for unit in self._units.values():
             unit.this_pass = None
-        self._saved_at_turn = None
         self._has_turned = self._has_had_backward = False
+        self._saved_at_turn = 0
         self.in_use = {}
 
     def policy(self, member: Member, size: int, inputs: Iterable[Tensor]) -> Policy:
@@ -129,21 +133,19 @@ class AutoPolicy:
             size: The bytes of its inputs.
             inputs: The tensors among them.
         """
-        unit = self._units.get(member.name)
-        if unit is None or size > unit.size or not unit.is_measured:
-            if not self._measuring:
-                self._is_first_step = not self._units
-                self._second_forwards.timed = True
-                # the first step also allocates memory that stays
-                self._meter.measure(inputs, operations=not self._is_first_step)
-            self._measuring.add(member.name)
-        if member.name in self._measuring:
-            policy: Policy = "recompute"
+        name, unit = member.name, self._units.get(member.name)
+        policy: Policy = "recompute"
+        if unit is None or unit.most is None or size > unit.size or name in self._measuring:
+            if self._is_warm:
+                if not self._measuring:
+                    self._second_forwards.timed = True
+                    self._meter.measure(inputs)
+                self._measuring.add(name)
         else:
-            policy, most = self._chosen[member.name], self._units[member.name].most
-            if not (most and most.repeatable and self._second_forwards.may_run(member.name)):
+            policy = self._chosen[name]
+            if not (unit.most.repeatable and self._second_forwards.may_run(name)):
                 policy = WITHOUT_RECOMPUTING[policy]
-        self.in_use[member.name] = policy
+        self.in_use[name] = policy
         return policy
 
     def note(self, member: Member, size: int, call: Footprint) -> None:
@@ -151,34 +153,33 @@ class AutoPolicy:
         if member.name in self._measuring:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
-            unit = self._units.setdefault(member.name, Measured(member.unit_name, weights))
-            seen = 0 if self._is_first_step else size  # inputs as large as the first step's are measured once more
-            unit.add(seen, call)
+            unit = self._units.setdefault(member.name, _Measured(member.unit_name, weights))
+            unit.this_pass = call if unit.this_pass is None else unit.this_pass.combined_with(call)
+            unit.size = max(unit.size, size)
 
     def end_call(self) -> None:
         """Note that a unit's forward has run."""
-        self._operations = max(self._operations, self._meter.end_stretch())
-
-    def begin_backward(self) -> None:
-        """Note how much was saved after the last unit; as backward only begins, all of it is still held."""
-        if self._saved_at_turn is None:
-            self._saved_at_turn = self._meter.added
+        self._operations = max(self._operations, self._meter.end_stretch().operations)
 
     def reach(self) -> None:
         """Note that backward has reached a unit: the first time, the stretch of the turn ends."""
-        if self._measuring:
-            taken = self._meter.end_stretch()
-            if self._has_turned:
-                self._operations = max(self._operations, taken)
-            else:
-                self._operations_at_turn = max(self._operations_at_turn, taken)
-            self._has_turned = True
+        if not self._meter.counts:
+            return
+        if self._has_turned:
+            self.end_call()
+        else:
+            turn = self._meter.end_stretch()
+            self._saved_at_turn = max(self._saved_at_turn, turn.saved)
+            self.turn_bytes = max(self.turn_bytes, turn.saved + turn.operations)
+        self._has_turned = True
 
     def end_backward(self) -> None:
         """End the last stretch together with backward: between steps users reset memory statistics, too."""
         self._has_had_backward = True
-        for name in self._measuring & self._units.keys():
-            self._units[name].end_pass()
+        for unit in self._units.values():
+            if unit.this_pass is not None:
+                of_passes = [unit.this_pass] if unit.most is None else [unit.most, unit.this_pass]
+                unit.most, unit.this_pass = max(of_passes, key=lambda calls: calls.held + calls.saved), None
         if self._has_turned:
             self.end_call()
         self._has_turned = False
@@ -187,14 +188,11 @@ class AutoPolicy:
 
     def _choose(self) -> None:
         self.update_peaks()
-        ways = self.ways()
-        limit = self._budget()
-        apart = self.outside_bytes + self.reserve_bytes
-        chosen = choose_ways([*ways.values()], limit - apart, self.turn_bytes)
+        ways, limit = self.ways(), self._budget()
+        chosen = choose_ways([*ways.values()], limit - self.outside_bytes, self.turn_bytes)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
-        needed = peak(chosen, self.turn_bytes) + apart
-        is_measured = all(unit.is_measured for unit in self._units.values())
-        if needed > limit and is_measured and self._warns:
+        needed = peak(chosen, self.turn_bytes) + self.outside_bytes
+        if needed > limit and self._warns:
             self._warns = False
             warnings.warn(
                 f"`activations='auto'`: activations take at least {readable_bytes(needed)} on the device, and there is "
@@ -203,30 +201,36 @@ class AutoPolicy:
             )
 
     def _ways(self, operations: int) -> dict[str, list[Way]]:
+        """Return the ways that are open to each measured member.
+
+        Args:
+            operations: Bytes that operations take while it computes, besides what is saved.
+        """
         self._take_times()
         link = self._link_for_offloading()
-        staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-UNITS_THAT_STAY:]
-        first = next(iter(self._units), None)  # is given the batch, which whoever runs the step holds
-        return {
-            name: measured.ways(
-                None if measured.unit in staying else link,
-                may_recompute=self._second_forwards.may_run(name),
-                inputs_stay=name == first,
-                operations=operations,
+        units = {name: (unit, unit.most) for name, unit in self._units.items() if unit.most is not None}
+        staying = list(dict.fromkeys(unit.unit for unit in self._units.values()))[-UNITS_THAT_STAY:]
+        first = next(iter(self._units), None)
+        ways = {}
+        for name, (unit, most) in units.items():
+            took = most._replace(
+                working=most.working + operations,
+                repeatable=most.repeatable and self._second_forwards.may_run(name),
             )
-            for name, measured in self._units.items()
-            if measured.most is not None
-        }
+            if name == first:  # is given the batch, which whoever runs the step holds
+                took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
+            backward = _BACKWARD_PER_FORWARD * unit.seconds
+            ways[name] = took.ways(None if unit.unit in staying else link, unit.weights, unit.seconds, backward)
+        return ways
 
     def _take_times(self) -> None:
         """Take the times of the last step's second forwards, if it had a backward."""
         seconds: dict[str, float] = {}
-        for name, begin, end in self._second_forwards.times:
+        for name, begin, end in self._second_forwards.times if self._has_had_backward else ():
             seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
         self._second_forwards.times.clear()
-        for name in seconds.keys() & self._units.keys() if self._has_had_backward else ():
-            before = self._units[name].seconds
-            self._units[name].seconds = seconds[name] if before is None else min(before, seconds[name])
+        for name in seconds.keys() & self._units.keys():
+            self._units[name].seconds = seconds[name]
 
     def _link_for_offloading(self) -> Link | None:
         """Return the speed of copies; None if there is nothing to offload, or no room for it on the host."""

@@ -14,8 +14,6 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
-_STEPS_TO_MEASURE = 2  # the first one also warms things up
-_BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's backward takes
 _HIDDEN_COST = 0.1  # the part of its time that a copy costs even if computing hides it
 _PROBE_BYTES = 16 << 20
 
@@ -133,58 +131,3 @@ def bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
     dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
     by_memory = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
     return sum(nbytes for nbytes in by_memory.values() if nbytes >= MIN_OFFLOAD_BYTES)
-
-
-class Measured:
-    """Measurements of one member while it recomputes.
-
-    Attributes:
-        unit: The name of the unit that it belongs to.
-        weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call, those of the first step left out.
-        most: What its calls took in the pass in which they took most.
-        this_pass: What they have taken since a backward has ended.
-        steps: How many steps were measured.
-        seconds: How long its second forwards took in the fastest step.
-    """
-
-    def __init__(self, unit: str, weights: int) -> None:
-        self.unit = unit
-        self.weights = weights
-        self.size = 0
-        self.most: Footprint | None = None
-        self.this_pass: Footprint | None = None
-        self.steps = 0
-        self.seconds: float | None = None
-
-    def add(self, size: int, call: Footprint) -> None:
-        """Add a call."""
-        self.this_pass = call if self.this_pass is None else self.this_pass.combined_with(call)
-        self.size = max(self.size, size)
-
-    def end_pass(self) -> None:
-        """Note that a backward has ended."""
-        found, self.this_pass = [each for each in (self.most, self.this_pass) if each is not None], None
-        self.most = max(found, key=lambda call: call.held + call.saved, default=None)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it was measured in enough steps."""
-        return self.steps >= _STEPS_TO_MEASURE
-
-    def ways(self, link: Link | None, may_recompute: bool, inputs_stay: bool = False, operations: int = 0) -> list[Way]:
-        """Return the ways that are open to it; offloading only if there is a link.
-
-        Args:
-            link: The speed of copies; None if nothing can be offloaded.
-            may_recompute: Whether its forwards may run again.
-            inputs_stay: Whether its inputs stay on the device whatever is done, because others hold them.
-            operations: Bytes that operations take while it computes, besides what is saved.
-        """
-        took = self.most
-        assert took is not None
-        took = took._replace(working=took.working + operations, repeatable=may_recompute and took.repeatable)
-        if inputs_stay:
-            took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
-        forward = self.seconds or 0.0
-        return took.ways(link, self.weights, forward, _BACKWARD_PER_FORWARD * forward)

@@ -60,7 +60,6 @@ class Activations:
     def begin_step(self) -> None:
         """Draw conclusions from the last step, and begin another; no graph waits for its backward."""
         if self.auto is not None:
-            self.auto.conclude_step()
             self.auto.begin_step()
         if self._may_offload:
             self._offloader.begin_step()

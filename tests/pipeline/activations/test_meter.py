@@ -45,17 +45,15 @@ def test_each_step_has_a_peak_of_its_own() -> None:
     assert counting.step_peak == 60
 
 
-def test_the_most_that_was_added_since_a_call_ended() -> None:
+def test_the_most_that_was_added_in_a_stretch() -> None:
     """At the most, though it may be gone again; the peak of the step stays."""
     counting, _ = meter()
     kept = [Kept(torch.empty(10), counting), Kept(torch.empty(50), counting)]
-    assert counting.added == 240
     del kept[1]
-    counting.end_stretch()
-    assert (counting.added, counting.step_peak) == (0, 240)
+    assert counting.end_stretch().saved == 240
     kept.append(Kept(torch.empty(5), counting))
     del kept[1]
-    assert (counting.added, counting.step_peak) == (20, 240)
+    assert (counting.end_stretch().saved, counting.step_peak) == (20, 240)
 
 
 def test_parameters_buffers_and_other_devices_do_not_count() -> None:
@@ -88,7 +86,7 @@ def test_under_auto_only_steps_that_are_measured_count() -> None:
     stats = Stats()
     counting = Meter(RecordingBackend(), stats, always=False)
     before = Kept(torch.empty(10), counting)
-    counting.measure([], operations=False)
+    counting.measure([])
     during = Kept(torch.empty(20), counting)
     counting.begin_step()
     after = Kept(torch.empty(30), counting)

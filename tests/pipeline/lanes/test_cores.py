@@ -17,6 +17,8 @@ from sp_lightning.pipeline.lanes import cores
 from sp_lightning.pipeline.lanes.cores import HostCores, choose_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
 
+from ..parts import pretend_a_device
+
 DEVICE = torch.device("meta")  # any device that is not the CPU
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are bound to cores on Linux only")
@@ -139,10 +141,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 @linux
 def test_memory_is_page_locked_near_the_device(registered: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that page-locks memory is the first to touch it, and decides where it is."""
-    from ..fake_device import FakeDeviceModule
-
-    module = FakeDeviceModule()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    pretend_a_device(monkeypatch)
     one = frozenset({min(os.sched_getaffinity(0))})
     backend = AcceleratorBackend(torch.device("cpu"), cores=HostCores(None, one))
     memory: Tensor = torch.empty(16, dtype=torch.uint8)

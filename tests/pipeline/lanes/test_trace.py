@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from sp_lightning.pipeline import AcceleratorBackend, HostBackend, Kind, Lane, Pipeline, PipelineOptions, Recording
+from sp_lightning.pipeline import HostBackend, Kind, Pipeline, PipelineOptions, Recording
 
 from ...helpers import attached
 from ...simulated import SimulatedBackend, TimedBlock
 from ...zoo.blocks import Chain, chain, rows
-from ..fake_device import DeviceTensor, FakeDeviceModule
 from ..parts import DoneTicket
 
 UNITS, WIDTH = 6, 8
@@ -129,43 +128,6 @@ def test_recordings_do_not_know_of_each_other(scene: Scene) -> None:
     assert [span.begin + begin for span in of(inner, Kind.FORWARD)] == pytest.approx(
         [span.begin for span in of(outer, Kind.FORWARD)[UNITS : 2 * UNITS]]
     )
-
-
-# ------------------------------------------------------------------------------------------------------ real devices
-
-
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeDeviceModule, AcceleratorBackend]:
-    api = FakeDeviceModule()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: api)
-    return api, AcceleratorBackend(torch.device("cpu"))
-
-
-def test_copies_are_timed_by_events_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake device takes a millisecond for every piece of work."""
-    api, backend = accelerator(monkeypatch)
-    slot = DeviceTensor.on(api, torch.zeros(4, dtype=torch.uint8))
-    with backend.trace.record() as recording:
-        api.compute(lambda: None)
-        ticket = backend.upload(slot, torch.ones(4, dtype=torch.uint8))
-        backend.trace.moved(Kind.LOAD, "unit", 4, ticket)
-        backend.trace.wait(ticket, "weights")
-        api.compute(lambda: None)
-        api.finish_computing()
-    (load,) = of(recording, Kind.LOAD)
-    assert (load.name, load.nbytes, load.lane) == ("unit", 4, Lane.TO_DEVICE)
-    assert load.end - load.begin == pytest.approx(0.001)
-    (stall,) = of(recording, Kind.STALL)
-    assert stall.end > stall.begin
-    backend.close()
-
-
-def test_without_a_recording_events_take_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    api, backend = accelerator(monkeypatch)
-    slot = DeviceTensor.on(api, torch.zeros(4, dtype=torch.uint8))
-    ticket = backend.upload(slot, torch.ones(4, dtype=torch.uint8))
-    assert ticket.interval(backend.origin()) is None
-    assert [what for what, stream in api.log if stream == "up"] == ["wait for compute", "copy", "record"]
-    backend.close()
 
 
 def test_a_copy_without_times_is_left_out() -> None:

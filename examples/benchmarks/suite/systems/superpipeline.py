@@ -13,7 +13,7 @@ import lightning as L
 from typing_extensions import override
 
 import sp_lightning
-from sp_lightning.monitor.metrics import PREFIX, device_memory, timed_metrics
+from sp_lightning.monitor import PREFIX, device_memory, timed_metrics
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.timeline import break_down
