@@ -362,7 +362,7 @@ def the_machine_is_shared() -> None:
         fit(trainer(streamed(), devices=2), Base())
     assert made.call_args.args[2] == 2
     with (
-        mock.patch("sp_lightning.pipeline.layout.host_share.available_host_memory", return_value=8_000),
+        mock.patch("sp_lightning.pipeline.layout.memory.available_host_memory", return_value=8_000),
         pytest.raises(ValueError, match=r"in each of 2 processes .* or train on fewer devices"),
     ):
         fit(trainer(streamed(), devices=2), Base())

@@ -21,7 +21,7 @@ from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graph, Graphs, hold_while_needed
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
-from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
+from sp_lightning.pipeline.weights.lowered import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -66,13 +66,12 @@ class OutsideUse:
         self.guard = Guard(self, arrangement.weights)
         self._reach_leaf = self._graphs.announce(self._note_leaf)
         self._watched: list[Lowering] = []
-        lowered = [weight for weight in arrangement.weights if weight.lowered]
-        for weight in lowered if arrangement.compiled else ():
-            hide_dtype(weight)
-        if not (arrangement.compiled or arrangement.autocast is None):
-            for weight in lowered:
-                watch_leaf(weight, self, arrangement.autocast)
-            self._watched = [watch_leaf(weight, self, arrangement.autocast) for weight in arrangement.watched]
+        for weight in arrangement.weights:
+            leaf = weight.twin.parameter
+            if arrangement.autocast is not None and isinstance(leaf, LoweredParameter):
+                leaf.lowering = Lowering(weight, self, arrangement.autocast)
+                if not weight.lowered:
+                    self._watched.append(leaf.lowering)
 
     @property
     def graph_number(self) -> int:

@@ -15,9 +15,8 @@ from torch import nn
 
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
-from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
@@ -46,7 +45,6 @@ class Arrangement:
         budget: The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         plan: The planner's choice, if it is in force.
         compiled: Whether torch compiles the module or parts of it.
-        watched: Weights that autocast may lower, which shows when they are used.
         unused_in_step: Whether nothing of it has been used yet in this step.
 
     Raises:
@@ -83,7 +81,7 @@ class Arrangement:
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        watched = self._choose_dtypes(module, learned)
+        self._choose_dtypes(module, learned)
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = replicas is not None
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
@@ -92,7 +90,6 @@ class Arrangement:
         self.parameters_on_device = [w.master for unit in layout.units_on_device for w in unit.weights_on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
-        self.watched = [weight for weight in watched if id(weight.master) in self.weights_by_master]
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
         parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
@@ -122,11 +119,10 @@ class Arrangement:
                 stacklevel=2,
             )
 
-    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> list[Weight]:
-        """Decide in which dtype each weight is sent; return those of which a step has to show it."""
+    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
+        """Decide in which dtype each weight is sent, and of which a step has to show it."""
         if self.autocast is None:
-            return []
-        watched: list[Weight] = []
+            return
         by_table, unknown = weights_under_autocast(module, self._backend.device.type)
         if not self.compiled:  # a first step shows whether layers are called twice, or read from outside
             by_table, unknown = set(), by_table | unknown
@@ -138,9 +134,8 @@ class Arrangement:
             if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
                 for weight in casts:
                     weight.compute_dtype = self.autocast
-            if not self.compiled:
-                watched += [weight for weight in known if id(weight.master) in unknown]
-        return watched
+            for weight in known:
+                weight.watched = not self.compiled and (weight.lowered or id(weight.master) in unknown)
 
     def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> None:
         segments = [
@@ -177,6 +172,7 @@ class Arrangement:
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
+        weight.watched = weight.watched and not lowered
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))

@@ -166,7 +166,7 @@ class Optimizers(Clipping):
         It may have those of other models only.
         """
         for parameter in parameters_of(optimizer):
-            name = parameter.__dict__.get("twin_of")
+            name = getattr(parameter, "twin_of", None)
             if name is not None:  # it has no gradient, so an optimizer would silently skip it
                 raise RuntimeError(
                     f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only "

@@ -31,28 +31,16 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.graphs import run_hooks
-from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
+from sp_lightning.pipeline.weights.operands import METADATA, ON_DEVICE, instances_in, name_of, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
-ON_DEVICE = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
-"""What transformers' `model.device` and the like ask to place inputs: in a step, the answer is the device."""
-METADATA = {
-    "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
-    "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
-    "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *ON_DEVICE,
-}  # fmt: skip
-"""What can be asked of a weight that is not finished, and is true on the host and on the device."""
 _ALIASES = {"data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__"}
 _OF_THE_MASTER = METADATA | _ALIASES | {
     "_version", "is_pinned", "is_shared", "is_same_size", "is_set_to", "storage_type", "retain_grad", "share_memory_",
     "tolist", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "__setstate__", "__dlpack_device__",
     "has_names",
 }  # fmt: skip
-_NOT_IN_PLACE = ("__invert__", "__index__", "__int__")
-_ACCESSORS = ("__get__", "__set__", "__delete__")
 _GRADIENT: Any = Tensor.grad
 _NAMED_MEMBERS = nn.Module._named_members.__code__
 
@@ -110,7 +98,7 @@ class Guard:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
         name = func.__name__
-        subject = func.__self__.__name__ if name in _ACCESSORS else name  # type: ignore[attr-defined]
+        subject = name_of(func)
         if not self.in_step or optimizer_is_stepping():
             return self._run_on_host(func, subject, args, kwargs)
         if subject in ON_DEVICE or (name == "type" and len(args) == 1):

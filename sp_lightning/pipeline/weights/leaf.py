@@ -16,22 +16,25 @@ from torch import Tensor, nn
 CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
 """Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
 
-_DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 
 
-def refuse_to_set_data(leaf: nn.Parameter, values: Tensor) -> None:
+def refuse_to_set_data(leaf: TwinParameter, values: Tensor) -> None:
     """Raise if a forward gives a weight other memory; nothing happens where `module.float()` has nothing to convert."""
     if values is leaf or (values.data_ptr() == leaf.data_ptr() and values.dtype is leaf.dtype):
         return
     raise RuntimeError(
-        f"A forward gives weight {leaf.__dict__['twin_of']!r} other memory (`weight.data = ...`, or a conversion of "
+        f"A forward gives weight {leaf.twin_of!r} other memory (`weight.data = ...`, or a conversion of "
         "its module) while it is on the device. Write into it (`weight.data.copy_(...)`), or convert it between steps."
     )
 
 
 class TwinParameter(nn.Parameter):
     """A Parameter that counts what is written to its `.data`."""
+
+    __slots__ = ("twin_of",)
+
+    twin_of: str
 
     @property
     def data(self) -> Tensor:
@@ -43,36 +46,33 @@ class TwinParameter(nn.Parameter):
         refuse_to_set_data(self, values)
 
 
-class StandsIn:
-    """What a leaf has of its master, in code that is not compiled: attributes that users set, and the gradient."""
+class LoweredInGraphs(TwinParameter):
+    """The leaf of a lowered weight in a model that is compiled: code that is being compiled sees the master's dtype.
+
+    For models that ask before the cast: `x.to(self.weight.dtype)`. Only fp32 is lowered.
+    """
+
+    __slots__ = ()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype."""
+        return torch.float32 if torch.compiler.is_compiling() else super().dtype
+
+
+class EagerLeaf(TwinParameter):
+    """The leaf of a weight of a model that is not compiled: the attributes that users set are those of the master."""
+
+    __slots__ = ("master",)
 
     master: nn.Parameter
-    data: Tensor
-    requires_grad: bool
 
-    def __getattr__(self, name: str) -> Any:
-        """Look for an attribute that the leaf does not have in the master."""
-        master = self.__dict__.get("master")
-        if master is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(master, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, on the master if it is one of the user's."""
-        if self._is_own(name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.master, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute, from the master if it is one of the user's."""
-        if self._is_own(name):
-            super().__delattr__(name)
-        else:
-            delattr(self.master, name)
-
-    def _is_own(self, name: str) -> bool:
-        return name in self.__dict__ or hasattr(type(self), name)
+    @classmethod
+    def of(cls, master: nn.Parameter, data: Tensor) -> EagerLeaf:
+        """Make the leaf that stands in for a master."""
+        leaf = cls(data, requires_grad=False)
+        leaf.master, leaf.__dict__ = master, master.__dict__
+        return leaf
 
     @property
     def grad(self) -> Tensor | None:
@@ -86,19 +86,11 @@ class StandsIn:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as an ordinary Parameter."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(self.data.clone(), self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as an ordinary Parameter."""
-        ordinary = nn.Parameter(self.data, self.requires_grad)
-        vars(ordinary).update(vars(self.master))
-        return ordinary.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class EagerLeaf(StandsIn, TwinParameter):
-    """The leaf of a weight of a model that is not compiled."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what users have set, and not the master: Parameters of all classes are pickled as ordinary ones."""
+        return vars(self)
 
 
 def take_gradient(leaf: nn.Parameter) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Tensors and others among the arguments of an operation, and in what a module returns: found, and replaced."""
+"""Operations that `__torch_function__` is told of, and tensors among their operands and in what a module returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+ON_DEVICE = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
+"""What transformers' `model.device` and the like ask to place inputs: in a step, the answer is the device."""
+METADATA = {
+    "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
+    "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
+    "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *ON_DEVICE,
+}  # fmt: skip
+"""What can be asked of a weight that is not finished, and is true on the host and on the device."""
 _CONTAINERS = (list, tuple, dict)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of an operation, or of the attribute that it reads, sets or deletes."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__  # type: ignore[attr-defined]
+    return name
 
 
 def instances_in(value: Any, kind: type) -> Iterator[Any]:

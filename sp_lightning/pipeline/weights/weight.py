@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.buffers import is_dense
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
+from sp_lightning.pipeline.weights.lowered import LoweredParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -51,7 +52,8 @@ class Twin:
         self.data = data
         with torch.inference_mode(False):
             self.parameter = self._make_leaf(compiled)
-        self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
+        leaf: Any = self.parameter
+        leaf.twin_of = weight.name  # it may outlive this object
         self.key = storage_key(data)
         self.required_gradient = False
         self.gradient_hook: RemovableHandle | None = None
@@ -59,8 +61,12 @@ class Twin:
         self._write_backs = 0
 
     def _make_leaf(self, compiled: bool) -> nn.Parameter:
-        kind = EagerLeaf if not compiled else TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
-        return kind(self.data, requires_grad=False)
+        weight = self.weight
+        if not compiled:
+            return (LoweredParameter if weight.watched else EagerLeaf).of(weight.master, self.data)
+        if not CAN_COMPILE_SUBCLASSES:
+            return nn.Parameter(self.data, requires_grad=False)
+        return (LoweredInGraphs if weight.lowered else TwinParameter)(self.data, requires_grad=False)
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
@@ -119,6 +125,7 @@ class Weight:
         home: The memory that the engine has for it; `host` is other memory after `p.data = ...`.
         dtype: The dtype of its values in memory.
         compute_dtype: The dtype in which it is sent: its own, or the one that autocast lowers it to.
+        watched: Whether a leaf is made for it that tells how it is used under autocast (lowered.py).
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
         last_graph: The number of the graph that last used it in code that torch compiles.
@@ -137,6 +144,7 @@ class Weight:
         self.host = self.home = master.data
         self.dtype = master.dtype
         self.compute_dtype = master.dtype
+        self.watched = False
         self.averaged = False
         self.last_graph = -1
         self.replacements = 0
