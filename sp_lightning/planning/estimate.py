@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.footprint import Footprint, Link
+from sp_lightning.pipeline.activations.ways import Footprint, Link
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
