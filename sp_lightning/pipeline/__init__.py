@@ -9,7 +9,7 @@ from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.cores import use_all_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
 from sp_lightning.pipeline.lanes.trace import Kind, Lane, Recording, Span
-from sp_lightning.pipeline.layout.device_layout import WindowPlan
+from sp_lightning.pipeline.layout.learned import WindowPlan
 from sp_lightning.pipeline.optimizer.optimizers import Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.device_layout import WindowPlan
+from sp_lightning.pipeline.layout.learned import WindowPlan
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import Shape
 from sp_lightning.pipeline.weights.units import Member

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.layout.device_layout import WindowPlan
+from sp_lightning.pipeline.layout.learned import WindowPlan
 from sp_lightning.pipeline.sizes import readable_bytes
 
 

@@ -14,8 +14,16 @@ from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.planning.cost import Prediction, activation_bytes, gradient_bytes, predict, weight_bytes
-from sp_lightning.planning.workload import Choice, Machine, Workload
+from sp_lightning.planning.cost import (
+    Choice,
+    Machine,
+    Prediction,
+    Workload,
+    activation_bytes,
+    gradient_bytes,
+    predict,
+    weight_bytes,
+)
 
 _Number: TypeAlias = int | Literal["auto"]
 

@@ -1,29 +1,34 @@
-"""Estimates a workload from a model's shapes and assumptions, without a machine to measure on.
+"""`sp_lightning.plan(module)`: a model's predicted device memory, host memory and step time, as a table over k.
 
-Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and
-adds once for each token, and a unit saves half as much again as its matrices read and write: transformer blocks with
-fused attention save 0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
+It is estimated from the model's shapes and from assumptions, without a machine to measure on: units are found by the
+engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and adds once for each
+token, and a unit saves half as much again as its matrices read and write: transformer blocks with fused attention save
+0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
 """
 
 from __future__ import annotations
 
 import copy
+import textwrap
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.footprint import Footprint, Link
-from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
+from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
+from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.sizes import parse_bytes, readable_bytes, readable_seconds
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.lowering import weights_under_autocast
 from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.planning.choose import choose
+from sp_lightning.planning.cost import Machine, Prediction, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of
-from sp_lightning.planning.workload import Machine, UnitWork, Workload
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -168,3 +173,108 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
         # dtype take that besides the copies that are sent.
         host_bytes=weights + state + max(masters, copies + gradients),
     )
+
+
+_KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
+
+
+@dataclass(frozen=True)
+class Report:
+    """The predicted cost of training a model, for several k. `str()` of it is a table."""
+
+    title: str  # the model's name in the table
+    given: Assumptions
+    parameters: int  # elements of all weights
+    workload: Workload
+    rows: Sequence[Prediction]  # for each k that fits, with `k_prime=1` and no unit kept on the device
+    best: Prediction | None  # the choice with the fastest step; None if nothing fits
+    last_row: str  # what the table says of the first k that does not fit
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers and names only, for JSON."""
+        return {
+            "model": self.title,
+            "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
+            "parameters": self.parameters,
+            "units": {unit.name: unit.weight_bytes for unit in self.workload.units},
+            "rows": [_as_dict(row) for row in self.rows],
+            "best": self.best and _as_dict(self.best),
+        }
+
+    def __str__(self) -> str:
+        given = {**asdict(self.given), "device_memory": readable_bytes(self.given.device_bytes)}
+        units, columns = self.workload.units, ("device", "host", "to device", "to host", "step")
+        largest = readable_bytes(max(unit.weight_bytes for unit in units))
+        lines = [
+            f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
+            *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
+            "",
+            f"   k {''.join(f'{column:>11}' for column in columns)}  bottleneck",
+            *(_as_row(str(row.choice.k), row) for row in self.rows),
+            *([self.last_row] if self.last_row else []),
+        ]
+        if self.best is None:
+            return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
+        chosen = _as_dict(self.best)
+        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")} | chosen["activations"]
+        words = ", ".join(f"{name} {count}" for name, count in counts.items())
+        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
+        return "\n".join([*lines, _as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"])
+
+
+def _as_dict(row: Prediction) -> dict[str, Any]:
+    choice = row.choice
+    return {
+        "k": choice.k,
+        "k_prime": choice.k_prime,
+        "kept": len(choice.kept),
+        "on_device": len(choice.on_device),
+        "activations": dict(Counter(way.policy for way in choice.ways)),
+        "seconds": row.seconds,
+        "bottleneck": row.bottleneck.value,
+        "lanes": {lane.value: seconds for lane, seconds in row.lanes.items()},
+        "device_bytes": row.device_bytes,
+        "host_bytes": row.host_bytes,
+        "bytes_to_device": row.bytes_to_device,
+        "bytes_to_host": row.bytes_to_host,
+    }
+
+
+def _as_row(label: str, row: Prediction) -> str:
+    sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
+    columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
+    return f"{label:>4} {''.join(f'{column:>11}' for column in columns)}  {row.bottleneck.value}"
+
+
+def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
+    """Estimate the device memory, host memory and step time of training a model, before it is trained.
+
+    Nothing is computed and no weights are needed, so the module may be on the meta device. The numbers are estimates,
+    from shapes and from the assumptions; during training the planner measures instead.
+
+    Args:
+        module: The model. It is neither changed nor called.
+        assumptions: About the device, the host, the precision, the optimizer, and the size of a step.
+        title: Name of the model in the table; by default, the name of its class.
+
+    Raises:
+        ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
+
+    Example::
+
+        print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
+    """
+    given = assumptions or Assumptions()
+    workload, machine = estimate(module, given)
+    budget, length = int(SHARE_OF_FREE_MEMORY * given.device_bytes), len(workload.units)
+    rows: list[Prediction] = []
+    last_row = ""
+    for k in [*(k for k in _KS if k < length), length]:
+        try:
+            rows.append(choose(workload, machine, budget, k=k, k_prime=1, fill=False))
+        except ValueError as error:
+            last_row = f"{k:>4}  {error}"
+            break
+    best = choose(workload, machine, budget) if rows else None
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row)

@@ -17,9 +17,9 @@ from itertools import pairwise
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
-from sp_lightning.pipeline.layout.device_layout import sent_bytes
+from sp_lightning.pipeline.layout.memory import sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
 
 _POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload", "recompute_offload")
 _WARM_UP = 1  # steps before the recording

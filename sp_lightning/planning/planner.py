@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import activation_bytes
+from sp_lightning.planning.cost import UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
-from sp_lightning.planning.workload import UnitWork
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 

@@ -165,19 +165,17 @@ class ProcessesMixin(_Base):
             self._buffers_due = torch.is_grad_enabled() and not self._accumulates
 
     @contextmanager
-    def evaluation(self, pipeline: Pipeline) -> Generator[None, None, None]:
-        """Open a scope for an evaluation step, whose backward and optimizer step are this process's own, as in DDP."""
+    def evaluation(self) -> Generator[None, None, None]:
+        """Open a scope for an evaluation step, whose backward is this process's own, as in DDP."""
         replicas = self.replicas
         if replicas is None:
             yield
             return
-        averaged, steps_before = replicas.averages, pipeline.optimizers.steps_taken
-        replicas.averages = False
+        averaged, replicas.averages = replicas.averages, False
         try:
             yield
         finally:
             replicas.averages = averaged
-            replicas.steps_alone += pipeline.optimizers.steps_taken - steps_before
 
     @property
     def _is_connected(self) -> bool:

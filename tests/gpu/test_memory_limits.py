@@ -22,8 +22,7 @@ from sp_lightning.pipeline.activations.ways import RECOMPUTING
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 from sp_lightning.planning import planner
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Prediction
-from sp_lightning.planning.workload import Machine, Workload
+from sp_lightning.planning.cost import Machine, Prediction, Workload
 
 from ..second_device import IN_USE
 

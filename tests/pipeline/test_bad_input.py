@@ -131,7 +131,7 @@ def test_a_share_of_unknown_memory_warns() -> None:
 @pytest.mark.parametrize("free", [None, 1 << 40, 20_000])
 def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is needed and how much there is; frozen weights need less."""
-    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.available_host_memory", lambda: free)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.available_host_memory", lambda: free)
     module = model()
     if free == 20_000:
         with unchanged(module), pytest.raises(ValueError, match=r"Host memory is too small: .* needed.*19.5 KiB are"):

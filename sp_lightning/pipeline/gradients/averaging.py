@@ -79,7 +79,7 @@ class Averaging:
         if self._has_begun:
             return
         self._has_begun = True
-        answers = self._exchange([self._steps.steps_taken - self.replicas.steps_alone, self._signature])
+        answers = self._exchange([self._steps.steps_taken, self._signature])
         steps, signatures = [int(answer[0]) for answer in answers], {int(answer[1]) for answer in answers}
         if len(set(steps)) > 1:
             raise RuntimeError(

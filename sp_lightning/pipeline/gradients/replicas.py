@@ -31,7 +31,6 @@ class Replicas:
             run one.
         passes: Number of backward passes that this process has taken part in.
         order: The names of units, in the order in which they are averaged, which is the same in all processes.
-        steps_alone: Number of optimizer steps taken while gradients were not averaged.
     """
 
     def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
@@ -40,7 +39,6 @@ class Replicas:
         self.count = dist.get_world_size()
         self.averages = True
         self.passes = 0
-        self.steps_alone = 0
         self.order: dict[str, None] = {}
 
     @torch.no_grad()
@@ -50,7 +48,6 @@ class Replicas:
         Raises:
             ValueError: The processes have built different models, or a weight has no values on the host.
         """
-        self.steps_alone = 0
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

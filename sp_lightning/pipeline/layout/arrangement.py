@@ -15,9 +15,8 @@ from torch import nn
 
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
-from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function

@@ -163,7 +163,7 @@ def test_page_locks_take_no_more_than_their_share(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     """Above the share nothing is page-locked, and it says so; a user who insists gets what they ask for."""
-    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: 5000)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.total_host_memory", lambda: 5000)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     assert pipe.summary().pinned is pinned
     assert [str(warning.message)[:16] for warning in recwarn if "would page-lock" in str(warning.message)] == (
@@ -182,7 +182,7 @@ def test_bytes_that_may_be_page_locked_besides(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
 ) -> None:
     """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
-    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: total)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.total_host_memory", lambda: total)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     plan = pipe.arrangement
     pinnable = plan.host_share.pinnable

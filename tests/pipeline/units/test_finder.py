@@ -13,7 +13,7 @@ import torchvision.models as vision
 import transformers as hf
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
+from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Division
 
