@@ -19,8 +19,7 @@ from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.gradients.averaged_stream import AveragedStream
-from sp_lightning.pipeline.gradients.averaging import Averaging
+from sp_lightning.pipeline.gradients.averaging import AveragedStream
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -119,8 +118,8 @@ class Engine:
         units, backend, stats = arrangement.all_units, self.backend, self.stats
         if self.replicas is None:
             return GradientStream(units, self.window, backend, stats, pin)
-        averaging = Averaging(self.replicas, list(arrangement.unmanaged.values()), self.optimizers)
-        return AveragedStream(units, self.window, backend, stats, pin, averaging)
+        unmanaged = list(arrangement.unmanaged.values())
+        return AveragedStream(units, self.window, backend, stats, pin, self.replicas, unmanaged)
 
     @property
     def budget(self) -> int | None:

@@ -142,7 +142,7 @@ class OutsideUse:
         if self._backward.running:
             self._backward.forget_failed()
         self._check_not_used(weight)
-        if self._stream.is_bringing(gradient):
+        if gradient in self._stream.arrived:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "

@@ -1,7 +1,6 @@
-"""Averaging of gradients over processes, between autograd and the host.
+"""The stream of gradients of one of several processes, which are averaged before they leave the device.
 
-It takes place on the device, in the staging buffer in which gradients leave, and in the dtype of their masters. Each
-micro-batch is averaged.
+They are averaged in the staging buffer in which they leave, in the dtype of their masters, in each micro-batch.
 
 [Note: the order of units]
 A collective operation makes every process wait for the others, and must be for the same weights in all of them. So all
@@ -15,209 +14,219 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sp_lightning.pipeline.gradients.buffers import StagingBuffer
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.window import Window
 
 _NONE, _DENSE, _SPARSE = range(3)  # kinds of gradients
 
 
-class CountsSteps(Protocol):
-    """What counts the optimizer steps of a process."""
+class AveragedStream(GradientStream):
+    """Brings averages of gradients to the host; a process's own while `Replicas.averages` is off."""
 
-    steps_taken: int
-
-
-class Averaging:
-    """Averages the gradients of an arrangement's weights.
-
-    Attributes:
-        replicas: The processes.
-    """
-
-    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], steps: CountsSteps) -> None:
-        self.replicas = replicas
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        window: Window,
+        backend: Backend,
+        stats: Stats,
+        pin: bool,
+        replicas: Replicas,
+        unmanaged: Sequence[nn.Parameter],
+    ) -> None:
+        super().__init__(units, window, backend, stats, pin)
+        self._replicas = replicas
         self._unmanaged = unmanaged
-        self._steps = steps
-        self._units: list[UnitGradients] = []
-        self._order: list[UnitGradients] = []
+        # numbered alike in all processes, each of which may expect to use them in another order
+        self._numbered = sorted(self._units, key=_in_words_and_numbers)
+        weights = [[(weight.name, str(weight.dtype)) for weight in unit.unit.weights] for unit in self._numbered]
+        self._signature = zlib.crc32(repr(weights).encode())
+        if {*replicas.order} != {unit.name for unit in units}:  # else it was agreed on in another arrangement
+            replicas.order = [unit.unit.name for unit in reversed(self._numbered)]
+        self._due: dict[UnitGradients, None] | None = None  # whose turn is yet to come, in the pass that is running
         self._complete: dict[UnitGradients, None] = {}
-        self._started: set[UnitGradients] = set()
-        self._deferred: list[tuple[nn.Parameter, int]] = []
-        self._has_begun = False
-        self._signature = 0
-        self._turn = 0
         self._under_way: tuple[UnitGradients, StagingBuffer, list[dist.Work]] | None = None
-
-    def of(self, units: Sequence[UnitGradients]) -> None:
-        """Average the gradients of these units; processes may expect them in other orders."""
-        self._units = sorted(units, key=lambda unit: (unit.unit.resident, _in_words_and_numbers(unit.unit.name)))
-        by_name = {unit.unit.name: unit for unit in self._units}
-        if self.replicas.order.keys() != by_name.keys():  # else what was agreed on in another arrangement
-            names = list(by_name)[::-1]
-            names.sort(key=lambda name: by_name[name].unit.resident)
-            self.replicas.order = dict.fromkeys(names)
-        self._order = [by_name[name] for name in self.replicas.order]
-        weights = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
-        self._signature = zlib.crc32(repr([weights, [len(unit.unit.weights) for unit in self._units]]).encode())
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
-    def begin(self) -> None:
-        """Make sure, before a backward pass averages its first unit, that all processes are at the same point.
+    def _begin_pass(self) -> dict[UnitGradients, None]:
+        """Make sure that all processes are at the same point, and return the units whose turn is yet to come.
 
         Raises:
             RuntimeError: They have taken different numbers of optimizer steps, or have different units.
         """
-        if self._has_begun:
+        if self._due is None:
+            steps, signatures = zip(*self._replicas.exchange([self._replicas.steps, self._signature]), strict=True)
+            if len(set(steps)) > 1:
+                raise RuntimeError(
+                    f"The processes have taken different numbers of optimizer steps ({list(steps)}) when they average "
+                    "gradients. Every process has to run backward equally often between two steps: `training_step` "
+                    "may not return None in some of them only."
+                )
+            if len(set(signatures)) > 1:
+                raise RuntimeError(
+                    "The processes have different units, as some of them use a weight outside of its module that "
+                    "others do not. Name it in `resident=`."
+                )
+            by_name = {unit.unit.name: unit for unit in self._units}
+            in_order = [by_name[name] for name in self._replicas.order]
+            self._due = {unit: None for unit in in_order if not unit.is_frozen}
+        return self._due
+
+    @override
+    def _put(self, gradient: Gradient, tensor: Tensor) -> None:
+        if not self._replicas.averages:
+            super()._put(gradient, tensor)
             return
-        self._has_begun = True
-        answers = self._exchange([self._steps.steps_taken, self._signature])
-        steps, signatures = [int(answer[0]) for answer in answers], {int(answer[1]) for answer in answers}
-        if len(set(steps)) > 1:
+        if gradient.unit not in self._begin_pass():
             raise RuntimeError(
-                f"The processes have taken different numbers of optimizer steps ({steps}) when they average gradients. "
-                "Every process has to run backward equally often between two steps: `training_step` may not return "
-                "None in some of them only."
-            )
-        if len(signatures) > 1:
-            raise RuntimeError(
-                "The processes have different units, as some of them use a weight outside of its module that others do "
-                "not. Name it in `resident=`."
-            )
-
-    def _exchange(self, numbers: Sequence[int]) -> list[Tensor]:
-        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
-        dist.all_gather(answers, message, group=self.replicas.host_group)
-        return answers
-
-    def next_after(self, unit: UnitGradients) -> Iterator[UnitGradients]:
-        """Note that a unit is complete, and yield those whose turn it is, which are complete as well."""
-        self._complete[unit] = None
-        while self._turn < len(self._order):
-            following = self._order[self._turn]
-            if following not in self._complete and not following.is_frozen:
-                break
-            self._turn += 1
-            if not following.is_frozen:
-                yield following
-
-    def check_not_started(self, unit: UnitGradients) -> None:
-        """Raise if a gradient comes too late.
-
-        Raises:
-            RuntimeError: The unit was complete, and is averaged already.
-        """
-        if unit in self._started:
-            raise RuntimeError(
-                f"A weight of {unit.unit.name!r} got another gradient in a backward pass in which all of the "
+                f"A weight of {gradient.unit.unit.name!r} got another gradient in a backward pass in which all of the "
                 "unit's had come, and were averaged. Use checkpoints with `use_reentrant=False`."
             )
+        earlier = gradient.on_device
+        gradient.unit.gathered += earlier is None
+        gradient.on_device = tensor if earlier is None else earlier.to(gradient.weight.dtype) + tensor
 
-    def start(self, unit: UnitGradients, staging: StagingBuffer) -> None:
-        """Start averaging what lies in a staging buffer."""
-        self._started.add(unit)
+    @override
+    def left_behind(self, units: Sequence[Unit]) -> list[UnitGradients]:
+        """Return nothing: units have their turns in one order, and those that are not complete have it at the end."""
+        return [] if self._replicas.averages else super().left_behind(units)
+
+    @override
+    @torch.no_grad()
+    def send(self, unit: UnitGradients, is_last: bool) -> None:
+        """Start averaging a unit that is complete, and those that it has kept waiting, each when its turn comes."""
+        if not self._replicas.averages:
+            super().send(unit, is_last)
+            return
+        self._complete[unit] = None
+        for due in list(self._begin_pass()):
+            if due not in self._complete:
+                break
+            self._start(due)
+
+    def _start(self, unit: UnitGradients) -> None:
+        """Put a unit's gradients together, zeros where there is none, and start averaging them."""
+        self._send_averaged()
+        self._begin_pass().pop(unit)
+        self._gathering.pop(unit, None)
+        staging = self._staging.take(unit.layout.nbytes)
+        for gradient, view in zip(unit.trained, staging.views(unit.layout)[0], strict=True):
+            if gradient.on_device is None:
+                view.zero_()
+            else:
+                view.copy_(gradient.on_device)
+            gradient.on_device = None
+        unit.gathered = 0
         works = []
         for flat in unit.layout.flat_in(staging.bytes):
-            flat.mul_(1 / self.replicas.count)
+            flat.mul_(1 / self._replicas.count)
             works.append(dist.all_reduce(flat, async_op=True))
         self._under_way = unit, staging, works
 
-    def wait(self) -> tuple[UnitGradients, StagingBuffer, bool] | None:
-        """Make computing wait for what is being averaged.
-
-        Returns:
-            Whose gradients they are, where they lie, and whether the unit was complete in this process.
-        """
+    def _send_averaged(self) -> None:
+        """Send the unit whose gradients are being averaged, as computing waits for that."""
         if self._under_way is None:
-            return None
+            return
         unit, staging, works = self._under_way
         self._under_way = None
         for work in works:
             work.wait()
-        return unit, staging, unit in self._complete
+        self._dispatch(unit, unit.trained, unit.layout, staging, is_last=unit in self._complete)
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
-    def left(self) -> Iterator[UnitGradients]:
-        """Yield the units whose turn has not come: the order is the same in all processes."""
-        while self._turn < len(self._order):
-            self._turn += 1
-            if not self._order[self._turn - 1].is_frozen:
-                yield self._order[self._turn - 1]
+    @override
+    def _send_rest(self, takes_part: bool) -> None:
+        """Average what is left in the order of all processes, and take back what none of them has a gradient of.
 
-    def agree(self, arrived: Collection[Gradient]) -> set[Gradient]:
-        """Tell the other processes which weights this one has reached, and return those that any has."""
-        self.replicas.passes += 1
-        gradients = [gradient for unit in self._units for gradient in unit.gradients]
-        numbers = {unit: number for number, unit in enumerate(self._units)}
-        order = [numbers[unit] for unit in self._complete]
-        order += [number for number in reversed(range(len(self._units))) if self._units[number] not in self._complete]
-        flags = [*(gradient in arrived for gradient in gradients), *map(_kind_of_gradient, self._unmanaged)]
-        answers = self._exchange([*order, *flags])
-        first = len(order)
-        reached = torch.stack(answers)[:, first:].amax(0).tolist()
-        self._order = [self._units[number] for number in answers[0][:first].tolist()]
-        self.replicas.order = dict.fromkeys(unit.unit.name for unit in self._order)
-        self._deferred = list(zip(self._unmanaged, reached[len(gradients) :], strict=True))
-        self._reset()
+        Unless all take part, a process does so only if a gradient has arrived in it: `torch.autograd.grad` in some
+        processes does not concern the others.
+        """
+        if not self._replicas.averages:
+            super()._send_rest(takes_part)
+            return
+        if not (takes_part or self.arrived or any(parameter.grad is not None for parameter in self._unmanaged)):
+            return
+        own = set(self.arrived)
+        for unit in list(self._begin_pass()):
+            if not unit.gathered:
+                unit.begin()
+            for gradient in unit.trained:
+                if gradient.on_device is None:
+                    gradient.look()
+                    self.arrived[gradient] = gradient.host is None
+            self._start(unit)
+        self._send_averaged()
+        reached = self._agree(own)
+        for gradient in [gradient for gradient in self.arrived if gradient not in reached]:
+            gradient.late.clear()
+            if self.arrived.pop(gradient):
+                gradient.forget()
+                gradient.unit.note_emptied()
+
+    def _agree(self, own: Collection[Gradient]) -> set[Gradient]:
+        """Tell the others which weights this process has reached, average parameters that are not managed.
+
+        Returns:
+            What any process has reached.
+        """
+        self._replicas.passes += 1
+        gradients = [gradient for unit in self._numbered for gradient in unit.gradients]
+        order = [self._numbered.index(unit) for unit in self._complete]
+        order += sorted({*range(len(self._numbered))}.difference(order), reverse=True)
+        flags = [*(gradient in own for gradient in gradients), *map(_kind_of_gradient, self._unmanaged)]
+        answers = self._replicas.exchange([*order, *flags])
+        self._replicas.order = [self._numbered[number].unit.name for number in answers[0][: len(order)]]
+        reached = [max(of_all) for of_all in zip(*(answer[len(order) :] for answer in answers), strict=True)]
+        self._forget_pass()
+        self._average_unmanaged(reached[len(gradients) :])
         return {gradient for gradient, flag in zip(gradients, reached, strict=False) if flag}
 
-    def has_unmanaged(self) -> bool:
-        """Tell whether an unmanaged parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._unmanaged)
-
-    def average_unmanaged(self) -> None:
-        """Average the gradients of unmanaged parameters that any process has one of.
+    def _average_unmanaged(self, kinds: Sequence[int]) -> None:
+        """Average the gradients of parameters on the device that any process has one of.
 
         They may contain gradients of earlier micro-batches. Averaging does not change those, as they are the same in
         all processes.
         """
-        for parameter, kind in self._deferred:
-            own = parameter.grad
-            if kind == _DENSE:
-                own = torch.zeros_like(parameter) if own is None else own
-                average = (own * (1 / self.replicas.count)).contiguous()
-                dist.all_reduce(average)
-                parameter.grad = own.copy_(average)
-            elif kind == _SPARSE:
-                rows = _without_rows(parameter) if own is None else own.to("cpu")
-                rows = rows.coalesce() * (1 / self.replicas.count)
-                dist.all_reduce(rows, group=self.replicas.host_group)
-                parameter.grad = rows.to(parameter.device)
+        if _SPARSE in kinds:
+            raise RuntimeError("Sparse gradients are not averaged over processes. Let the layer have `sparse=False`.")
+        for parameter in [parameter for parameter, kind in zip(self._unmanaged, kinds, strict=True) if kind]:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            average = (own * (1 / self._replicas.count)).contiguous()
+            dist.all_reduce(average)
+            parameter.grad = own.copy_(average)
 
-    def abandon(self) -> None:
-        """Forget what is under way, after an exception."""
-        self._under_way = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._turn = 0
+    def _forget_pass(self) -> None:
+        self._due = None
         self._complete.clear()
-        self._started.clear()
-        self._has_begun = False
+
+    @override
+    def abandon(self) -> None:
+        self._under_way = None
+        self._forget_pass()
+        super().abandon()
 
 
-def _in_words_and_numbers(name: str) -> list[str | int]:
-    """Return a key that sorts `blocks.2` before `blocks.10`: as a rule the order of the forward."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+def _in_words_and_numbers(unit: UnitGradients) -> tuple[bool, list[str | int]]:
+    """Return a key that sorts residents first, and `blocks.2` before `blocks.10`, as a rule in the forward's order."""
+    parts = re.split(r"(\d+)", unit.unit.name)
+    return not unit.unit.resident, [int(part) if part.isdigit() else part for part in parts]
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:
     if parameter.grad is None:
         return _NONE
     return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
-
-
-def _without_rows(parameter: nn.Parameter) -> Tensor:
-    """Return a sparse gradient without rows: the contribution of a process that has not used the weight."""
-    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
-    return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), values, parameter.shape)

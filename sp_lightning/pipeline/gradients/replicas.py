@@ -7,6 +7,8 @@ optimizer steps, so they stay equal without any other exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,6 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.pipeline.units.tree import check_parameter
-
-_Description = tuple[str, tuple[int, ...], str, tuple[int, ...]]  # name, shape, dtype, strides
 
 
 class Replicas:
@@ -30,6 +30,7 @@ class Replicas:
         averages: Whether gradients are averaged. If not, backward passes are each process's own, and others need not
             run one.
         passes: Number of backward passes that this process has taken part in.
+        steps: Number of optimizer steps taken while gradients were averaged.
         order: The names of units, in the order in which they are averaged, which is the same in all processes.
     """
 
@@ -39,7 +40,15 @@ class Replicas:
         self.count = dist.get_world_size()
         self.averages = True
         self.passes = 0
-        self.order: dict[str, None] = {}
+        self.steps = 0
+        self.order: list[str] = []
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Give numbers, equally many in all processes, to the others; return those of each."""
+        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        answers = [torch.empty_like(message) for _ in range(self.count)]
+        dist.all_gather(answers, message, group=self.host_group)
+        return [answer.tolist() for answer in answers]
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -48,33 +57,27 @@ class Replicas:
         Raises:
             ValueError: The processes have built different models, or a weight has no values on the host.
         """
+        self.steps = 0
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        described = [
-            # strides, too, because gradients are averaged as they lie in memory
-            (name, tuple(t.shape), str(t.dtype), t.stride() if isinstance(t, nn.Parameter) else ())
-            for name, t in tensors.items()
+        everyones: list[Any] = [None] * self.count
+        # strides, too, because gradients are averaged as they lie in memory
+        own = [
+            (name, tuple(tensor.shape), str(tensor.dtype), isinstance(tensor, nn.Parameter) and tensor.stride())
+            for name, tensor in tensors.items()
         ]
-        self._check_alike(described)
+        dist.all_gather_object(everyones, own, group=self.host_group)
+        for rank, others in enumerate(everyones):
+            for ours, theirs in zip_longest(everyones[0], others):
+                if ours != theirs:
+                    raise ValueError(
+                        f"Processes 0 and {rank} have built different models; the first difference is in "
+                        f"{(ours or theirs)[0]!r} (names, shapes, dtypes and strides are compared). Build the same "
+                        "model in all processes."
+                    )
         for part in [part for tensor in tensors.values() for part in parts_of(tensor)]:
             self._broadcast([part])
-
-    def _check_alike(self, described: list[_Description]) -> None:
-        everyones: list[list[_Description]] = [[] for _ in range(self.count)]
-        dist.all_gather_object(everyones, described, group=self.host_group)
-        for rank, others in enumerate(everyones):
-            if others != everyones[0]:
-                differing = next(iter(set(others) ^ set(everyones[0])), None)
-                what = (
-                    "their order"
-                    if differing is None
-                    else f"{differing[0]!r} (names, shapes, dtypes and strides are compared)"
-                )
-                raise ValueError(
-                    f"Processes 0 and {rank} have built different models; the first difference is in {what}. Build the "
-                    "same model in all processes."
-                )
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +30,16 @@ from sp_lightning.pipeline.gradients.buffers import (
     StagingBuffers,
 )
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients, add_up
+from sp_lightning.pipeline.gradients.unit_gradients import (
+    Gradient,
+    Shipment,
+    State,
+    Taker,
+    UnitGradients,
+    add_up,
+    refusal,
+)
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
@@ -44,56 +49,17 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
-@dataclass(eq=False)
-class Shipment:
-    """Gradients of a unit on their way to the host.
-
-    Attributes:
-        unit: The gradients of the unit.
-        gradients: Those that are on their way.
-        arrived: The tensors that they land in.
-        ticket: The copy, or the addition, that brings them.
-        buffer: The landing buffer to release when they have been read; None if they land where they stay.
-    """
-
-    unit: UnitGradients
-    gradients: Sequence[Gradient]
-    arrived: Sequence[Tensor]
-    ticket: Ticket
-    buffer: LandingBuffer | None
-
-
-class Taker(Protocol):
-    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
-
-    keeps_gradients: bool
-
-    def wants(self, unit: UnitGradients) -> bool:
-        """Tell whether the unit's complete gradients should go to the optimizer right away."""
-
-    def take(self, shipment: Shipment) -> None:
-        """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
-
-    def end_of_backward(self) -> None:
-        """Give back what was not used."""
-
-
 class GradientStream:
     """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
 
     Attributes:
         taker: What takes gradients as they arrive, while there is such a thing.
         measures_norms: Whether each gradient brings its norm.
+        arrived: What the backward that is running has brought, in autograd's order: nobody can read it yet. The value
+            tells whether the engine had nothing of it before.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        window: Window,
-        backend: Backend,
-        stats: Stats,
-        pin: bool,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: bool) -> None:
         self.taker: Taker | None = None
         self.measures_norms = False
         self._units = [UnitGradients(unit, backend, pin) for unit in units]
@@ -104,8 +70,7 @@ class GradientStream:
         self._staging = StagingBuffers(units, backend)
         self._landing = LandingBuffers(units, backend, pin)
         self._gathering: dict[UnitGradients, None] = {}
-        # what this backward pass has brought, in autograd's order, and whether the engine had nothing of it before
-        self._arrived: dict[Gradient, bool] = {}
+        self.arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -118,9 +83,9 @@ class GradientStream:
         gradient = self._of[weight]
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
-            raise _refusal(weight, tensor)
+            raise refusal(weight, tensor)
         gradient.look()
-        self._arrived.setdefault(gradient, gradient.host is None)
+        self.arrived.setdefault(gradient, gradient.host is None)
         if not unit.gathered:
             self._begin(unit)
         self._put(gradient, tensor)
@@ -145,12 +110,7 @@ class GradientStream:
 
     @torch.no_grad()
     def send(self, unit: UnitGradients, is_last: bool) -> None:
-        """Send what a unit has gathered to the host.
-
-        Args:
-            unit: The gradients of the unit.
-            is_last: Whether nothing more will come if they are complete.
-        """
+        """Send what a unit has gathered to the host; if it is complete, `is_last` says that nothing more will come."""
         self._gathering.pop(unit, None)
         gradients = [gradient for gradient in unit.trained if gradient.on_device is not None]
         tensors = [gradient.on_device for gradient in gradients]
@@ -283,14 +243,13 @@ class GradientStream:
     def finish(self, takes_part: bool = False) -> None:
         """Send what is left, and call users' hooks. The last gradients may not have landed yet.
 
-        Args:
-            takes_part: Whether to take part in averaging even if no gradient has arrived in this process.
+        With `takes_part`, a process takes part in averaging even if no gradient has arrived in it.
         """
         self._send_rest(takes_part)
         if self.taker is not None:
             self.taker.end_of_backward()
-        late = [gradient for gradient in self._arrived if gradient.late]
-        self._arrived.clear()
+        late = [gradient for gradient in self.arrived if gradient.late]
+        self.arrived.clear()
         if late:
             self._add_late(late)
 
@@ -322,29 +281,25 @@ class GradientStream:
         for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
-        for gradient, is_new in self._arrived.items():
+        for gradient, is_new in self.arrived.items():
             gradient.on_device = None
             gradient.late.clear()
             if is_new or gradient.unit.state is State.CONSUMED:
                 gradient.forget()
-        for unit in {gradient.unit for gradient in self._arrived}:
+        for unit in {gradient.unit for gradient in self.arrived}:
             unit.gathered = 0
             unit.state = State.LANDED
             unit.note_emptied()
         self._landing.abandon()
         self._staging.close()
         self._gathering.clear()
-        self._arrived.clear()
+        self.arrived.clear()
 
     # ------------------------------------------------------------------- between one backward pass and the next
 
     def of(self, weight: Weight) -> Gradient:
         """Return the gradient of a weight."""
         return self._of[weight]
-
-    def is_bringing(self, gradient: Gradient) -> bool:
-        """Tell whether the backward that is running has brought some of it, so that nobody can read it yet."""
-        return gradient in self._arrived
 
     @property
     def settled(self) -> bool:
@@ -394,21 +349,3 @@ class GradientStream:
         for unit in self._units:
             unit.close()
         self._landing.close()
-
-
-def _refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
-    """Make the error for a gradient that cannot be sent."""
-    if tensor.requires_grad:
-        return RuntimeError(
-            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
-            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
-        )
-    if tensor.layout is not torch.strided:
-        return RuntimeError(
-            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or compute it in an "
-            "`nn.Embedding(sparse=True)`, which lives on the device."
-        )
-    return RuntimeError(
-        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
-        "`overlap_optimizer=False`."
-    )

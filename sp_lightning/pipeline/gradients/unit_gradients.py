@@ -9,11 +9,14 @@ their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients, LandingBuffer
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
@@ -188,6 +191,58 @@ class UnitGradients:
             if memory is not None:
                 memory.close()
         self._own = self.sums = None
+
+
+@dataclass(eq=False)
+class Shipment:
+    """Gradients of a unit on their way to the host.
+
+    Attributes:
+        unit: The gradients of the unit.
+        gradients: Those that are on their way.
+        arrived: The tensors that they land in.
+        ticket: The copy, or the addition, that brings them.
+        buffer: The landing buffer to release when they have been read; None if they land where they stay.
+    """
+
+    unit: UnitGradients
+    gradients: Sequence[Gradient]
+    arrived: Sequence[Tensor]
+    ticket: Ticket
+    buffer: LandingBuffer | None
+
+
+class Taker(Protocol):
+    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
+
+    keeps_gradients: bool
+
+    def wants(self, unit: UnitGradients) -> bool:
+        """Tell whether the unit's complete gradients should go to the optimizer right away."""
+
+    def take(self, shipment: Shipment) -> None:
+        """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
+
+    def end_of_backward(self) -> None:
+        """Give back what was not used."""
+
+
+def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
+    """Make the error for a gradient that cannot be sent."""
+    if tensor.requires_grad:
+        return RuntimeError(
+            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
+            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+        )
+    if tensor.layout is not torch.strided:
+        return RuntimeError(
+            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or compute it in an "
+            "`nn.Embedding(sparse=True)`, which lives on the device."
+        )
+    return RuntimeError(
+        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
+        "`overlap_optimizer=False`."
+    )
 
 
 _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between

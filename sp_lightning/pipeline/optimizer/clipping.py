@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
@@ -38,6 +39,7 @@ class OptimizerParts(Protocol):
     stream: GradientStream
     steps: GroupSteps
     parameters: frozenset[int]
+    replicas: Replicas | None
 
     def settle(self) -> None:
         """Finish all steps."""

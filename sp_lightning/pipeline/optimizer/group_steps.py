@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
-from sp_lightning.pipeline.gradients.stream import GradientStream, Shipment
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of

@@ -156,6 +156,8 @@ class Optimizers(Clipping):
             self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
+            if self._parts.replicas is not None:
+                self._parts.replicas.steps += self._parts.replicas.averages
             self._parts.relax_guard()
 
     def _accept(self, optimizer: Optimizer) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, nn
-from torch.optim import SGD, SparseAdam
+from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
 from sp_lightning.pipeline.torch_private import parts_of
@@ -103,7 +103,13 @@ class SparseRows(nn.Module):
 
 
 def sparse_gradients() -> None:
-    assert_averages(SparseRows, make_optimizer=lambda model: SparseAdam(model.table.parameters()))
+    """In all processes, as those without any would wait for the others."""
+    model = SparseRows()
+    with attached(model) as pipeline:
+        loss = model(torch.randn(5, WIDTH)).square().mean()
+        with pytest.raises(RuntimeError, match="Sparse gradients are not averaged"), pipeline.in_all_processes():
+            loss.backward()
+        pipeline.reset()
 
 
 def three() -> None:
@@ -248,7 +254,6 @@ def buffers_of_the_first() -> None:
 def test_single_things() -> None:
     in_processes(
         [
-            sparse_gradients,
             parameters_that_stay_on_the_device,
             hooks_on_weights,
             mixed_dtypes,
@@ -357,6 +362,7 @@ def test_processes_that_disagree_raise() -> None:
             no_shape_yet,
             other_numbers_of_steps,
             other_units,
+            sparse_gradients,
             an_exception_while_gradients_are_averaged,
         ]
     )
