@@ -68,6 +68,9 @@ class Arranger:
             plan = self._planner.before_step(engine, torch.is_grad_enabled())
             if plan != learned.plan:
                 self._follow(plan)
+        auto = engine.activations.auto
+        if auto is not None and auto.must_choose:
+            auto.choose(engine.room_for_activations())
 
     def rearrange(self) -> None:
         """Make another arrangement, for the same autocast dtype."""
@@ -135,11 +138,11 @@ class Arranger:
         self._engine.activations.choose_by(policies)  # the units are the same, so their measurements still hold
         if policies is None:
             return
-        prescribed = None
         if plan is not None and plan.policies:
             units = self._engine.arrangement.units
-            prescribed = {m.name: plan.policies.get(unit.name, "keep") for unit in units for m in unit.members}
-        policies.prescribe(prescribed)
+            policies.prescribe({m.name: plan.policies.get(unit.name, "keep") for unit in units for m in unit.members})
+        else:
+            policies.must_choose = True  # for another room
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
@@ -171,6 +174,4 @@ class Arranger:
             return None
         is_planned = self._planner is not None and "auto" in (engine.options.k, engine.options.k_prime)
         pin = engine.arrangement.host_share.pinnable != 0
-        return AutoPolicy(
-            engine.activations.second_forwards, engine.room_for_activations, pin=pin, warns=not is_planned
-        )
+        return AutoPolicy(engine.activations.second_forwards, pin=pin, warns=not is_planned)
