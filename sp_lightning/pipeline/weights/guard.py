@@ -111,12 +111,9 @@ class Guard:
             return _differentiate(*args, **kwargs)
         if func is torch.autograd.backward:
             return func(*args, **{**kwargs, "inputs": _leaves_for(kwargs["inputs"])})
-        weights = [_weight_of(master) for master in instances_in((args, kwargs), HostParameter)]
         with without_torch_function():
             args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.owner.serve(_weight_of(p)))
-        result = func(*args, **kwargs)
-        self.owner.note_use(weights)
-        return result
+        return func(*args, **kwargs)
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
         """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it for each."""
