@@ -102,7 +102,6 @@ class Engine:
         self.guard = self.outside.guard
         self.calls = Calls(
             arrangement,
-            self.learned,
             self.graphs,
             self.saved,
             self.activations,
