@@ -35,34 +35,18 @@ _BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's ba
 
 @dataclass
 class _Measured:
-    """Measurements of one member while it recomputes.
+    """Measurements of one member while it recomputes."""
 
-    Attributes:
-        unit: The name of the unit that it belongs to.
-        weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call.
-        most: What its calls took in the pass in which they took most.
-        this_pass: What they have taken since a backward has ended.
-        seconds: How long its second forwards took in the step that was measured last.
-    """
-
-    unit: str
-    weights: int
-    size: int = 0
-    most: Footprint | None = None
-    this_pass: Footprint | None = None
-    seconds: float = 0.0
+    unit: str  # the name of the unit that it belongs to
+    weights: int  # bytes of weights that travel for that unit
+    size: int = 0  # bytes of the inputs of its largest call
+    most: Footprint | None = None  # what its calls took in the pass in which they took most
+    this_pass: Footprint | None = None  # what they have taken since a backward has ended
+    seconds: float = 0.0  # how long its second forwards took in the step that was measured last
 
 
 class AutoPolicy:
-    """Measures units and chooses a policy for each.
-
-    Attributes:
-        turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
-        outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
-        in_use: The policy that each member had in the last step, if it was called.
-        must_choose: Whether policies are to be chosen anew before the next step: units were measured.
-    """
+    """Measures units and chooses a policy for each."""
 
     def __init__(self, second_forwards: SecondForwards, *, pin: bool, warns: bool = True) -> None:
         self._second_forwards = second_forwards
@@ -74,14 +58,14 @@ class AutoPolicy:
         self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._measuring: set[str] = set()  # in this step
-        self.must_choose = False
+        self.must_choose = False  # before the next step
         self._is_warm = self._has_had_backward = False  # in a step before, in this step
         self._has_turned = False  # in this pass
         self._saved_at_turn = 0  # in this step
         self._operations = 0  # bytes that they take in a unit, besides what is saved
-        self.in_use: dict[str, Policy] = {}
-        self.turn_bytes = 0
-        self.outside_bytes = 0
+        self.in_use: dict[str, Policy] = {}  # the policy that each member has in this step, if it was called
+        self.turn_bytes = 0  # the most that was taken at the turn, after the last unit's forward: by a loss, say
+        self.outside_bytes = 0  # the most that was saved outside of units elsewhere: by a norm between them, say
 
     # --------------------------------------------------------------------------------------------- what planners read
 
@@ -91,7 +75,7 @@ class AutoPolicy:
 
     def prescribe(self, policies: Mapping[str, Policy]) -> None:
         """Use these policies for all members that were measured, until something is measured again."""
-        self.must_choose = False
+        self.must_choose = False  # before the next step
         self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
@@ -142,7 +126,7 @@ class AutoPolicy:
         else:
             policy = self._chosen.get(name, "recompute")
             if not (unit.most.repeatable and self._second_forwards.may_run(name)):
-                policy = WITHOUT_RECOMPUTING[policy]
+                policy = WITHOUT_RECOMPUTING.get(policy, policy)
         self.in_use[name] = policy
         return policy
 
@@ -187,7 +171,7 @@ class AutoPolicy:
 
     def choose(self, limit: int) -> None:
         """Choose a policy for each member that was measured, between steps, with room for so many bytes."""
-        self.must_choose = False
+        self.must_choose = False  # before the next step
         self.update_peaks()
         ways = self.ways()
         chosen = choose_ways([*ways.values()], limit - self.outside_bytes, self.turn_bytes)
@@ -207,7 +191,12 @@ class AutoPolicy:
         Args:
             operations: Bytes that operations take while it computes, besides what is saved.
         """
-        self._take_times()
+        seconds: dict[str, float] = {}  # of the last step's second forwards, if it had a backward
+        for name, begin, end in self._second_forwards.times if self._has_had_backward else ():
+            seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
+        self._second_forwards.times.clear()
+        for name in seconds.keys() & self._units.keys():
+            self._units[name].seconds = seconds[name]
         link = self._link_for_offloading()
         units = {name: (unit, unit.most) for name, unit in self._units.items() if unit.most is not None}
         staying = list(dict.fromkeys(unit.unit for unit in self._units.values()))[-UNITS_THAT_STAY:]
@@ -223,15 +212,6 @@ class AutoPolicy:
             backward = _BACKWARD_PER_FORWARD * unit.seconds
             ways[name] = took.ways(None if unit.unit in staying else link, unit.weights, unit.seconds, backward)
         return ways
-
-    def _take_times(self) -> None:
-        """Take the times of the last step's second forwards, if it had a backward."""
-        seconds: dict[str, float] = {}
-        for name, begin, end in self._second_forwards.times if self._has_had_backward else ():
-            seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
-        self._second_forwards.times.clear()
-        for name in seconds.keys() & self._units.keys():
-            self._units[name].seconds = seconds[name]
 
     def _link_for_offloading(self) -> Link | None:
         """Return the speed of copies; None if there is nothing to offload, or no room for it on the host."""
