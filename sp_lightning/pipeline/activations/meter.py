@@ -24,6 +24,7 @@ from sp_lightning.pipeline.torch_private import storage_key
 class Stretch(NamedTuple):
     """What a stretch of a step took at most."""
 
+    before: int  # bytes that were held when it began
     saved: int  # bytes that were held, beyond those held when it began
     operations: int  # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
 
@@ -80,7 +81,7 @@ class Meter:
         if self._baseline is not None:
             taken = max(0, (self._backend.peak_since_reset() or 0) - self._baseline - self._peak)
             self._backend.reset_peak_memory()
-        stretch = Stretch(self._peak - self._held_before, taken)
+        stretch = Stretch(self._held_before, self._peak - self._held_before, taken)
         self._peak_before = self.step_peak
         self._held_before = self._peak = self.bytes
         return stretch
