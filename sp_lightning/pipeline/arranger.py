@@ -6,7 +6,6 @@ steps have shown something (learned.py), a planner wants another window, autocas
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -60,11 +59,12 @@ class Arranger:
         if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rearrange()
         if torch.is_grad_enabled():
-            masters = (weight.master for weight in engine.arrangement.weights)
             with without_torch_function():
-                learned.note_trained(chain(masters, engine.arrangement.parameters_on_device))
+                learned.note_trained(engine.arrangement.parameters)
         engine.outside.conclude_watching()
-        if learned.conclude(engine.arrangement.units):
+        members = engine.arrangement.streamed_members
+        called = [members[number].unit_name for number in engine.order.used()] if learned.order is None else []
+        if learned.conclude(engine.arrangement.units, called):
             self.rearrange()
         if self._planner is not None:
             plan = self._planner.before_step(engine, torch.is_grad_enabled())
