@@ -137,11 +137,7 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
 def diagnose(numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None) -> list[str]:
     """Return lines that say where the time of a step went and what would make it shorter.
 
-    Args:
-        numbers: Where the time of a recorded step went.
-        pipeline: The engine, at the end of the run.
-        retries: How often in a step the allocator ran out of memory, freed its cache and tried again.
-        waits_for_optimizer: Why the optimizer steps all weights after backward; None if it does not.
+    A step has `retries` of the allocator. Perhaps it waits for the optimizer, which steps all weights after backward.
     """
     lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {numbers.headline()}"]
     if retries >= 1:

@@ -48,12 +48,7 @@ class SteppingPlan:
 class Steps:
     """Plans the steps of an attached module's optimizers, and runs the parts of a step for the strategy's hooks.
 
-    Args:
-        pipeline: The engine.
-        module: The user's module.
-        precision: The precision plugin.
-        strategy: The class of the strategy, which may be a user's subclass.
-        lightning: The namespace of Lightning in use.
+    The class of the strategy may be a user's.
     """
 
     def __init__(
@@ -76,9 +71,7 @@ class Steps:
     def backward(self, arguments: dict[str, Any]) -> Iterator[None]:
         """Open a scope for the backward pass of a training step.
 
-        Args:
-            arguments: The keyword arguments of `backward`. Weights that the user names as `inputs` are replaced: the
-                graph was built with other tensors.
+        In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
         """
         pipeline, inputs = self.pipeline, arguments.get("inputs")
         with (
@@ -170,11 +163,7 @@ def _is_users(thing: Any, hook: str) -> bool:
 
 @contextmanager
 def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
-    """Open a scope for a step or its backward; scopes may be nested.
-
-    Args:
-        pipeline: The engine.
-        trains: Whether the step builds a graph, so that activations are part of what it takes.
+    """Open a scope for a step or its backward; scopes may be nested. Of one that trains, activations are a part.
 
     Raises:
         torch.OutOfMemoryError: If what runs in the scope runs out of device memory. The message begins with the
