@@ -249,13 +249,13 @@ class EarlyStep:
         """Step the unit's group when its last gradients have landed; if it is still needed, when backward leaves it."""
         group = shipment.unit.unit.group
         if self._shipments and self._shipments[0].unit.unit.group is not group:
-            self.end_of_backward()  # backward has moved on, and there are few landing buffers
+            self.finish_backward()  # backward has moved on, and there are few landing buffers
         self._shipments.append(shipment)
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
         if all(weight.master.requires_grad for weight in group.weights) and self._is_complete(group):
             self._step(group)
 
-    def end_of_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Step the group whose gradients arrived last, as backward has left it, or give them back if it is needed."""
         if self._shipments and self._is_complete(group := self._shipments[0].unit.unit.group):
             self._step(group)
