@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
-from sp_lightning.pipeline.lanes.worker import Worker
+from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
