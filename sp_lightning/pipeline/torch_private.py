@@ -42,19 +42,16 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return hooks
 
 
-def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
-    """Push a pair without the context manager: a `with` block cannot reach from entering a module to leaving it."""
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+push_saved_tensor_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks
+)
+"""Push a pair without the context manager: a `with` block cannot reach from entering a module to leaving it."""
 
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Undo one `push_saved_tensor_hooks`."""
 
-def pop_saved_tensor_hooks() -> None:
-    """Undo one `push_saved_tensor_hooks`."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def graph_task() -> int:
-    """Return the id of the backward pass that this thread runs a node of; -1 outside. A reentrant one has its own."""
-    return int(torch._C._current_graph_task_id())
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the id of the backward pass that this thread runs a node of; -1 outside. A reentrant one has its own."""
 
 
 def in_backward() -> bool:
@@ -62,10 +59,8 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-def running_node() -> Node | None:
-    """Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
-    node: Node | None = torch._C._current_autograd_node()
-    return node
+running_node: Callable[[], Node | None] = torch._C._current_autograd_node
+"""Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
 
 
 def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
@@ -102,18 +97,15 @@ def is_capturing() -> bool:
     return bool(torch._C._is_tracing() or by_fx)
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Run `callback` after the last node of the backward pass that is running now, as DDP and FSDP2 do."""
-    Variable._execution_engine.queue_callback(callback)
-
+when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Run a function after the last node of the backward pass that is running now, as DDP and FSDP2 do."""
 
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
-def sees_torch_functions() -> bool:
-    """Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
-    return bool(torch._C._is_torch_function_enabled())
+sees_torch_functions: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
 
 
 def in_transform() -> bool:

@@ -166,13 +166,12 @@ class ProcessesMixin(_Base):
 
     @contextmanager
     def evaluation(self) -> Generator[None, None, None]:
-        """Open a scope for an evaluation step, whose backward and optimizer step are this process's own, as in DDP."""
+        """Open a scope for an evaluation step, whose backward is this process's own, as in DDP."""
         replicas = self.replicas
         if replicas is None:
             yield
             return
-        averaged = replicas.averages
-        replicas.averages = False
+        averaged, replicas.averages = replicas.averages, False
         try:
             yield
         finally:

@@ -51,15 +51,7 @@ class SteppingPlan:
 
 @dataclass(frozen=True)
 class WhenToStep:
-    """Plans the steps of an attached module's optimizers.
-
-    Attributes:
-        pipeline: The engine.
-        module: The user's module.
-        precision: The precision plugin.
-        strategy: The class of the strategy, which may be a user's subclass.
-        lightning: The namespace of Lightning in use.
-    """
+    """Plans the steps of an attached module's optimizers; the strategy may be of a user's subclass."""
 
     pipeline: Pipeline
     module: LightningModule
@@ -68,27 +60,19 @@ class WhenToStep:
     lightning: Namespace
 
     def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
-        """Decide when the next step of an optimizer steps which weights.
-
-        Args:
-            optimizer: The optimizer about to step.
-            automatic: Whether Lightning's own loop steps it.
-        """
+        """Decide when the next step of an optimizer, in automatic optimization or not, steps which weights."""
         trainer: Any = self.module.trainer
         clips = bool(trainer.gradient_clip_val)
         by_value = clips and trainer.gradient_clip_algorithm == "value"
         scales = getattr(self.precision, "scaler", None) is not None
         reasons = self._hindrances(automatic)
-        if self.pipeline.options.overlap_optimizer is False:
-            why_not: str | None = "`overlap_optimizer=False`"
-        else:
-            why_not = why_not_by_unit(optimizer)
+        is_off = self.pipeline.options.overlap_optimizer is False
         if clips and not by_value:
             reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
         if scales:
             reasons.append("the loss scaler has to look at all gradients")
         return SteppingPlan(
-            why_not,
+            "`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
             reasons[0] if reasons else None,
             needs_norms=scales or (clips and not by_value) or _is_users(self.module, "configure_gradient_clipping"),
             clamp=float(trainer.gradient_clip_val) if by_value else None,
@@ -105,14 +89,11 @@ class WhenToStep:
     def _hindrances(self, automatic: bool) -> list[str]:
         """List what may read or change gradients between backward and the step."""
         precision, trainer = type(self.precision), self.module.trainer
-        hindrances = []
-        if not automatic:
-            hindrances.append("the step is not one of automatic optimization")
-        elif not issubclass(precision, self.lightning.precisions) and precision is not self.lightning.precision:
-            hindrances.append(f"`{precision.__name__}` may do anything to gradients")
+        is_known = issubclass(precision, self.lightning.precisions) or precision is self.lightning.precision
         # Of plugin and strategy the classes: on the objects, some of these methods are ours.
         return [
-            *hindrances,
+            *([] if automatic else ["the step is not one of automatic optimization"]),
+            *([] if is_known else [f"`{precision.__name__}` may do anything to gradients"]),
             *_overridden([precision], _OF_THE_PRECISION),
             *_overridden([self.strategy], _OF_THE_STRATEGY),
             *_overridden([self.module], _OF_THE_MODULE),

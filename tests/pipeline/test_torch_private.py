@@ -70,7 +70,7 @@ def test_a_pair_is_pushed_and_popped() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with saved_tensors_hooks(pytest.fail, pytest.fail):
-        push_saved_tensor_hooks((pack, keep))
+        push_saved_tensor_hooks(pack, keep)
         assert top_saved_tensor_hooks() == (pack, keep)
         y = x.exp()
         pop_saved_tensor_hooks()

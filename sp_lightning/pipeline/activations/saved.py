@@ -178,7 +178,7 @@ class SavedTensors:
             if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
                 return False
             pack = _Chained(self, *outer).pack
-        push_saved_tensor_hooks((pack, self.unpack))
+        push_saved_tensor_hooks(pack, self.unpack)
         self._pushed += 1
         return True
 

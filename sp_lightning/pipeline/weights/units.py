@@ -153,10 +153,6 @@ class Entry:
         """What the module has there now."""
         return self.parameters.get(self.key)
 
-    @current.setter
-    def current(self, parameter: nn.Parameter | None) -> None:
-        self.parameters[self.key] = parameter
-
     @property
     def is_in_place(self) -> bool:
         """Whether that is the weight, as its master or its twin, and not what `functional_call` has put there."""
@@ -207,8 +203,8 @@ class Member:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
                 prepare(twin)
-            if entry.current is master:  # else `functional_call` has put another tensor there
-                entry.current = twin.parameter
+            if entry.parameters.get(entry.key) is master:  # else `functional_call` has put another tensor there
+                entry.parameters[entry.key] = twin.parameter
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.current for entry in self.entries}
             module._flat_weights = [present[id(weight)] for weight in weights]
@@ -217,10 +213,11 @@ class Member:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
             current, master = entry.current, entry.weight.master
-            if current is entry.weight.twin.parameter:
-                entry.current = master
-            elif current is not None and current is not master and storage_key(current) in self.twins:
-                entry.current = master  # an earlier twin's, of a weight that is a device parameter by now
+            if current is None or current is master:
+                continue
+            # also an earlier twin's, of a weight that is a device parameter by now
+            if current is entry.weight.twin.parameter or storage_key(current) in self.twins:
+                entry.parameters[entry.key] = master
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 

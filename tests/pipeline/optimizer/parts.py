@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Stats
 
 WIDTH = 8
 X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
@@ -32,6 +32,34 @@ def attached(model: nn.Module, seed: int = 0, **options: Any) -> Iterator[Pipeli
         yield pipeline
     finally:
         pipeline.detach()
+
+
+def check_story(
+    story: Callable[[nn.Module, Pipeline | None], list[Any]], make: Callable[[], nn.Module] = chain, **options: Any
+) -> Stats:
+    """What a story shows is the same with a pipeline as without; returns the counters."""
+    expected = story(make(), None)
+    with attached(model := make(), **options) as pipeline:
+        assert same(expected, story(model, pipeline))
+        return pipeline.stats
+
+
+def check(
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    step: Callable[[nn.Module, Optimizer], Any] | None = None,
+    steps: int = 4,
+    make: Callable[[], nn.Module] = chain,
+    **options: Any,
+) -> Stats:
+    """All that can be seen after some steps, with nobody looking in between, is the same as in plain training."""
+
+    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
+        optimizer = make_optimizer(model)
+        for _ in range(steps):
+            (step or plain_step)(model, optimizer)
+        return everything(model, optimizer)
+
+    return check_story(story, make, **options)
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer) -> None:
