@@ -32,7 +32,6 @@ class Kind(enum.Enum):
     STALL = "stall", Lane.COMPUTE
     LOAD = "load", Lane.TO_DEVICE
     FETCH = "fetch", Lane.TO_DEVICE
-    SUMS = "sums", Lane.TO_DEVICE
     GRADIENTS = "gradients", Lane.TO_HOST
     OFFLOAD = "offload", Lane.TO_HOST
     STEP = "step", Lane.HOST
