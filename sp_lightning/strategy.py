@@ -52,28 +52,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         precision_plugin: Set by the Trainer.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        k: Number of units on the device at once; with as many as there are, all stay there. "auto" starts with two,
-            then chooses what the first steps show to be fastest within `memory_budget`.
-        k_prime: Number of units moved together, at most `k`. "auto" starts with one, and is chosen with `k`.
-        memory_budget: Device memory for weights, gradients on their way to the host and activations: bytes, text such
-            as "12GB", or a fraction of the device's memory. None means 90 % of what is free, and no limit on the CPU.
-        units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. None finds
-            them automatically.
-        resident: Names of modules or parameters to keep on the device at all times.
-        activations: What to do with the tensors that a unit saves for backward. "keep" leaves them on the device,
-            "recompute" runs the unit's forward again in backward, "offload" moves them to host memory until then,
-            "recompute_offload" keeps only inputs, in host memory. "auto" measures two steps, then chooses for each
-            unit.
-        overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. "auto" does so where
-            the result is that of a plain step; True makes anything else an error.
-        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
-            `k="auto"` finds memory to spare.
-        pin_memory: Whether to page-lock host memory, for fast copies. "auto" does where the device gains by it.
-        host_threads: Number of threads that step the optimizer on the host. "auto" uses `OMP_NUM_THREADS` if you set
-            it, else three quarters of the cores near the device; on a CPU, torch's number.
-        compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
-            graph.
-        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
+        @options
 
     Raises:
         ValueError: If an argument has an invalid value.
@@ -328,3 +307,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
+
+
+# The options are documented once, by their class; the command line's help shows what a strategy's docstring says.
+_of_options = (PipelineOptions.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+SuperpipelineMixin.__doc__ = (SuperpipelineMixin.__doc__ or "").replace("        @options", _of_options)

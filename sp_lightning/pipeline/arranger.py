@@ -6,7 +6,6 @@ steps have shown something (learned.py), a planner wants another window, autocas
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -60,9 +59,8 @@ class Arranger:
         if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rearrange()
         if torch.is_grad_enabled():
-            masters = (weight.master for weight in engine.arrangement.weights)
             with without_torch_function():
-                learned.note_trained(chain(masters, engine.arrangement.parameters_on_device))
+                learned.note_trained(engine.arrangement.parameters)
         engine.outside.conclude_watching()
         if learned.conclude(engine.arrangement.units):
             self.rearrange()
@@ -70,6 +68,9 @@ class Arranger:
             plan = self._planner.before_step(engine, torch.is_grad_enabled())
             if plan != learned.plan:
                 self._follow(plan)
+        auto = engine.activations.auto
+        if auto is not None and auto.must_choose:
+            auto.choose(engine.room_for_activations())
 
     def rearrange(self) -> None:
         """Make another arrangement, for the same autocast dtype."""
@@ -137,11 +138,11 @@ class Arranger:
         self._engine.activations.choose_by(policies)  # the units are the same, so their measurements still hold
         if policies is None:
             return
-        prescribed = None
         if plan is not None and plan.policies:
             units = self._engine.arrangement.units
-            prescribed = {m.name: plan.policies.get(unit.name, "keep") for unit in units for m in unit.members}
-        policies.prescribe(prescribed)
+            policies.prescribe({m.name: plan.policies.get(unit.name, "keep") for unit in units for m in unit.members})
+        else:
+            policies.must_choose = True  # for another room
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
@@ -173,6 +174,4 @@ class Arranger:
             return None
         is_planned = self._planner is not None and "auto" in (engine.options.k, engine.options.k_prime)
         pin = engine.arrangement.host_share.pinnable != 0
-        return AutoPolicy(
-            engine.activations.second_forwards, engine.room_for_activations, pin=pin, warns=not is_planned
-        )
+        return AutoPolicy(engine.activations.second_forwards, pin=pin, warns=not is_planned)

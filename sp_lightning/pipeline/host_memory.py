@@ -8,31 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-class _ControlGroup(NamedTuple):
-    limit: int
-    free: int
-
-
 def available_host_memory() -> int | None:
     """Return the bytes of host memory that are free now, or None if the system does not report it."""
     free = _number_after("MemAvailable:", _PROCESSES / "meminfo")
-    return None if free is None else min([free * 1024, *(group.free for group in _control_groups())])
+    return None if free is None else min([free * 1024, *(free for _, free in _control_groups())])
 
 
 def total_host_memory() -> int | None:
     """Return the bytes of host memory, or None if the system does not report it."""
     total = _number_after("MemTotal:", _PROCESSES / "meminfo")
-    return None if total is None else min([total * 1024, *(group.limit for group in _control_groups())])
+    return None if total is None else min([total * 1024, *(limit for limit, _ in _control_groups())])
 
 
-def _control_groups() -> Iterator[_ControlGroup]:
-    """Yield the groups (of version 2) with a limit that this process is in, from the innermost."""
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """Yield the limit, and what is free, of each group (of version 2) that this process is in, from the innermost."""
     for line in _read(_PROCESSES / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
             continue
@@ -42,7 +36,7 @@ def _control_groups() -> Iterator[_ControlGroup]:
             limit, used = (_read(folder / name).strip() for name in ("memory.max", "memory.current"))
             if folder.is_relative_to(_CONTROL_GROUPS) and limit.isdecimal() and used.isdecimal():
                 cache = _number_after("inactive_file", folder / "memory.stat") or 0  # given up when memory is needed
-                yield _ControlGroup(int(limit), max(0, int(limit) - int(used) + cache))
+                yield int(limit), max(0, int(limit) - int(used) + cache)
 
 
 def _number_after(word: str, path: Path) -> int | None:

@@ -22,8 +22,8 @@ from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graph, Graphs, hold_while_needed
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
 from sp_lightning.pipeline.weights.lowered import LoweredParameter, Lowering
-from sp_lightning.pipeline.weights.units import Group, Member
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
@@ -81,37 +81,31 @@ class OutsideUse:
     # -------------------------------------------------------------------------------------------- what the guard asks
 
     def serve(self, weight: Weight) -> nn.Parameter:
-        """Return the weight on the device, for an operation outside of its unit."""
+        """Return the weight on the device in its own dtype, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_optimizer(weight.unit.group)
-            twin = self._twin_as_is(weight)
-            in_use = twin.group.users > 0 or weight.unit.is_reached
-            if not (twin.group.resident or (in_use and twin.group.loaded)):
-                twin = self.make_resident(weight)
-                self._learned.touched_outside.append(weight)
-            self._window.bring(twin.group)
-            return twin.parameter
-
-    def _twin_as_is(self, weight: Weight) -> Twin:
-        """Return a weight's twin in the weight's own dtype, which a use outside of units may need."""
-        self._arrangement.unused_in_step = False
-        if weight.lowered:
-            self.keep_as_is(weight)
-        if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-            self._backward.follow_requires_grad(weight.twin)
-        return weight.twin
+            self._arrangement.unused_in_step = False
+            if weight.lowered:
+                self.keep_as_is(weight)
+            if weight.twin.parameter.requires_grad != weight.master.requires_grad:
+                self._backward.follow_requires_grad(weight.twin)
+            group = weight.twin.group
+            is_there = group.loaded and (group.users > 0 or weight.unit.is_reached)
+            if not (group.resident or is_there):
+                self._keep_on_device(weight)
+            self._window.bring(weight.twin.group)
+            return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
-        self._keep_on_device(member, [group for group in member.groups if self._window.is_blocked(group)])
+        blocked = [group for group in member.groups if self._window.is_blocked(group)]
+        for weight in dict.fromkeys(entry.weight for entry in member.entries) if blocked else ():
+            if weight.twin.group in blocked:
+                self._keep_on_device(weight)
 
-    def _keep_on_device(self, member: Member, groups: Iterable[Group]) -> None:
-        weights = dict.fromkeys(entry.weight for entry in member.entries)
-        for group in groups:
-            for weight in weights:
-                if weight.twin.group is group:
-                    self.make_resident(weight)
-                    self._learned.touched_outside.append(weight)
+    def _keep_on_device(self, weight: Weight) -> None:
+        self._make_resident(weight)
+        self._learned.touched_outside.append(weight)
 
     def note_use(self, weights: Iterable[Weight]) -> None:
         """Note the use of weights outside of unit calls: a graph that needs them waits for its backward, too."""
@@ -211,15 +205,13 @@ class OutsideUse:
                 self.keep_as_is(weight)
             weight.last_graph = self.graph_number
 
-    # ------------------------------------------------------------------------------------------- memory of their own
-
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._learned.used_as_is.add(id(weight.master))
         if weight.lowered:
-            self.make_resident(weight)
+            self._make_resident(weight)
 
-    def make_resident(self, weight: Weight) -> Twin:
+    def _make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device until the next arrangement, which is due.
 
         Raises:
@@ -233,6 +225,5 @@ class OutsideUse:
         self._window.finish_optimizer(weight.unit.group)  # it is sent at once
         self._window.write_back([weight])
         self._stats.promotions += 1
-        twin = self._arrangement.make_resident(weight)
+        self._arrangement.make_resident(weight)
         self._learned.outdated = True
-        return twin

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import re
 
-_UNITS_OF_BYTES = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS_OF_BYTES = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS_OF_BYTES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 

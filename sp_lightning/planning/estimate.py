@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.footprint import Footprint, Link
+from sp_lightning.pipeline.activations.ways import Footprint, Link
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy

@@ -24,29 +24,17 @@ _SUPPLIERS_OF_ROOM = (Lane.TO_HOST, Lane.HOST, Lane.TO_DEVICE)  # the same, wher
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of the recorded steps went. Times are in seconds, for all steps together.
+    """Where the time of the recorded steps went. Times are in seconds, for all steps together."""
 
-    Attributes:
-        begin: When the first step began.
-        end: When the last step ended.
-        steps: Number of steps.
-        busy: How long each lane worked; stalls are not work.
-        nbytes: How many bytes each lane moved.
-        kinds: How long each kind of work took; computing does not include the stalls in it.
-        stalls: How long computing waited for "weights", "gradients" or "activations".
-        blamed: How long computing waited for each lane's work.
-        overlap: The share of copies and work on the host that ran while the device computed; 1 if there was none.
-    """
-
-    begin: float
-    end: float
+    begin: float  # of the first step
+    end: float  # of the last step
     steps: int
-    busy: dict[Lane, float]
-    nbytes: dict[Lane, int]
-    kinds: dict[Kind, float]
-    stalls: dict[str, float]
-    blamed: dict[Lane, float]
-    overlap: float
+    busy: dict[Lane, float]  # how long each lane worked; stalls are not work
+    nbytes: dict[Lane, int]  # moved by each lane
+    kinds: dict[Kind, float]  # how long each kind of work took; computing does not include the stalls in it
+    stalls: dict[str, float]  # how long computing waited for "weights", "gradients" or "activations"
+    blamed: dict[Lane, float]  # how long computing waited for each lane's work
+    overlap: float  # the share of copies and work on the host that ran while the device computed; 1 if there was none
 
     @property
     def seconds(self) -> float:

@@ -132,6 +132,32 @@ def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
         pipeline.detach()
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
+    """Memory runs out: the error surfaces, gradients stay, and the next step is right, as is what detach gives back."""
+    model = layers()
+    backend = RecordingBackend()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
+
+    def one_step() -> list[Tensor]:
+        model.zero_grad()
+        with pipeline.step():
+            model(torch.ones(1, 8)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    try:
+        expected = one_step()
+        full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
+        with full, pytest.raises(torch.OutOfMemoryError, match="full"):
+            pipeline.rebuild()
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+        if goes_on:
+            assert all(map(torch.equal, one_step(), expected))
+    finally:
+        pipeline.detach()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
 def test_detach_twice_and_in_the_middle_of_a_step() -> None:
     model = layers()
     with attached(model) as pipeline:

@@ -9,15 +9,22 @@ any that was measured recomputes as well, and is measured.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.footprint import Footprint, Link
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import SecondForwards
-from sp_lightning.pipeline.activations.ways import WITHOUT_RECOMPUTING, Policy, Way, choose_ways, peak
+from sp_lightning.pipeline.activations.ways import (
+    WITHOUT_RECOMPUTING,
+    Footprint,
+    Link,
+    Policy,
+    Way,
+    choose_ways,
+    peak,
+)
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.units import Member
@@ -54,21 +61,20 @@ class AutoPolicy:
         turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
         in_use: The policy that each member had in the last step, if it was called.
+        must_choose: Whether policies are to be chosen anew before the next step: units were measured.
     """
 
-    def __init__(
-        self, second_forwards: SecondForwards, budget: Callable[[], int], *, pin: bool, warns: bool = True
-    ) -> None:
+    def __init__(self, second_forwards: SecondForwards, *, pin: bool, warns: bool = True) -> None:
         self._second_forwards = second_forwards
         self._meter = second_forwards.saved.meter
         self._backend = second_forwards.backend
-        self._budget = budget
         self._pin = pin
         self._warns = warns
         self._link: Link | None = None
         self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._measuring: set[str] = set()  # in this step
+        self.must_choose = False
         self._is_warm = self._has_had_backward = False  # in a step before, in this step
         self._has_turned = False  # in this pass
         self._saved_at_turn = 0  # in this step
@@ -83,16 +89,10 @@ class AutoPolicy:
         """Return the ways that are open to each measured member, in the order of the forward."""
         return self._ways(self._operations)
 
-    def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
-        """Use these policies for all members that were measured, until something is measured again.
-
-        Args:
-            policies: The policy of each member; None to choose here, for the room that there is now.
-        """
-        if policies is None:
-            self._choose()
-        else:
-            self._chosen = {name: policies.get(name, "keep") for name in self._units}
+    def prescribe(self, policies: Mapping[str, Policy]) -> None:
+        """Use these policies for all members that were measured, until something is measured again."""
+        self.must_choose = False
+        self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
     def input_bytes(self) -> int:
@@ -112,9 +112,7 @@ class AutoPolicy:
     # ------------------------------------------------------------------------------------------------------- in a step
 
     def begin_step(self) -> None:
-        """Choose anew if the last step has measured anything, and begin another."""
-        if self._measuring:
-            self._choose()
+        """Begin a step."""
         self._is_warm = self._is_warm or self._has_had_backward
         self._measuring.clear()
         self._second_forwards.timed = False
@@ -142,7 +140,7 @@ class AutoPolicy:
                     self._meter.measure(inputs)
                 self._measuring.add(name)
         else:
-            policy = self._chosen[name]
+            policy = self._chosen.get(name, "recompute")
             if not (unit.most.repeatable and self._second_forwards.may_run(name)):
                 policy = WITHOUT_RECOMPUTING[policy]
         self.in_use[name] = policy
@@ -156,6 +154,7 @@ class AutoPolicy:
             unit = self._units.setdefault(member.name, _Measured(member.unit_name, weights))
             unit.this_pass = call if unit.this_pass is None else unit.this_pass.combined_with(call)
             unit.size = max(unit.size, size)
+            self.must_choose = True
 
     def end_call(self) -> None:
         """Note that a unit's forward has run."""
@@ -186,9 +185,11 @@ class AutoPolicy:
 
     # ------------------------------------------------------------------------------------------------------- the choice
 
-    def _choose(self) -> None:
+    def choose(self, limit: int) -> None:
+        """Choose a policy for each member that was measured, between steps, with room for so many bytes."""
+        self.must_choose = False
         self.update_peaks()
-        ways, limit = self.ways(), self._budget()
+        ways = self.ways()
         chosen = choose_ways([*ways.values()], limit - self.outside_bytes, self.turn_bytes)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn_bytes) + self.outside_bytes

@@ -1,9 +1,10 @@
 """What a forward that runs again in backward is promised: the contract of `torch.utils.checkpoint`, and no more.
 
-Random generators of torch and autocast are as they were in the first forward. Buffers are, too, and move once, so that
-BatchNorm counts a batch once. All else that a forward may change (attributes, lists, a key/value cache that it is
-given) is looked at, not simulated: where something of it differs after a call, the forward does not run again. A look
-goes a few levels deep, at no more than so many objects, and only in the first calls (see `Trust` in recompute.py).
+Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. Buffers are,
+too, and move once, so that BatchNorm counts a batch once. All else that a forward may change (attributes, lists, a
+key/value cache that it is given) is looked at, not simulated: where something of it differs after a call, the forward
+does not run again. A look goes a few levels deep, at no more than so many objects, and only in the first calls (see
+`Trust` in recompute.py).
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
+from torch.utils import _pytree as pytree
+
+from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _LEVELS = 6  # two caches in one, a cache, its list of layers, a layer, the tensors in it
 _MOST = 256  # objects on one of these levels
-PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
@@ -38,6 +42,59 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 )
+
+
+class Inputs:
+    """The arguments of a unit's call, with tensors packed as autograd would have saved them.
+
+    Tensors are detached from their graph. So they form no cycle with the node that an in-place change gives them, and
+    hooks that the forward registers on them do not fire a second time.
+
+    Attributes:
+        tensors: The tensors among them, without weights, which stand for themselves; none once they are dropped.
+        packed: What holds these tensors, once they are packed.
+        objects: Arguments that are neither tensors nor containers known to pytree, such as a cache.
+        have_attributes: Whether a user has set attributes of a tensor among them, which a second one would not have.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
+        given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
+        number = {key: number for number, key in enumerate(given)}
+        self.tensors = [tensor.detach() for tensor in given.values()]
+        self.packed: list[Packed] = []
+        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
+        self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
+        self._require_grad = [tensor.requires_grad for tensor in given.values()]
+        self._leaves = [_Number(number[id(leaf)]) if id(leaf) in number else leaf for leaf in leaves]
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether a tensor among the arguments was changed in place since the call."""
+        return any(packed.is_changed for packed in self.packed)
+
+    def pack(self, saved: SavedTensors) -> None:
+        """Pack the tensors, from which they are unpacked to be rebuilt."""
+        self.packed = [saved.handle(tensor) or saved.hold(tensor) for tensor in self.tensors]
+
+    def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for another call."""
+        tensors = [saved.unpack(packed).detach() for packed in self.packed]
+        for tensor, requires_grad in zip(tensors, self._require_grad, strict=True):
+            tensor.requires_grad_(requires_grad)
+        leaves = [tensors[leaf] if type(leaf) is _Number else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+
+class _Number(int):
+    """Stands for a tensor among the arguments."""
+
+
+def _is_data(value: Any) -> bool:
+    """Tell whether an argument is a tensor that autograd could save, and not a weight."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
 class Surroundings:
@@ -151,7 +208,7 @@ class Look:
         for _ in range(_LEVELS):
             self._seen += level
             for each in level:
-                same = each if isinstance(each, PLAIN) else isinstance(each, tuple) or id(each)
+                same = each if isinstance(each, _PLAIN) else isinstance(each, tuple) or id(each)
                 picture.append((type(each), same, _version(each)))
             level = list(islice(chain.from_iterable(map(_parts, level)), _MOST))
         return picture

@@ -79,6 +79,7 @@ class Activation:
         device: A tensor in its memory on the device: the first one that was saved, or what it was fetched into.
         host: Its copy on the host.
         ticket: The copy that nothing has waited for yet.
+        counted: What the meter knows its memory on the device by.
     """
 
     def __init__(self, tensor: Tensor, unit: str, meter: Meter, leftovers: deque[_Leftover]) -> None:
@@ -90,7 +91,7 @@ class Activation:
         self.host: HostBuffer | None = None
         self.ticket: Ticket | None = None
         self._meter = meter
-        self._counted = meter.add(tensor)
+        self.counted = meter.add(tensor)
         self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
         self._leftovers = leftovers
         self._saved_bytes = 0
@@ -117,13 +118,8 @@ class Activation:
     def release(self) -> None:
         """Release the memory that it was computed in, now that the host has a copy."""
         self._was_changed = self.is_changed
-        self._meter.remove(self._counted)
-        self.stage, self.device, self.ticket, self._counted = Stage.HOST, None, None, 0
-
-    def begin_fetch(self, device: Tensor, ticket: Ticket) -> None:
-        """Note that it is being copied into memory of the device."""
-        self.stage, self.device, self.ticket = Stage.BACK, device, ticket
-        self._counted = self._meter.add(device)
+        self._meter.remove(self.counted)
+        self.stage, self.device, self.ticket, self.counted = Stage.HOST, None, None, 0
 
     def stay(self) -> None:
         """Forget a copy to the host that may have failed."""
@@ -132,7 +128,7 @@ class Activation:
         self.stage, self.host, self.ticket = Stage.DEVICE, None, None
 
     def __del__(self) -> None:
-        self._meter.remove(self._counted)
+        self._meter.remove(self.counted)
         if self.host is not None:  # autograd may free it in any thread: only leave a note
             self._leftovers.append((self.host, None if self.ticket is None else self.device, self.ticket))
 
@@ -232,7 +228,6 @@ class Offloader:
                 return
             bundle.before, self._last_bundle = self._last_bundle, bundle
             self._release_sent(set())
-            self._reclaim_host_memory()
             if bundle.leaves:
                 self._send(bundle)
 
@@ -253,13 +248,17 @@ class Offloader:
             self._stats.offloaded_bytes += activation.nbytes
 
     def _release_sent(self, needed: set[Activation]) -> None:
-        """Free the device memory of what was sent, except what is needed; computing, not the host, waits for copies."""
+        """Free the device memory of what was sent, except what is needed, and host memory that autograd has dropped.
+
+        Computing, not the host, waits for copies.
+        """
         for activation in self._leaving:
             if activation not in needed:
                 assert activation.ticket is not None
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.release()
         self._leaving = [activation for activation in self._leaving if activation.stage is Stage.LEAVING]
+        self._reclaim_host_memory(landed=False)
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
@@ -314,7 +313,6 @@ class Offloader:
             wanted = [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]
             needed = {*wanted, *(activation for other in bundle.around for activation in other.alive())}
             self._release_sent(needed)
-            self._reclaim_host_memory()
             for activation in wanted:
                 if activation.stage is Stage.HOST:
                     self._fetch(activation)
@@ -323,7 +321,6 @@ class Offloader:
         """Free what backward has used."""
         with self._lock:
             self._release_sent(set())
-            self._reclaim_host_memory()
 
     def _fetch(self, activation: Activation) -> None:
         if self._closed:
@@ -332,15 +329,15 @@ class Offloader:
                 "Call backward before `detach()`."
             )
         assert activation.host is not None
-        device = self._backend.allocate(activation.nbytes)
-        ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
-        activation.begin_fetch(device, ticket)
+        device = activation.device = self._backend.allocate(activation.nbytes)
+        ticket = activation.ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
+        activation.stage, activation.counted = Stage.BACK, self._meter.add(device)
         self._backend.trace.moved(Kind.FETCH, activation.unit, activation.nbytes, ticket)
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
 
-    def _reclaim_host_memory(self, landed: bool = False) -> None:
-        """Give the pool back the host memory of what autograd has dropped in the meantime."""
+    def _reclaim_host_memory(self, landed: bool) -> None:
+        """Give the pool back the host memory of what autograd has dropped; all copies may be known to have landed."""
         while self._leftovers:
             host, _, ticket = self._leftovers.popleft()
             if ticket is not None and not landed:

@@ -24,19 +24,20 @@ from __future__ import annotations
 import enum
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from sp_lightning.pipeline.activations.contract import PLAIN, Buffers, Look, Surroundings
-from sp_lightning.pipeline.activations.footprint import Footprint, bytes_worth_a_copy
-from sp_lightning.pipeline.activations.saved import Packed, Recording, SavedTensors
+from sp_lightning.pipeline.activations import offload
+from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Surroundings
+from sp_lightning.pipeline.activations.saved import Recording, SavedTensors
+from sp_lightning.pipeline.activations.ways import Footprint
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
@@ -156,7 +157,7 @@ class UnitCall(Recording):
         self._runner = runner
         self._meter = runner.saved.meter
         self._bytes_before = self._held = self._meter.bytes
-        self._inputs = _Inputs(args, kwargs)
+        self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
         self._look = Look(modules if self.looks else [], self._inputs.objects)
         self._buffers = Buffers(modules)
@@ -217,8 +218,8 @@ class UnitCall(Recording):
 
     def _measure_footprint(self, tensors: list[Tensor]) -> Footprint:
         held, saved = self._held - self._bytes_before, max(0, self._meter.bytes - self._held)
-        large = min(bytes_worth_a_copy(tensors), held + saved)
-        large_inputs = min(bytes_worth_a_copy(self._inputs.tensors), held)
+        large = min(_bytes_worth_a_copy(tensors), held + saved)
+        large_inputs = min(_bytes_worth_a_copy(self._inputs.tensors), held)
         return Footprint(held, saved, large, held + saved, self.is_dropped, large_inputs)
 
     def _state_of_module(self) -> list[Any]:
@@ -279,6 +280,13 @@ class UnitCall(Recording):
             )
 
 
+def _bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
+    dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
+    by_memory = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
+    return sum(nbytes for nbytes in by_memory.values() if nbytes >= offload.MIN_OFFLOAD_BYTES)
+
+
 class _NothingMissing(Exception):
     """Ends a second forward once all dropped tensors have been recomputed."""
 
@@ -300,56 +308,3 @@ class _Refill:
             if not self.missing:
                 raise _NothingMissing
         return tensor
-
-
-class _Inputs:
-    """The arguments of a unit's call, with tensors packed as autograd would have saved them.
-
-    Tensors are detached from their graph. So they form no cycle with the node that an in-place change gives them, and
-    hooks that the forward registers on them do not fire a second time.
-
-    Attributes:
-        tensors: The tensors among them, without weights, which stand for themselves; none once they are dropped.
-        packed: What holds these tensors, once they are packed.
-        objects: Arguments that are neither tensors nor containers known to pytree, such as a cache.
-        have_attributes: Whether a user has set attributes of a tensor among them, which a second one would not have.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
-        given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        number = {key: number for number, key in enumerate(given)}
-        self.tensors = [tensor.detach() for tensor in given.values()]
-        self.packed: list[Packed] = []
-        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
-        self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
-        self._require_grad = [tensor.requires_grad for tensor in given.values()]
-        self._leaves = [_Number(number[id(leaf)]) if id(leaf) in number else leaf for leaf in leaves]
-
-    @property
-    def are_changed(self) -> bool:
-        """Whether a tensor among the arguments was changed in place since the call."""
-        return any(packed.is_changed for packed in self.packed)
-
-    def pack(self, saved: SavedTensors) -> None:
-        """Pack the tensors, from which they are unpacked to be rebuilt."""
-        self.packed = [saved.handle(tensor) or saved.hold(tensor) for tensor in self.tensors]
-
-    def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for another call."""
-        tensors = [saved.unpack(packed).detach() for packed in self.packed]
-        for tensor, requires_grad in zip(tensors, self._require_grad, strict=True):
-            tensor.requires_grad_(requires_grad)
-        leaves = [tensors[leaf] if type(leaf) is _Number else leaf for leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return args, kwargs
-
-
-class _Number(int):
-    """Stands for a tensor among the arguments."""
-
-
-def _is_data(value: Any) -> bool:
-    """Tell whether an argument is a tensor that autograd could save, and not a weight."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()

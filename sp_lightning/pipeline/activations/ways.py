@@ -11,9 +11,14 @@ units hold and what is taken after them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
 """What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
@@ -28,6 +33,8 @@ WITHOUT_RECOMPUTING: dict[Policy, Policy] = {
 }
 """What happens instead to a unit whose forward cannot run again."""
 
+_HIDDEN_COST = 0.1  # the part of its time that a copy costs even if computing hides it
+_PROBE_BYTES = 16 << 20
 _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
 
@@ -52,6 +59,114 @@ class Way:
     leaving: int = 0
     under_way: int = 0
     repeating: float = 0.0
+
+
+class Link(NamedTuple):
+    """The speed of copies, in bytes per second.
+
+    Attributes:
+        up: To the device.
+        down: To the host.
+    """
+
+    up: float
+    down: float
+
+    def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
+        """Return what it costs, in seconds, to have a unit's activations wait on the host.
+
+        Args:
+            nbytes: Bytes of the activations.
+            weights: Bytes of weights that travel for the unit.
+            forward: Seconds of its forward, which hides the activations' way out.
+            backward: Seconds of its backward, which hides the way back of weights and activations.
+        """
+        sending = max(0.0, nbytes / self.down - forward)
+        waiting_anyway = max(0.0, weights / self.up - backward)
+        fetching = max(0.0, (weights + nbytes) / self.up - backward) - waiting_anyway
+        return sending + fetching + _HIDDEN_COST * nbytes * (1 / self.up + 1 / self.down)
+
+    @staticmethod
+    def measured(backend: Backend, pin: bool) -> Link:
+        """Measure the link by small copies in both directions; the host waits for them.
+
+        Args:
+            backend: Copies.
+            pin: Whether to pin host memory for it, as that for activations is: the rates are others if it is not.
+        """
+        free = backend.free_memory()
+        nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
+        device = backend.allocate(nbytes)
+        host = HostBuffer(nbytes, backend, pin)
+
+        def rate(copy: Callable[[], Any]) -> float:
+            backend.synchronize(copy())
+            begin = perf_counter()
+            backend.synchronize(copy())
+            return nbytes / (perf_counter() - begin)
+
+        try:
+            return Link(
+                up=rate(lambda: backend.upload(device, host.bytes)),
+                down=rate(lambda: backend.download(host.bytes, device)),
+            )
+        finally:
+            host.release()
+
+
+class Footprint(NamedTuple):
+    """Device memory that calls of a unit take, in bytes.
+
+    Attributes:
+        held: Inputs that were not held already.
+        saved: Tensors that the forwards saved, beyond the inputs.
+        large: How much of `held` and `saved` is in pieces that are worth a copy to the host.
+        working: The most that a single call took.
+        repeatable: Whether the forwards can run again, and doing so saves memory.
+        large_inputs: How much of `held` is in pieces that are worth a copy to the host.
+    """
+
+    held: int
+    saved: int
+    large: int
+    working: int
+    repeatable: bool
+    large_inputs: int = 0
+
+    def combined_with(self, other: Footprint) -> Footprint:
+        """Return the footprint of these calls and others together, between the same forward and backward."""
+        return Footprint(
+            self.held + other.held,
+            self.saved + other.saved,
+            self.large + other.large,
+            max(self.working, other.working),
+            self.repeatable and other.repeatable,
+            self.large_inputs + other.large_inputs,
+        )
+
+    def ways(self, link: Link | None, weights: int, forward: float, backward: float) -> list[Way]:
+        """Return the ways that are open to the unit: what they take, and what they cost.
+
+        Args:
+            link: The speed of copies; None if nothing can be offloaded.
+            weights: Bytes of weights that travel for the unit.
+            forward: Seconds of its forwards.
+            backward: Seconds of its backwards.
+        """
+        everything, working = self.held + self.saved, self.working
+        ways = [Way("keep", everything, working, 0.0)]
+        if self.repeatable:
+            ways.append(Way("recompute", self.held, working, forward, repeating=forward))
+        if link is not None and self.large:
+            size = self.large
+            seconds = link.offload_seconds(size, weights, forward, backward)
+            ways.append(Way("offload", everything - size, working, seconds, leaving=size, under_way=size))
+        if link is not None and self.large_inputs and self.repeatable:
+            size = self.large_inputs
+            seconds = forward + link.offload_seconds(size, weights, forward, forward + backward)
+            held = self.held - size
+            ways.append(Way("recompute_offload", held, working, seconds, size, under_way=size, repeating=forward))
+        return ways
 
 
 class _State(NamedTuple):
@@ -87,23 +202,15 @@ def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> l
         budget: Bytes that the peak may reach.
         turn: Bytes that are taken after the last unit.
     """
-    return _choose([*units, [Way("keep", 0, turn, 0.0)]], budget)[:-1]
-
-
-def _choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
+    units = [*units, [Way("keep", 0, turn, 0.0)]]
     chosen = _cheapest(units, budget)
-    if chosen is not None:
-        return chosen
-    too_little, enough = budget, sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
-    while enough - too_little > 1:
-        middle = (too_little + enough) // 2
-        if _cheapest(units, middle) is None:
-            too_little = middle
-        else:
-            enough = middle
-    chosen = _cheapest(units, enough)
+    if chosen is None:
+        enough = sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
+        budgets = range(budget, enough + 1)
+        least = bisect_left(budgets, True, key=lambda each: _cheapest(units, each) is not None)
+        chosen = _cheapest(units, budgets[least])
     assert chosen is not None
-    return chosen
+    return chosen[:-1]
 
 
 def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:

@@ -37,6 +37,7 @@ class Arrangement:
         resident: The unit of resident weights.
         streamed_members: Members of streamed units, in expected order.
         members: Every module that gets a gate.
+        parameters: All of its parameters, on the host and on the device.
         weights_by_master: All weights, by the identity of their masters.
         weights_by_memory: The same, by the identity of their masters' memory.
         groups: All groups, resident ones included.
@@ -89,6 +90,7 @@ class Arrangement:
         division.leave_on_device(layout.units_on_device)
         self.parameters_on_device = [w.master for unit in layout.units_on_device for w in unit.weights_on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
+        self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)

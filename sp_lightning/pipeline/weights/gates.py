@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
-from torch.fx import GraphModule
 
 from sp_lightning.pipeline.torch_private import explain_graph_break
 from sp_lightning.pipeline.weights.units import Member
@@ -35,6 +34,8 @@ class Gatekeeper(Protocol):
 
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
 
+# methods that ask for `type(self)`: to copy and to pickle it, and a GraphModule's, to write into the class it has alone
+_OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
 _gates: dict[int, tuple[Gatekeeper, Member]] = {}
@@ -54,13 +55,13 @@ def install_gate(member: Member, keeper: Gatekeeper) -> None:
             "first."
         )
     _gates[id(module)] = (keeper, member)
-    _set_class(module, _gate_class(type(module)))
+    _change_class(module, type(module))
 
 
 def remove_gate(member: Member) -> None:
     """Undo `install_gate`. Idempotent."""
     if _gates.pop(id(member.module), None) is not None:
-        _set_class(member.module, member.module.__class__)
+        _change_class(member.module, member.module.__class__)
 
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
@@ -76,38 +77,10 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         found = _gates.get(id(self))
         return forward(*args, **kwargs) if found is None else found[0].call(found[1], forward, args, kwargs)
 
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        reduced: Any = plain.__reduce_ex__(self, protocol)
-        make, arguments, *state = reduced
-        return make, tuple(plain if argument is gate else argument for argument in arguments), *state
-
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
-    methods: dict[str, Any] = {
-        _PLAIN: plain,
-        "__call__": __call__,
-        "__reduce_ex__": __reduce_ex__,
-        "__class__": property(lambda self: plain, _change_class),
-    }
-    if hasattr(plain, "__deepcopy__"):
-
-        def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-            copied = plain.__deepcopy__(self, memo)
-            if type(copied) is gate:  # made by `type(self)`
-                _set_class(copied, plain)
-            return copied
-
-        methods["__deepcopy__"] = __deepcopy__
-    if issubclass(plain, GraphModule):
-
-        def recompile(self: Any) -> Any:
-            """Write the generated methods into the plain class, which each GraphModule has for itself."""
-            _set_class(self, plain)
-            try:
-                return self.recompile()
-            finally:
-                _set_class(self, gate)
-
-        methods["recompile"] = recompile
+    methods: dict[str, Any] = {_PLAIN: plain, "__call__": __call__}
+    methods["__class__"] = property(lambda self: plain, _change_class)
+    methods |= {name: _as_plain(name) for name in _OF_THE_CLASS if hasattr(plain, name)}
     # Neither a metaclass nor an `__init_subclass__` of the user's, a registry say, hears of a class made like this.
     gate: type[nn.Module] = type.__new__(type(plain), plain.__name__, (nn.Module,), methods)
     gate.__bases__ = (plain,)
@@ -115,5 +88,22 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     return gate
 
 
+def _as_plain(name: str) -> Callable[..., Any]:
+    """Make a method that runs the one of this name while the module has its plain class."""
+
+    def method(self: nn.Module, *args: Any) -> Any:
+        found = _gates.pop(id(self), None)
+        _change_class(self, self.__class__)
+        try:
+            return getattr(self, name)(*args)
+        finally:
+            if found is not None:
+                _gates[id(self)] = found
+                _change_class(self, type(self))
+
+    return method
+
+
 def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module a class, below that of a gate if it is one."""
     _set_class(module, _gate_class(cls) if id(module) in _gates else cls)

@@ -15,7 +15,6 @@ that happens while an optimizer steps.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -31,21 +30,20 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.graphs import run_hooks
-from sp_lightning.pipeline.weights.operands import METADATA, ON_DEVICE, instances_in, name_of, replace_instances
+from sp_lightning.pipeline.weights.lowered import Server
+from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
-_ALIASES = {"data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__"}
-_OF_THE_MASTER = METADATA | _ALIASES | {
-    "_version", "is_pinned", "is_shared", "is_same_size", "is_set_to", "storage_type", "retain_grad", "share_memory_",
-    "tolist", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "__setstate__", "__dlpack_device__",
-    "has_names",
+# What means the master, in a step as well; many of these give an alias of it to write to
+_OF_THE_MASTER = {
+    "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
+    "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
 _GRADIENT: Any = Tensor.grad
-_NAMED_MEMBERS = nn.Module._named_members.__code__
 
 
-class Owner(Protocol):
+class Owner(Server, Protocol):
     """What the guard knows of its owner, which decides what follows from an access."""
 
     device: torch.device
@@ -58,12 +56,6 @@ class Owner(Protocol):
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Note that somebody gives a master another `.grad`, or none."""
-
-    def serve(self, weight: Weight) -> nn.Parameter:
-        """Return the weight on the device, for an operation outside of its unit."""
-
-    def note_use(self, weights: Iterable[Weight]) -> None:
-        """Note that an operation outside of their units has used weights, as they were served."""
 
     def note_write(self, weight: Weight) -> None:
         """Note that somebody writes to the master, or gets an alias to write to."""
@@ -85,30 +77,39 @@ class Guard:
 
     def install(self) -> None:
         """Guard the masters."""
-        for weight in self._weights:
-            _guarded[id(weight.master)] = (self, weight)
-            weight.master.__class__ = HostParameter
+        _guarded.update({id(weight.master): (self, weight) for weight in self._weights})
+        self._give_class(HostParameter)
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
+        self._give_class(nn.Parameter)
         for weight in self._weights:
-            weight.master.__class__ = nn.Parameter
             _guarded.pop(id(weight.master), None)
+
+    def _give_class(self, cls: type[nn.Parameter]) -> None:
+        for weight in self._weights:
+            weight.master.__class__ = cls
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
-        name = func.__name__
-        subject = name_of(func)
-        if not self.in_step or optimizer_is_stepping():
-            return self._run_on_host(func, subject, args, kwargs)
-        if subject in ON_DEVICE or (name == "type" and len(args) == 1):
+        name = name_of(func)
+        serves = self.in_step and not optimizer_is_stepping()
+        if serves and (name in ON_DEVICE or (name == "type" and len(args) == 1)):
             probe = torch.empty(0, dtype=_weight_of(args[0]).host.dtype, device=self.owner.device)
             return func(probe, *args[1:])
-        if subject in _OF_THE_MASTER or name == "__set__" or _is_written_to(name, args, kwargs):
-            return self._run_on_host(func, subject, args, kwargs)
+        if not is_metadata(name):
+            writes = name in _OF_THE_MASTER or _is_written_to(name, args, kwargs)
+            if serves and not writes:
+                return self._run_on_device(func, args, kwargs)
+            for master in instances_in((args, kwargs), HostParameter):
+                _before_access(master, writes)
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    def _run_on_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.autograd.grad:
             return _differentiate(*args, **kwargs)
-        if func is torch.autograd.backward:  # of versions of torch that ask what is in `inputs=`
+        if func is torch.autograd.backward:
             return func(*args, **{**kwargs, "inputs": _leaves_for(kwargs["inputs"])})
         weights = [_weight_of(master) for master in instances_in((args, kwargs), HostParameter)]
         with without_torch_function():
@@ -125,19 +126,6 @@ class Guard:
             self.owner.before_gradient_set(weight)
         with without_torch_function():
             return accessor(*args)
-
-    def _run_on_host(
-        self, func: Callable[..., Any], subject: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if subject not in METADATA:
-            for master in list(instances_in((args, kwargs), HostParameter)):
-                weight = _weight_of(master)
-                if self.in_step or not self.settled:
-                    self.owner.before_access(weight)
-                if self.in_step and (subject in _ALIASES or _is_written_to(subject, args, kwargs)):
-                    self.owner.note_write(weight)
-        with without_torch_function():
-            return func(*args, **kwargs)
 
 
 _guarded: dict[int, tuple[Guard, Weight]] = {}
@@ -168,31 +156,30 @@ class HostParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as an ordinary Parameter."""
-        self._finish()
+        _before_access(self)
         with without_torch_function():
-            copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-            copied.__class__ = nn.Parameter
-        return copied
+            return nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as an ordinary Parameter."""
-        self._finish()
+        _before_access(self)
         with without_torch_function():
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        guard, _ = _guarded.get(id(self), (None, None))
-        if guard is None or guard.settled or guard.in_step or not sees_torch_functions():
-            return id(self)
-        if sys._getframe(1).f_code is not _NAMED_MEMBERS:  # `parameters()` looks up what it has yielded already
-            self._finish()
+        if (found := _guarded.get(id(self))) is not None and not found[0].in_step and sees_torch_functions():
+            _before_access(self)
         return id(self)
 
-    def _finish(self) -> None:
-        guard, weight = _guarded.get(id(self), (None, None))
-        if guard is not None and weight is not None and (guard.in_step or not guard.settled):
-            guard.owner.before_access(weight)
+
+def _before_access(master: HostParameter, writes: bool = False) -> None:
+    """Have a master finished, before somebody outside of the engine reads it or writes to it."""
+    guard, weight = _guarded.get(id(master), (None, None))
+    if guard is not None and weight is not None and (guard.in_step or not guard.settled):
+        guard.owner.before_access(weight)
+        if guard.in_step and writes:
+            guard.owner.note_write(weight)
 
 
 def _weight_of(master: HostParameter) -> Weight:
@@ -201,12 +188,10 @@ def _weight_of(master: HostParameter) -> Weight:
 
 def _is_written_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an operation writes to a master: in place, or as `out=`."""
-    if name.startswith("__"):
-        in_place = name == "__setitem__" or (
-            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-        )
+    if name.startswith("__i"):
+        in_place = name not in ("__invert__", "__index__", "__int__")
     else:
-        in_place = name.endswith("_")
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
     first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
     return next(instances_in((first if in_place else None, kwargs.get("out")), HostParameter), None) is not None
 

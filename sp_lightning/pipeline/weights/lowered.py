@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, running_node, without_torch_function
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, refuse_to_set_data
-from sp_lightning.pipeline.weights.operands import METADATA, instances_in, name_of, replace_instances
+from sp_lightning.pipeline.weights.operands import instances_in, is_metadata, name_of, replace_instances
 
 Weight: TypeAlias = Any  # weights make their leaves, and import this file
 
@@ -35,7 +35,8 @@ _NAMES = (
     "rnn_relu_cell", "multi_head_attention_forward",
 )  # fmt: skip
 _CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
-_OF_THE_LEAF = METADATA - {"element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
+_OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
+_OF_THE_DTYPE = {"element_size", "itemsize", "nbytes"}
 
 
 class Server(Protocol):
@@ -143,7 +144,8 @@ class LoweredParameter(EagerLeaf):
             name, leaves = name_of(func), [leaf for leaf in instances_in((args, kwargs), cls) if _is_served(leaf)]
             # a dispatch mode hands on what backward does
             is_of_backward = isinstance(func, OpOverload) and in_backward()
-            if not leaves or name in _OF_THE_LEAF or name.startswith("is_") or is_of_backward:
+            is_asked = name in _OF_THE_LEAF or (is_metadata(name) and name not in _OF_THE_DTYPE)
+            if not leaves or is_asked or is_of_backward:
                 return torch.float32 if leaves and name == "dtype" else func(*args, **kwargs)
             is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
             found = {id(leaf): leaf if leaf.lowering.passes(leaf, is_casting) else leaf.as_is() for leaf in leaves}

@@ -7,7 +7,6 @@ which their leaves are watched (lowered.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,43 +15,35 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sp_lightning.pipeline.torch_private import contains_others
 
-_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-_FORWARDS = {layer.forward for layer in _LAYERS}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_FORWARDS = {layer.forward for layer in (nn.Linear, *_CONVOLUTIONS)}
 _OF_OTHERS = {"transformers.pytorch_utils.Conv1D"}
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def weights_under_autocast(module: nn.Module, device_type: str) -> tuple[set[int], set[int]]:
-    """Return which Parameters of a module autocast lowers, and which may be lowered, by identity.
+    """Return which Parameters of a module autocast lowers, and which it may lower, by identity.
 
     Args:
         module: The module.
         device_type: The type of device whose autocast is on.
     """
-    lowered: set[int] = set()
-    unknown: set[int] = set()
-    as_is: set[int] = set()
-    with_fast_path = {part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)}
+    lowered, unknown, as_is = set[int](), set[int](), set[int]()
     # In evaluation it is a single operation, which gets the weights as they are; only CUDA's autocast turns it off.
-    parts_of_it = {part for each in with_fast_path for part in each.modules()} if device_type != "cuda" else set()
+    with_fast_path = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)]
+    in_fast_path = {part for each in with_fast_path for part in each.modules()} if device_type != "cuda" else set()
     for part in module.modules():
-        for name, parameter in _weights_of(part):
-            if part in parts_of_it or parameter.dtype is not torch.float32 or contains_others(parameter):
-                as_is.add(id(parameter))
-            elif is_lowered_layer(part) and name in ("weight", "bias"):
-                lowered.add(id(parameter))
-            elif _is_unknown(part) and parameter.dim() > 1:  # what has one dimension is not worth it
-                unknown.add(id(parameter))
-            else:
-                as_is.add(id(parameter))
+        is_table, is_unknown = is_lowered_layer(part), _is_unknown(part)
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            found = as_is
+            if part not in in_fast_path and parameter.dtype is torch.float32 and not contains_others(parameter):
+                if is_table and name in ("weight", "bias"):
+                    found = lowered
+                elif is_unknown and parameter.dim() > 1:  # what has one dimension is not worth it
+                    found = unknown
+            found.add(id(parameter))
     return lowered - unknown - as_is, unknown - as_is
 
 
@@ -68,10 +59,6 @@ def is_lowered_layer(module: nn.Module) -> bool:
 def _is_unknown(module: nn.Module) -> bool:
     is_torchs = module.__class__.__module__.startswith("torch.nn.modules.")
     return not is_torchs or isinstance(module, nn.MultiheadAttention | NonDynamicallyQuantizableLinear)
-
-
-def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
 
 
 def forward_of_class(module: nn.Module) -> Any:

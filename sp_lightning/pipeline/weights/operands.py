@@ -11,14 +11,12 @@ from torch.utils import _pytree as pytree
 
 ON_DEVICE = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
 """What transformers' `model.device` and the like ask to place inputs: in a step, the answer is the device."""
-METADATA = {
-    "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
-    "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
-    "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *ON_DEVICE,
+_METADATA = {
+    "shape", "dtype", "layout", "ndim", "requires_grad", "grad_fn", "names", "has_names", "nbytes", "itemsize",
+    "output_nr", "retains_grad", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim",
+    "ndimension", "numel", "nelement", "stride", "storage_offset", "storage_type", "element_size", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "__len__", *ON_DEVICE,
 }  # fmt: skip
-"""What can be asked of a weight that is not finished, and is true on the host and on the device."""
 _CONTAINERS = (list, tuple, dict)
 
 
@@ -28,6 +26,11 @@ def name_of(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         name = func.__self__.__name__  # type: ignore[attr-defined]
     return name
+
+
+def is_metadata(name: str) -> bool:
+    """Tell whether an operation asks what is true of a weight that is not finished, on the host and on the device."""
+    return name in _METADATA or (name.startswith("is_") and name != "is_nonzero")
 
 
 def instances_in(value: Any, kind: type) -> Iterator[Any]:

@@ -9,7 +9,7 @@ Nobody trains such weights, so masters are not guarded, and nothing is known of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,23 +72,21 @@ class QuantizedTwin(Twin):
 
     @property
     def is_touched(self) -> bool:
-        """Whether a forward has written to it since the last look.
+        """Never, as nobody trains it.
 
         Raises:
-            RuntimeError: If it has given a part other memory, as bitsandbytes does on a CPU, where it packs weights.
+            RuntimeError: If a forward has written to it, or has given a part other memory, as bitsandbytes does on a
+                CPU, where it packs weights.
         """
-        parts = parts_of(self.parameter)
-        if any(part.data_ptr() != place.data_ptr() for part, place in zip(parts, self._places, strict=True)):
+        pairs = zip(parts_of(self.parameter), self._places, strict=True)
+        has_moved = any(part.data_ptr() != place.data_ptr() for part, place in pairs)
+        if has_moved or super().is_touched:
             _lay(self.parameter, self._places)
             raise RuntimeError(
-                f"A forward gave the quantized weight {self.weight.name!r} other memory. Convert it before training."
+                f"A forward {'gave' if has_moved else 'wrote to'} the quantized weight {self.weight.name!r}"
+                f"{' other memory' if has_moved else ''}. Change or convert it before training, or between steps."
             )
-        return sum(part._version for part in parts) != self._version_seen
-
-    def note_written_back(self) -> None:
-        """Note that every part of the master got a change by an in-place write, which must not count a second time."""
-        self.note_unchanged()
-        self._write_backs += len(self._places)
+        return False
 
     def _version_of_leaf(self) -> int:
         return sum(part._version for part in parts_of(self.parameter))
@@ -101,24 +99,14 @@ class QuantizedWeight(Weight):
         super().__init__(name, master)
         parts = parts_of(master)
         self._form = _form_of(parts)
-        _, self._nbytes = lay_out([part.nbytes for part in parts])
-        self.host = self.home = torch.empty(self._nbytes, dtype=torch.uint8, device="meta")
+        nbytes = lay_out([part.nbytes for part in parts])[1]
+        self._layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
 
     @property
     def layout(self) -> Tensor:
-        """Its memory as a plain tensor, on the meta device until it has some."""
-        return self.host
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its memory on the host."""
-        return self._nbytes
-
-    @property
-    def compute_bytes(self) -> int:
-        """The bytes of the weight as it is sent."""
-        return self._nbytes
+        """A tensor of as many bytes."""
+        return self._layout
 
     @property
     def version(self) -> int:
@@ -134,22 +122,16 @@ class QuantizedWeight(Weight):
         if self.master.device != host.device:
             move_parameter(self.master, host.device)
         parts = parts_of(self.master)
-        places = _divide_apart(host, parts)
+        places = [tensor_in(host, offset, part, part.dtype) for part, offset in _offsets(parts)]
         for part, place in zip(parts, places, strict=True):
             place.copy_(part)
         _lay(self.master, places)
         self.host = self.home = host
 
-    def lies_in(self, memory: Tensor) -> bool:
-        """Tell whether the parts of the master lie just where this tensor of bytes has them."""
-        offsets, nbytes = lay_out([part.nbytes for part in parts_of(self.master)])
-        start = memory.data_ptr()
-        places = zip(parts_of(self.master), offsets, strict=True)
-        return nbytes == memory.nbytes and all(part.data_ptr() == start + offset for part, offset in places)
-
     def follow(self) -> bool:
         """If a part of the master was given other memory, move the values back into ours; tell whether it was."""
-        if self.lies_in(self.home):
+        start, parts = self.home.data_ptr(), parts_of(self.master)
+        if all(part.data_ptr() == start + offset for part, offset in _offsets(parts)):
             return False
         if self.is_converted:
             raise RuntimeError(
@@ -164,20 +146,6 @@ class QuantizedWeight(Weight):
     def is_converted(self) -> bool:
         """Whether the master has become another tensor, whose values cannot simply be moved back into our memory."""
         return self.master.requires_grad or _form_of(parts_of(self.master)) != self._form
-
-    def values(self) -> Tensor:
-        """Return a copy of the values in the form that `host` has."""
-        values = torch.zeros(self._nbytes, dtype=torch.uint8)
-        parts = parts_of(self.master)
-        for part, place in zip(parts, _divide(values, parts), strict=True):
-            place.copy_(part)
-        return values
-
-    def overwrite(self, values: Tensor) -> None:
-        """Write values in the form that `host` has to the master."""
-        parts = parts_of(self.master)
-        for part, value in zip(parts, _divide(values, parts), strict=True):
-            part.copy_(value)
 
 
 def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:
@@ -195,20 +163,18 @@ def _form_of(parts: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return [(part.shape, part.stride(), part.dtype) for part in parts]
 
 
-def _divide_apart(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return parts of a tensor of bytes as tensors like these, each with a storage of its own."""
-    offsets, _ = lay_out([part.nbytes for part in parts])
-    return [tensor_in(memory, offset, part, part.dtype) for offset, part in zip(offsets, parts, strict=True)]
+def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Yield parts, each with the place where it begins in a tensor of bytes that has them all."""
+    return zip(parts, lay_out([part.nbytes for part in parts])[0], strict=True)
 
 
 def _divide(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return parts of a tensor of bytes as tensors like these, over the same storage."""
     places = []
-    start = memory.storage_offset()
     with torch.inference_mode(False):
-        for part, offset in zip(parts, lay_out([part.nbytes for part in parts])[0], strict=True):
+        for part, offset in _offsets(parts):
             empty = torch.empty(0, dtype=part.dtype, device=memory.device)
-            at = (start + offset) // part.element_size()
+            at = (memory.storage_offset() + offset) // part.element_size()
             places.append(empty.set_(memory.untyped_storage(), at, part.size(), part.stride()))
     return places
 

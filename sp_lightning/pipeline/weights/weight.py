@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
 from sp_lightning.pipeline.weights.lowered import LoweredParameter
 
@@ -238,13 +237,3 @@ class Weight:
             home.device,
             home.stride(),
         )
-
-    def values(self) -> Tensor:
-        """Return the master's values; `host` is gone if units are arranged anew after a step has begun."""
-        with without_torch_function():
-            values = self.master.data
-        return values if is_dense(values) else values.contiguous()
-
-    def overwrite(self, values: Tensor) -> None:
-        """Write values in place of the master's, as torch counts it."""
-        self.master.copy_(values)

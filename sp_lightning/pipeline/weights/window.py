@@ -308,7 +308,7 @@ class Window:
                     f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
                     "module out of autocast, or change the weight outside of the forward."
                 )
-            weight.overwrite(arrived)
+            weight.master.copy_(arrived)  # as torch counts it
         weight.twin.note_written_back()
         self.stats.write_backs += 1
         group = weight.twin.group

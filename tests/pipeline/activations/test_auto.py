@@ -10,12 +10,12 @@ import torch
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.footprint import Footprint, Link
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.saved import SavedTensors
+from sp_lightning.pipeline.activations.ways import Footprint, Link
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.units import Member
@@ -32,9 +32,22 @@ def member(name: str) -> Member:
     return SimpleNamespace(name=name, unit_name=name, unit=SimpleNamespace(weights=weights))  # type: ignore[return-value]
 
 
-def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
+class Chooser(AutoPolicy):
+    """Chooses between steps, as the pipeline has it choose."""
+
+    def __init__(self, backend: Backend, room: int) -> None:
+        super().__init__(second_forwards(backend), pin=False)
+        self.room = room
+
+    def begin_step(self) -> None:
+        if self.must_choose:
+            self.choose(self.room)
+        super().begin_step()
+
+
+def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> Chooser:
     monkeypatch.setattr(Link, "measured", staticmethod(lambda backend, pin: link))
-    return AutoPolicy(second_forwards(RecordingBackend()), lambda: room, pin=False)
+    return Chooser(RecordingBackend(), room)
 
 
 def second_forwards(backend: Backend) -> SecondForwards:
@@ -161,7 +174,7 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: SLOW))
     backend, units = TellsMemory(), [member(name) for name in "abc"]
-    chooser = AutoPolicy(second_forwards(backend), lambda: 600, pin=False)
+    chooser = Chooser(backend, 600)
     meter = chooser._meter
 
     def take(nbytes: int) -> None:
@@ -200,8 +213,7 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert sorted(chooser.policy(unit, 8, []) for unit in units) == ["keep"] * 3  # 330 and 250
 
-    chooser._budget = lambda: 479
-    chooser.prescribe(None)
+    chooser.choose(479)
     chooser.begin_step()
     assert [chooser.policy(unit, 8, []) for unit in units].count("keep") == 1  # 130 and 250: two are 480
 
