@@ -80,7 +80,7 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"], processes
         cores = max(1, _physical(near or allowed) // processes)
         threads = max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN))
         if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-            threads = torch.get_num_threads()  # the user's; `torchrun` sets it, too, to spare its other processes
+            threads = int(torch.get_num_threads())  # the user's; `torchrun` sets it, too, to spare its other processes
     return HostCores(threads, near)
 
 
