@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from sp_lightning.monitor import Counters, Recorder, diagnose, timed_metrics
+from sp_lightning.monitor import Monitor, diagnose, timed_metrics
 from sp_lightning.pipeline import Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
@@ -55,9 +55,7 @@ class CallbackMixin(_Base):
         self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
         self.timeline_steps = timeline_steps
         self.summary = summary
-        self._strategy: SuperpipelineMixin | None = None
-        self._recorder: Recorder | None = None
-        self._counters: Counters | None = None
+        self._monitor: Monitor | None = None
         self._logged: int | None = None
         self._timed: dict[str, float] = {}
 
@@ -77,9 +75,7 @@ class CallbackMixin(_Base):
         strategy = trainer.strategy
         if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
             interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-            self._strategy = strategy
-            self._recorder = Recorder(strategy.pipeline, self.timeline_steps, interval)
-            self._counters = Counters(strategy.pipeline)
+            self._monitor = Monitor(strategy.pipeline, self.timeline_steps, interval)
             self._logged, self._timed = None, {}
 
     on_test_start = on_predict_start = on_train_start
@@ -93,8 +89,8 @@ class CallbackMixin(_Base):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if self._recorder is not None:
-            self._evaluate(trainer, self._recorder.step_begins())
+        if self._monitor is not None:
+            self._evaluate(trainer, self._monitor, self._monitor.step_begins())
 
     on_test_batch_start = on_predict_batch_start = on_train_batch_start  # type: ignore[assignment]
 
@@ -106,12 +102,12 @@ class CallbackMixin(_Base):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         # To the loggers directly: what the user's module logs, and what callbacks monitor, is not touched.
-        if self._counters is None or not trainer.loggers or not logs_now(trainer):
+        if self._monitor is None or not trainer.loggers or not logs_now(trainer):
             return
         step = logged_step(trainer)
         if step != self._logged:  # accumulated batches belong to one step
             self._logged = step
-            values, self._timed = {**self._counters.read(), **self._timed}, {}
+            values, self._timed = {**self._monitor.read(), **self._timed}, {}
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
 
@@ -122,15 +118,14 @@ class CallbackMixin(_Base):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish_recording(trainer)
-        strategy, recorder, counters = self._strategy, self._recorder, self._counters
-        self._strategy = self._recorder = self._counters = None
-        if strategy is None or strategy.pipeline is None or recorder is None or counters is None:
+        strategy, monitor, self._monitor = trainer.strategy, self._monitor, None
+        if monitor is None or not isinstance(strategy, SuperpipelineMixin):
             return
-        if recorder.latest is None and self.timeline is not None:
+        if monitor.latest is None and self.timeline is not None:
             self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: no step was recorded.")
-        if recorder.latest is not None and self.summary:
-            numbers, reason = break_down(recorder.latest), strategy.why_optimizer_waits()
-            self.lightning.info("\n".join(diagnose(numbers, strategy.pipeline, counters.retries, reason)))
+        if monitor.latest is not None and self.summary:
+            numbers, reason = break_down(monitor.latest), strategy.why_optimizer_waits()
+            self.lightning.info("\n".join(diagnose(numbers, monitor.pipeline, monitor.retries, reason)))
 
     on_test_end = on_predict_end = on_train_end
 
@@ -142,24 +137,22 @@ class CallbackMixin(_Base):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         with suppress(Exception):  # it must not hide the exception that ended the run
-            if self._recorder is not None:
-                self._recorder.finish()
-        self._strategy = self._recorder = self._counters = None
+            if self._monitor is not None:
+                self._monitor.finish()
+        self._monitor = None
 
     def _finish_recording(self, trainer: Trainer) -> None:
-        if self._recorder is not None:
-            self._evaluate(trainer, self._recorder.finish())
+        if self._monitor is not None:
+            self._evaluate(trainer, self._monitor, self._monitor.finish())
 
-    def _evaluate(self, trainer: Trainer, recording: Recording | None) -> None:
+    def _evaluate(self, trainer: Trainer, monitor: Monitor, recording: Recording | None) -> None:
         """Compute metrics from a recording, if there is a new one, and draw it."""
         if recording is None:
             return
         self._timed = timed_metrics(break_down(recording))
         if self.timeline is not None and trainer.is_global_zero:  # at once, as the run may end at any time
-            assert self._strategy is not None
-            assert self._strategy.pipeline is not None
             assert trainer.state.fn is not None
-            plan, name = self._strategy.pipeline.summary(), type(trainer.lightning_module).__name__
+            plan, name = monitor.pipeline.summary(), type(trainer.lightning_module).__name__
             caption = f"{name}, {trainer.state.fn.value}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
             try:
                 write_timeline(recording, self.timeline, caption=caption)

@@ -18,15 +18,61 @@ _MUCH = 0.3  # the least share of a lane's work that is worth doing something ab
 _WORTH_ROOM = 0.1  # the least share of device memory that a larger batch or window could use
 
 
-class Counters:
-    """Converts the engine's counters into values per step."""
+class Monitor:
+    """Counts what a run does, and records steps: often enough to tell where time goes, seldom enough not to cost any.
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._first = self._latest = self._count()
+    A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
+    they run during its first step, and would be missing from the picture; and in the first steps of a run the engine
+    learns.
+
+    Attributes:
+        pipeline: The engine.
+        latest: The latest recording; None before the first.
+    """
+
+    def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
+        self.pipeline = pipeline
+        self.latest: Recording | None = None
+        self._first = self._counted = self._count()
+        self._shown = steps
+        self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
+        self._seen = 0
+        self._last = _SETTLING_STEPS + steps + 1  # the step whose beginning ends the recording
+        self._scope = ExitStack()
+        self._recording: Recording | None = None
+
+    def step_begins(self) -> Recording | None:
+        """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
+
+        A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
+        """
+        finished = self.finish() if self._seen == self._last else None
+        position = self._seen % self._interval
+        if self._recording is None and (self._seen == 0 or position == self._interval - self._shown - 2):
+            self._recording = self._scope.enter_context(self.pipeline.record())
+            self._last = self._seen + self._shown + 1 + (_SETTLING_STEPS if self._seen == 0 else 0)
+        self._seen += 1
+        return finished
+
+    def finish(self) -> Recording | None:
+        """End the current recording early, if there is one, and return it if it shows anything new.
+
+        Called when the run ends, or something else comes between training steps.
+        """
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return None
+        self._scope.close()
+        if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
+            return None
+        recording.steps = recording.steps[1:][-self._shown :] or recording.steps
+        begin = recording.steps[0][0]
+        recording.spans = [span for span in recording.spans if span.end > begin]
+        self.latest = recording
+        return recording
 
     def _count(self) -> dict[str, int]:
-        stats = self._pipeline.stats
+        stats = self.pipeline.stats
         return {
             "steps": stats.steps,
             "to_device_bytes": stats.bytes_to_device,
@@ -34,18 +80,18 @@ class Counters:
             "loads": stats.loads,
             "late_loads": stats.misses,
             "heals": stats.heals,
-            "allocation_retries": self._pipeline.backend.allocation_retries(),
+            "allocation_retries": self.pipeline.backend.allocation_retries(),
         }
 
     def read(self) -> dict[str, float]:
         """Return what is logged whenever Lightning logs: means over the steps since the last call, and memory."""
-        before, self._latest = self._latest, self._count()
-        summary = self._pipeline.summary()
+        before, self._counted = self._counted, self._count()
+        summary = self.pipeline.summary()
         on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
         values = {
-            "device_peak_bytes": device_memory(self._pipeline)[0],
+            "device_peak_bytes": device_memory(self.pipeline)[0],
             "host_bytes": on_host + summary.host_activation_bytes,
-            **_means(before, self._latest),
+            **_means(before, self._counted),
         }
         return {PREFIX + name: float(value) for name, value in values.items()}
 
@@ -88,66 +134,10 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
     return peak, pipeline.backend.usable_memory()
 
 
-class Recorder:
-    """Records steps every now and then: often enough to tell where time goes, seldom enough not to cost any.
-
-    A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
-    they run during its first step, and would be missing from the picture; and in the first steps of a run the engine
-    learns.
-
-    Attributes:
-        latest: The latest recording; None before the first.
-    """
-
-    def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
-        self.latest: Recording | None = None
-        self._pipeline = pipeline
-        self._shown = steps
-        self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
-        self._seen = 0
-        self._last = _SETTLING_STEPS + steps + 1  # the step whose beginning ends the recording
-        self._scope = ExitStack()
-        self._recording: Recording | None = None
-
-    def step_begins(self) -> Recording | None:
-        """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
-
-        A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
-        """
-        finished = self.finish() if self._seen == self._last else None
-        position = self._seen % self._interval
-        if self._recording is None and (self._seen == 0 or position == self._interval - self._shown - 2):
-            self._recording = self._scope.enter_context(self._pipeline.record())
-            self._last = self._seen + self._shown + 1 + (_SETTLING_STEPS if self._seen == 0 else 0)
-        self._seen += 1
-        return finished
-
-    def finish(self) -> Recording | None:
-        """End the current recording early, if there is one, and return it if it shows anything new.
-
-        Called when the run ends, or something else comes between training steps.
-        """
-        recording, self._recording = self._recording, None
-        if recording is None:
-            return None
-        self._scope.close()
-        if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
-            return None
-        recording.steps = recording.steps[1:][-self._shown :] or recording.steps
-        begin = recording.steps[0][0]
-        recording.spans = [span for span in recording.spans if span.end > begin]
-        self.latest = recording
-        return recording
-
-
 def diagnose(numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None) -> list[str]:
     """Return lines that say where the time of a step went and what would make it shorter.
 
-    Args:
-        numbers: Where the time of a recorded step went.
-        pipeline: The engine, at the end of the run.
-        retries: How often in a step the allocator ran out of memory, freed its cache and tried again.
-        waits_for_optimizer: Why the optimizer steps all weights after backward; None if it does not.
+    A step has `retries` of the allocator. Perhaps it waits for the optimizer, which steps all weights after backward.
     """
     lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {numbers.headline()}"]
     if retries >= 1:

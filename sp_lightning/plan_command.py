@@ -38,11 +38,7 @@ _OF_MODEL = "--model."
 
 
 def run(arguments: Sequence[str], program: str) -> None:
-    """Print the plan for a model, as a table or as JSON.
-
-    Args:
-        arguments: The command line after `plan`.
-        program: The command's name in usage and error messages.
+    """Print the plan for a model, as a table or as JSON, from the command line after `plan`.
 
     Raises:
         argparse.ArgumentError: If an argument is unknown, missing or invalid, or the model cannot be planned for.

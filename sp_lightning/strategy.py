@@ -27,8 +27,7 @@ from sp_lightning.trainer.host_memory import keep_averages_on_host, materialize,
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
-from sp_lightning.trainer.steps import Steps
-from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep
+from sp_lightning.trainer.steps import SteppingPlan, Steps
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -176,8 +175,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
                 planner=AutoPlanner(self._narrator.measured),
                 replicas=self.replicas,
             )
-            when = WhenToStep(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
-            self._steps = Steps(when)
+            self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
 
     @property
     def _module(self) -> LightningModule:
@@ -230,7 +228,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         module = self._module
         if self._steps is not None and module.trainer.state.fn == self.lightning.fitting:
             for optimizer in self.optimizers:
-                yield optimizer, self._steps.when.plan(optimizer, module.automatic_optimization)
+                yield optimizer, self._steps.plan(optimizer, module.automatic_optimization)
 
     def why_optimizer_waits(self) -> str | None:
         """Return why an optimizer steps all of its weights after backward; None if none does."""

@@ -62,7 +62,9 @@ class Arranger:
             with without_torch_function():
                 learned.note_trained(engine.arrangement.parameters)
         engine.outside.conclude_watching()
-        if learned.conclude(engine.arrangement.units):
+        members = engine.arrangement.streamed_members
+        called = [members[number].unit_name for number in engine.order.used()] if learned.order is None else []
+        if learned.conclude(engine.arrangement.units, called):
             self.rearrange()
         if self._planner is not None:
             plan = self._planner.before_step(engine, torch.is_grad_enabled())

@@ -20,7 +20,6 @@ from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.weights.graphs import Announcement, Graph, Graphs, before_backward
@@ -37,7 +36,6 @@ class Calls:
     def __init__(
         self,
         arrangement: Arrangement,
-        learned: Learned,
         graphs: Graphs,
         saved: SavedTensors,
         activations: Activations,
@@ -49,7 +47,6 @@ class Calls:
     ) -> None:
         self._arrangement = arrangement
         self._backend = window.backend
-        self._learned = learned
         self._graphs = graphs
         self._saved = saved
         self._activations = activations
@@ -131,7 +128,6 @@ class Calls:
                 self._backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
                 self._order.visit(member.index, direction)
-                self._learned.note_call(member.unit_name)
             if self._arrangement.compiled and autocast is not None:
                 self._outside.note_compiled_call(member)
             self._outside.unblock(member)

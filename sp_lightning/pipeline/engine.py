@@ -103,7 +103,6 @@ class Engine:
         self.guard = self.outside.guard
         self.calls = Calls(
             arrangement,
-            self.learned,
             self.graphs,
             self.saved,
             self.activations,
@@ -153,7 +152,7 @@ class Engine:
         self._settle_on_device()
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self.parameters = frozenset(map(id, self.module.parameters()))
-        self.optimizers.work_with(self, arrangement.weights_by_master, arrangement.parameters_on_device)
+        self.optimizers.work_with(self, arrangement.weights_by_master)
         move_all_but_parameters(self.module, self.device)
         move_unmanaged(arrangement.unmanaged.values(), self.device)
         self.pool.pinnable = arrangement.host_share.pinnable

@@ -134,14 +134,29 @@ class OutsideUse:
         else:
             self._settles.settle()
 
-    def before_gradient_read(self, weight: Weight) -> None:
-        """Put a master's gradient into its `.grad`, because somebody reads it."""
+    def before_gradient(self, weight: Weight, reads: bool) -> None:
+        """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced.
+
+        Raises:
+            RuntimeError: If it is on its way, or if its weight was stepped in backward, and `step()` is still to come.
+        """
         gradient = self._stream.of(weight)
-        if gradient.unit.state is State.EMPTY:
+        unit = gradient.unit
+        if unit.state is State.EMPTY:
             return
-        if self._backward.running:
-            self._backward.forget_failed()
-        self._check_not_used(weight)
+        if unit.state is State.CONSUMED or (reads and self._backward.running):
+            with self._at_work:
+                self._backward.forget_failed()
+        if unit.state is State.CONSUMED:
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} was used in backward already: its unit was stepped there, "
+                "because nobody was expected to read or change gradients before `step()`. Train with "
+                "`overlap_optimizer=False`."
+            )
+        if not reads:
+            gradient.forget()
+            unit.note_emptied()
+            return
         if gradient in self._stream.arrived:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
@@ -152,27 +167,6 @@ class OutsideUse:
             if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
                 gradient.show()
-
-    def before_gradient_set(self, weight: Weight) -> None:
-        """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        gradient = self._stream.of(weight)
-        if gradient.unit.state is not State.EMPTY:
-            self._check_not_used(weight)
-            gradient.forget()
-            gradient.unit.note_emptied()
-
-    def _check_not_used(self, weight: Weight) -> None:
-        """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""
-        unit = self._stream.of(weight).unit
-        if unit.state is State.CONSUMED:
-            with self._at_work:
-                self._backward.forget_failed()
-        if unit.state is State.CONSUMED:
-            raise RuntimeError(
-                f"The gradient of weight {weight.name!r} was used in backward already: its unit was stepped there, "
-                "because nobody was expected to read or change gradients before `step()`. Train with "
-                "`overlap_optimizer=False`."
-            )
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.trace import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.optimizer.listen import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.scopes import StepScopes
 from sp_lightning.pipeline.summary import Summary, summarize

@@ -103,8 +103,6 @@ class FirstSteps:
     def _note_step(self) -> None:
         auto = self._engine.activations.auto
         self.policies.append({} if auto is None else dict(auto.in_use))
-        if auto is not None:  # depends on the policies in use, as memory that two units save is counted for both
-            auto.update_peaks()
         self.activation_peak = max(self.activation_peak, self._engine.meter.step_peak)
 
     def stop(self) -> None:

@@ -79,10 +79,7 @@ class Breakdown:
 
 
 def break_down(recording: Recording) -> Breakdown:
-    """Add up the times of a recording's steps. Work outside of them does not count.
-
-    Args:
-        recording: A finished recording.
+    """Add up the times of a finished recording's steps. Work outside of them does not count.
 
     Raises:
         ValueError: If it has no step.

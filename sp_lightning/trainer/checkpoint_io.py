@@ -40,15 +40,10 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path` atomically: a reader sees the old file or the new one, never a part.
-
-        Args:
-            checkpoint: The checkpoint.
-            path: A local path or an fsspec address.
-            storage_options: Not supported, as in Lightning's `TorchCheckpointIO`.
+        """Write to a local path, or an fsspec address, atomically: a reader sees the old file or the new one.
 
         Raises:
-            TypeError: If `storage_options` is given.
+            TypeError: If `storage_options` is given, as in Lightning's `TorchCheckpointIO`.
         """
         target = _local(path)
         if target is None or storage_options is not None:
@@ -71,10 +66,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Load the checkpoint at `path`. A local file is memory-mapped: its tensors are read when they are used.
 
-        Args:
-            path: A local path or an fsspec address.
-            map_location: As in `torch.load`.
-            weights_only: As in `torch.load`; `None` means the default of the installed Lightning.
+        Without `weights_only`, the default is that of the installed Lightning.
 
         Raises:
             FileNotFoundError: If there is no such file.

@@ -53,11 +53,7 @@ def _give_memory(tensor: Tensor) -> None:
 
 
 def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> None:
-    """Have callbacks that average weights keep their copy of the model where its weights are, not on the device.
-
-    Args:
-        callbacks: The Trainer's callbacks, before their `setup`, which makes the copy.
-        lightning: The namespace of Lightning in use.
+    """Have callbacks that average weights keep their copy of the model, which `setup` makes, where its weights are.
 
     Raises:
         MisconfigurationException: If the user wants a copy on the device.
@@ -76,12 +72,7 @@ def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> Non
 def warn_of_optimizer_memory(optimizers: Sequence[Optimizer], processes: int, lightning: Namespace) -> None:
     """Warn, before the first step makes them, if gradients and optimizer state will not fit into host memory.
 
-    If memory runs out, the system ends the process without an error.
-
-    Args:
-        optimizers: The optimizers of a run that begins.
-        processes: How many processes on this machine have such optimizers.
-        lightning: The namespace of Lightning in use.
+    If memory runs out, the system ends the process without an error. Each of `processes` on this machine needs as much.
     """
     free = available_host_memory()
     gradients = processes * sum(_trained_bytes(group) for optimizer in optimizers for group in optimizer.param_groups)

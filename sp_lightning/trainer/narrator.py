@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes, readable_seconds
 from sp_lightning.timeline import LANES
 from sp_lightning.trainer._namespace import Namespace, is_tuning
-from sp_lightning.trainer.when_to_step import SteppingPlan
+from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -92,12 +92,7 @@ def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
 
 
 def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
-    """Describe the plan of a pipeline line by line.
-
-    Args:
-        pipeline: The engine, attached.
-        optimizers: How each optimizer steps, and why; empty if none does.
-    """
+    """Describe the plan of a pipeline line by line, with how each optimizer steps, and why, if one does."""
     rows = [(name, value + _auto(pipeline) * (name == "k, k_prime")) for name, value in pipeline.summary().rows()]
     if optimizers:
         rows.append(("activations", pipeline.options.activations))
@@ -105,7 +100,7 @@ def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
 
 
 def plan_in_brief(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
-    """Describe the plan of a pipeline in two lines; the arguments are those of `plan_table`."""
+    """Describe the plan of a pipeline in two lines."""
     plan = pipeline.summary()
     weights = f"{readable_bytes(plan.device_bytes)} of {readable_bytes(plan.model_bytes)} of weights on {plan.device}"
     window = f"k={plan.k}, k_prime={plan.k_prime}{_auto(pipeline)}"
@@ -130,12 +125,7 @@ def planned(plan: WindowPlan) -> str:
 
 
 def outcome(stats: Stats, summary: Summary) -> str:
-    """Describe in a few lines what was streamed, and what that saved.
-
-    Args:
-        stats: The pipeline's counters.
-        summary: The pipeline's plan.
-    """
+    """Describe in a few lines what was streamed, and what that saved."""
     stepped = f", {_many(stats.optimizer_steps, 'optimizer step')}" if stats.optimizer_steps else ""
     moved = f"{readable_bytes(stats.bytes_to_device)} to the device, {readable_bytes(stats.bytes_to_host)} back"
     late = f"{_many(stats.misses, 'load')} came late"

@@ -1,35 +1,64 @@
-"""The steps of an attached module: the engine's scopes around them, when the optimizer steps, and what one lacks.
+"""The steps of an attached module: the engine's scopes around them, and when the optimizer steps.
 
-The error of a step that runs out of device memory says what it took, and which one option helps next.
+Lightning calls users' hooks between backward and the optimizer's step. Whatever these do to gradients and weights must
+have the same effect as in plain training. Stepping after backward, during the next forward, is right with any hook.
+Stepping in backward is right only where there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Afterwards, Pipeline, is_out_of_memory, readable_bytes
-from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep
+from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
+from sp_lightning.trainer._namespace import Namespace
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
+_OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
+_OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
+_CLIPS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
+_OF_THE_PRECISION = ("backward", *_CLIPS, "optimizer_step", "post_backward")
+_BEFORE_ZERO_GRAD = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step")
+_AFTER_THE_STEP = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_start")
+_NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 _SMALLER_BUDGET = 0.85  # the budget to try next, as a share of one that did not suffice: fragmentation took the rest
 
 
-class Steps:
-    """Runs the parts of a step for the strategy's hooks while a module is attached.
+@dataclass(frozen=True)
+class SteppingPlan:
+    """When the weights of one optimizer are stepped."""
 
-    Attributes:
-        when: The same.
-        pipeline: The engine.
+    why_not: str | None  # why they are stepped all at once, as in plain training; None if unit by unit
+    why_not_in_backward: str | None  # why units are not stepped before backward ends; None if they are
+    needs_norms: bool  # whether something between backward and the step needs the norms of gradients
+    clamp: float | None  # the absolute value that gradients are clipped to; None if they are not clipped by value
+    afterwards: Afterwards  # what becomes of the gradients that the step has used: whether something may read them
+
+
+class Steps:
+    """Plans the steps of an attached module's optimizers, and runs the parts of a step for the strategy's hooks.
+
+    The class of the strategy may be a user's.
     """
 
-    def __init__(self, when: WhenToStep) -> None:
-        self.when = when
-        self.pipeline = when.pipeline
+    def __init__(
+        self, pipeline: Pipeline, module: LightningModule, precision: Any, strategy: type, lightning: Namespace
+    ) -> None:
+        self.pipeline = pipeline
+        self._module = module
+        self._precision = precision
+        self._strategy = strategy
+        self._lightning = lightning
         self._steps_next: tuple[Optimizer, SteppingPlan] | None = None
 
     @contextmanager
@@ -42,9 +71,7 @@ class Steps:
     def backward(self, arguments: dict[str, Any]) -> Iterator[None]:
         """Open a scope for the backward pass of a training step.
 
-        Args:
-            arguments: The keyword arguments of `backward`. Weights that the user names as `inputs` are replaced: the
-                graph was built with other tensors.
+        In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
         """
         pipeline, inputs = self.pipeline, arguments.get("inputs")
         with (
@@ -70,7 +97,7 @@ class Steps:
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer, automatic: bool) -> Iterator[SteppingPlan]:
         """Open a scope around an optimizer's step, within which Lightning's own loop runs forward and backward."""
-        plan = self.when.plan(optimizer, automatic)
+        plan = self.plan(optimizer, automatic)
         optimizers = self.pipeline.optimizers
         self._steps_next, optimizers.afterwards = (optimizer, plan), plan.afterwards
         try:
@@ -78,14 +105,65 @@ class Steps:
         finally:
             self._steps_next, optimizers.afterwards = None, Afterwards.DROPPED
 
+    def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
+        """Decide when the next step of an optimizer, in automatic optimization or not, steps which weights."""
+        trainer: Any = self._module.trainer
+        clips = bool(trainer.gradient_clip_val)
+        by_value = clips and trainer.gradient_clip_algorithm == "value"
+        scales = getattr(self._precision, "scaler", None) is not None
+        reasons = self._hindrances(automatic)
+        is_off = self.pipeline.options.overlap_optimizer is False
+        if clips and not by_value:
+            reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
+        if scales:
+            reasons.append("the loss scaler has to look at all gradients")
+        return SteppingPlan(
+            "`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
+            reasons[0] if reasons else None,
+            needs_norms=scales or (clips and not by_value) or _is_users(self._module, "configure_gradient_clipping"),
+            clamp=float(trainer.gradient_clip_val) if by_value else None,
+            afterwards=self._afterwards(),
+        )
+
+    def _afterwards(self) -> Afterwards:
+        hooked = [self._module, *self._module.trainer.callbacks]  # type: ignore[attr-defined]
+        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or any(_overridden([self._strategy], ("optimizer_step",))):
+            return Afterwards.KEPT_UNTIL_ZEROED
+        kept = any(_overridden(hooked, _AFTER_THE_STEP))
+        return Afterwards.KEPT_UNTIL_THE_NEXT_STEP if kept else Afterwards.DROPPED
+
+    def _hindrances(self, automatic: bool) -> list[str]:
+        """List what may read or change gradients between backward and the step."""
+        precision, trainer = type(self._precision), self._module.trainer
+        is_known = issubclass(precision, self._lightning.precisions) or precision is self._lightning.precision
+        # Of plugin and strategy the classes: on the objects, some of these methods are ours.
+        return [
+            *([] if automatic else ["the step is not one of automatic optimization"]),
+            *([] if is_known else [f"`{precision.__name__}` may do anything to gradients"]),
+            *_overridden([precision], _OF_THE_PRECISION),
+            *_overridden([self._strategy], _OF_THE_STRATEGY),
+            *_overridden([self._module], _OF_THE_MODULE),
+            *_overridden(trainer.callbacks, _SEES_GRADIENTS),  # type: ignore[attr-defined]
+        ]
+
+
+def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
+    """Yield, in words, which of these hooks users have overridden in objects or classes."""
+    for thing in objects:
+        name = (thing if isinstance(thing, type) else type(thing)).__name__
+        yield from (f"`{name}.{hook}` is overridden" for hook in hooks if _is_users(thing, hook))
+
+
+def _is_users(thing: Any, hook: str) -> bool:
+    """Tell whether a hook of an object or class is defined neither by Lightning nor by us."""
+    method = getattr(thing, hook, None)
+    package = getattr(method, "__module__", "").split(".")[0]
+    return method is not None and package not in _NOT_OF_USERS
+
 
 @contextmanager
 def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
-    """Open a scope for a step or its backward; scopes may be nested.
-
-    Args:
-        pipeline: The engine.
-        trains: Whether the step builds a graph, so that activations are part of what it takes.
+    """Open a scope for a step or its backward; scopes may be nested. Of one that trains, activations are a part.
 
     Raises:
         torch.OutOfMemoryError: If what runs in the scope runs out of device memory. The message begins with the

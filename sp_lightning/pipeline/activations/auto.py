@@ -35,34 +35,18 @@ _BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's ba
 
 @dataclass
 class _Measured:
-    """Measurements of one member while it recomputes.
+    """Measurements of one member while it recomputes."""
 
-    Attributes:
-        unit: The name of the unit that it belongs to.
-        weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call.
-        most: What its calls took in the pass in which they took most.
-        this_pass: What they have taken since a backward has ended.
-        seconds: How long its second forwards took in the step that was measured last.
-    """
-
-    unit: str
-    weights: int
-    size: int = 0
-    most: Footprint | None = None
-    this_pass: Footprint | None = None
-    seconds: float = 0.0
+    unit: str  # the name of the unit that it belongs to
+    weights: int  # bytes of weights that travel for that unit
+    size: int = 0  # bytes of the inputs of its largest call
+    most: Footprint | None = None  # what its calls took in the pass in which they took most
+    this_pass: Footprint | None = None  # what they have taken since a backward has ended
+    seconds: float = 0.0  # how long its second forwards took in the step that was measured last
 
 
 class AutoPolicy:
-    """Measures units and chooses a policy for each.
-
-    Attributes:
-        turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
-        outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
-        in_use: The policy that each member had in the last step, if it was called.
-        must_choose: Whether policies are to be chosen anew before the next step: units were measured.
-    """
+    """Measures units and chooses a policy for each."""
 
     def __init__(self, second_forwards: SecondForwards, *, pin: bool, warns: bool = True) -> None:
         self._second_forwards = second_forwards
@@ -74,40 +58,49 @@ class AutoPolicy:
         self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._measuring: set[str] = set()  # in this step
-        self.must_choose = False
+        self.must_choose = False  # before the next step
         self._is_warm = self._has_had_backward = False  # in a step before, in this step
         self._has_turned = False  # in this pass
-        self._saved_at_turn = 0  # in this step
         self._operations = 0  # bytes that they take in a unit, besides what is saved
-        self.in_use: dict[str, Policy] = {}
-        self.turn_bytes = 0
-        self.outside_bytes = 0
+        self.in_use: dict[str, Policy] = {}  # the policy that each member has in this step, if it was called
+        self.turn_bytes = 0  # the most that was taken at the turn, after the last unit's forward: by a loss, say
+        self.outside_bytes = 0  # the most that was saved outside of units elsewhere: by a norm between them, say
 
     # --------------------------------------------------------------------------------------------- what planners read
 
     def ways(self) -> dict[str, list[Way]]:
         """Return the ways that are open to each measured member, in the order of the forward."""
-        return self._ways(self._operations)
+        seconds: dict[str, float] = {}  # of the last step's second forwards, if it had a backward
+        for name, begin, end in self._second_forwards.times if self._has_had_backward else ():
+            seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
+        self._second_forwards.times.clear()
+        for name in seconds.keys() & self._units.keys():
+            self._units[name].seconds = seconds[name]
+        link = self._link_for_offloading()
+        units = {name: (unit, unit.most) for name, unit in self._units.items() if unit.most is not None}
+        staying = list(dict.fromkeys(unit.unit for unit in self._units.values()))[-UNITS_THAT_STAY:]
+        first = next(iter(self._units), None)
+        ways = {}
+        for name, (unit, most) in units.items():
+            took = most._replace(
+                working=most.working + self._operations,
+                repeatable=most.repeatable and self._second_forwards.may_run(name),
+            )
+            if name == first:  # is given the batch, which whoever runs the step holds
+                took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
+            backward = _BACKWARD_PER_FORWARD * unit.seconds
+            ways[name] = took.ways(None if unit.unit in staying else link, unit.weights, unit.seconds, backward)
+        return ways
 
     def prescribe(self, policies: Mapping[str, Policy]) -> None:
         """Use these policies for all members that were measured, until something is measured again."""
-        self.must_choose = False
+        self.must_choose = False  # before the next step
         self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
     def input_bytes(self) -> int:
         """Bytes of the inputs of each member's largest measured call, in total."""
         return sum(unit.size for unit in self._units.values())
-
-    def update_peaks(self) -> None:
-        """Update `outside_bytes` from what the last step has shown with the policies that it had."""
-        used = []
-        for name, ways in self._ways(operations=0).items():
-            if name in self.in_use:
-                of = {way.policy: way for way in ways}
-                used.append(of.get(self.in_use[name], of["keep"]))
-        if self.in_use:
-            self.outside_bytes = max(self.outside_bytes, self._meter.step_peak - peak(used, self._saved_at_turn))
 
     # ------------------------------------------------------------------------------------------------------- in a step
 
@@ -120,7 +113,6 @@ class AutoPolicy:
         for unit in self._units.values():
             unit.this_pass = None
         self._has_turned = self._has_had_backward = False
-        self._saved_at_turn = 0
         self.in_use = {}
 
     def policy(self, member: Member, size: int, inputs: Iterable[Tensor]) -> Policy:
@@ -142,7 +134,7 @@ class AutoPolicy:
         else:
             policy = self._chosen.get(name, "recompute")
             if not (unit.most.repeatable and self._second_forwards.may_run(name)):
-                policy = WITHOUT_RECOMPUTING[policy]
+                policy = WITHOUT_RECOMPUTING.get(policy, policy)
         self.in_use[name] = policy
         return policy
 
@@ -168,8 +160,11 @@ class AutoPolicy:
             self.end_call()
         else:
             turn = self._meter.end_stretch()
-            self._saved_at_turn = max(self._saved_at_turn, turn.saved)
             self.turn_bytes = max(self.turn_bytes, turn.saved + turn.operations)
+            if self.in_use.keys() == self._measuring:
+                calls = [unit.this_pass for unit in self._units.values() if unit.this_pass is not None]
+                held = sum(each.held + each.saved * (not each.repeatable) for each in calls)
+                self.outside_bytes = max(self.outside_bytes, turn.before - held)
         self._has_turned = True
 
     def end_backward(self) -> None:
@@ -187,8 +182,7 @@ class AutoPolicy:
 
     def choose(self, limit: int) -> None:
         """Choose a policy for each member that was measured, between steps, with room for so many bytes."""
-        self.must_choose = False
-        self.update_peaks()
+        self.must_choose = False  # before the next step
         ways = self.ways()
         chosen = choose_ways([*ways.values()], limit - self.outside_bytes, self.turn_bytes)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
@@ -200,38 +194,6 @@ class AutoPolicy:
                 f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
                 stacklevel=2,
             )
-
-    def _ways(self, operations: int) -> dict[str, list[Way]]:
-        """Return the ways that are open to each measured member.
-
-        Args:
-            operations: Bytes that operations take while it computes, besides what is saved.
-        """
-        self._take_times()
-        link = self._link_for_offloading()
-        units = {name: (unit, unit.most) for name, unit in self._units.items() if unit.most is not None}
-        staying = list(dict.fromkeys(unit.unit for unit in self._units.values()))[-UNITS_THAT_STAY:]
-        first = next(iter(self._units), None)
-        ways = {}
-        for name, (unit, most) in units.items():
-            took = most._replace(
-                working=most.working + operations,
-                repeatable=most.repeatable and self._second_forwards.may_run(name),
-            )
-            if name == first:  # is given the batch, which whoever runs the step holds
-                took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
-            backward = _BACKWARD_PER_FORWARD * unit.seconds
-            ways[name] = took.ways(None if unit.unit in staying else link, unit.weights, unit.seconds, backward)
-        return ways
-
-    def _take_times(self) -> None:
-        """Take the times of the last step's second forwards, if it had a backward."""
-        seconds: dict[str, float] = {}
-        for name, begin, end in self._second_forwards.times if self._has_had_backward else ():
-            seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
-        self._second_forwards.times.clear()
-        for name in seconds.keys() & self._units.keys():
-            self._units[name].seconds = seconds[name]
 
     def _link_for_offloading(self) -> Link | None:
         """Return the speed of copies; None if there is nothing to offload, or no room for it on the host."""

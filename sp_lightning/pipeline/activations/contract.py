@@ -49,12 +49,6 @@ class Inputs:
 
     Tensors are detached from their graph. So they form no cycle with the node that an in-place change gives them, and
     hooks that the forward registers on them do not fire a second time.
-
-    Attributes:
-        tensors: The tensors among them, without weights, which stand for themselves; none once they are dropped.
-        packed: What holds these tensors, once they are packed.
-        objects: Arguments that are neither tensors nor containers known to pytree, such as a cache.
-        have_attributes: Whether a user has set attributes of a tensor among them, which a second one would not have.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -62,9 +56,10 @@ class Inputs:
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         number = {key: number for number, key in enumerate(given)}
-        self.tensors = [tensor.detach() for tensor in given.values()]
-        self.packed: list[Packed] = []
-        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
+        self.tensors = [tensor.detach() for tensor in given.values()]  # without weights, which stand for themselves
+        self.packed: list[Packed] = []  # what holds these, once they are packed
+        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]  # a cache, say
+        # that a user has set, and that a second tensor would not have
         self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
         self._require_grad = [tensor.requires_grad for tensor in given.values()]
         self._leaves = [_Number(number[id(leaf)]) if id(leaf) in number else leaf for leaf in leaves]

@@ -22,32 +22,23 @@ from sp_lightning.pipeline.torch_private import storage_key
 
 
 class Stretch(NamedTuple):
-    """What a stretch of a step took at most.
+    """What a stretch of a step took at most."""
 
-    Attributes:
-        saved: Bytes that were held, beyond those held when it began.
-        operations: Bytes that operations took besides; 0 if the device does not tell, or if nobody measures.
-    """
-
-    saved: int
-    operations: int
+    before: int  # bytes that were held when it began
+    saved: int  # bytes that were held, beyond those held when it began
+    operations: int  # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
 
 
 class Meter:
     """Counts into `stats.activation_bytes` and `stats.activation_peak_bytes`.
 
     Called for every tensor that is saved, and from whichever thread frees it; threads that compute take turns.
-
-    Attributes:
-        always: Whether to count in all steps, from the next one on.
-        counts: Whether it counts now.
-        uncounted: Memory, by its identity, that is there whatever is saved: buffers, and weights that live on the
-            device.
     """
 
     def __init__(self, backend: Backend, stats: Stats, always: bool = True) -> None:
-        self.counts = self.always = always
-        self.uncounted: set[int] = set()
+        self.always = always  # whether to count in all steps, from the next one on
+        self.counts = always  # whether it counts now
+        self.uncounted: set[int] = set()  # the identities of buffers, and of weights that live on the device
         self._peak_before = self._peak = self._held_before = 0
         self._backend = backend
         self._stats = stats
@@ -90,7 +81,7 @@ class Meter:
         if self._baseline is not None:
             taken = max(0, (self._backend.peak_since_reset() or 0) - self._baseline - self._peak)
             self._backend.reset_peak_memory()
-        stretch = Stretch(self._peak - self._held_before, taken)
+        stretch = Stretch(self._held_before, self._peak - self._held_before, taken)
         self._peak_before = self.step_peak
         self._held_before = self._peak = self.bytes
         return stretch

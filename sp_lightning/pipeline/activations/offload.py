@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
@@ -69,27 +69,17 @@ class Stage(enum.Enum):
 
 
 class Activation:
-    """A storage that autograd saved tensors of.
-
-    Attributes:
-        unit: The name of the unit that saved it first.
-        nbytes: Its size.
-        version: The version that the tensors in it had when they were saved.
-        stage: How far it is on its way to the host and back.
-        device: A tensor in its memory on the device: the first one that was saved, or what it was fetched into.
-        host: Its copy on the host.
-        ticket: The copy that nothing has waited for yet.
-        counted: What the meter knows its memory on the device by.
-    """
+    """A storage that autograd saved tensors of."""
 
     def __init__(self, tensor: Tensor, unit: str, meter: Meter, leftovers: deque[_Leftover]) -> None:
-        self.unit = unit
+        self.unit = unit  # the name of the one that saved it first
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.version = tensor._version
+        self.version = tensor._version  # when it was saved
         self.stage = Stage.DEVICE
-        self.device: Tensor | None = tensor.detach()  # the tensor itself may hold the node that saves it
-        self.host: HostBuffer | None = None
-        self.ticket: Ticket | None = None
+        # in its memory: the first tensor that was saved, without the node that saves it, or what it was fetched into
+        self.device: Tensor | None = tensor.detach()
+        self.host: HostBuffer | None = None  # its copy
+        self.ticket: Ticket | None = None  # the copy that nothing has waited for yet
         self._meter = meter
         self.counted = meter.add(tensor)
         self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
@@ -158,19 +148,13 @@ class Offloaded(NamedTuple):
 class Bundle:
     """Activations that were saved in one call of a unit's member.
 
-    Attributes:
-        name: The name of the unit.
-        leaves: Whether they are to be offloaded. A bundle that stays exists all the same, to tell what backward
-            needs next.
-        before: The bundle that was completed before this one; backward needs it next.
-        around: Bundles of the calls that enclose this one.
+    One that stays on the device exists all the same, to tell what backward needs next.
     """
 
-    def __init__(self, member: Member, leaves: bool, around: Iterable[Bundle]) -> None:
+    def __init__(self, member: Member, leaves: bool) -> None:
         self.name = member.unit_name
-        self.leaves = leaves
-        self.before: Bundle | None = None
-        self.around = tuple(around)
+        self.leaves = leaves  # whether they are to be offloaded
+        self.before: Bundle | None = None  # the one that was completed before; backward needs it next
         self._activations: dict[int, ref[Activation]] = {}
 
     def add(self, activation: Activation) -> None:
@@ -183,11 +167,7 @@ class Bundle:
 
 
 class Offloader:
-    """Sends saved activations to the host and fetches them for backward.
-
-    Attributes:
-        open: The bundles of the calls that are under way, innermost last; None for those without a graph.
-    """
+    """Sends saved activations to the host and fetches them for backward."""
 
     def __init__(self, backend: Backend, pool: HostPool, meter: Meter, stats: Stats) -> None:
         self._backend = backend
@@ -196,7 +176,7 @@ class Offloader:
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
-        self.open: list[Bundle | None] = []
+        self.open: list[Bundle | None] = []  # of calls under way, innermost last; None for those without a graph
         self._last_bundle: Bundle | None = None
         self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[_Leftover] = deque()
@@ -217,8 +197,7 @@ class Offloader:
         """Note that a call of a unit begins, and whether what it saves leaves."""
         with self._lock:
             is_forward = torch.is_grad_enabled() and not in_backward()  # what a recomputation saves is used at once
-            around = [bundle for bundle in self.open if bundle is not None]
-            self.open.append(Bundle(member, leaves, around) if is_forward else None)
+            self.open.append(Bundle(member, leaves) if is_forward else None)
 
     def leave(self) -> None:
         """End the call that was entered last, and send what it has saved."""
@@ -227,7 +206,7 @@ class Offloader:
             if bundle is None:
                 return
             bundle.before, self._last_bundle = self._last_bundle, bundle
-            self._release_sent(set())
+            self._release_sent(())
             if bundle.leaves:
                 self._send(bundle)
 
@@ -247,7 +226,7 @@ class Offloader:
             self._stats.bytes_to_host += activation.nbytes
             self._stats.offloaded_bytes += activation.nbytes
 
-    def _release_sent(self, needed: set[Activation]) -> None:
+    def _release_sent(self, needed: Collection[Activation]) -> None:
         """Free the device memory of what was sent, except what is needed, and host memory that autograd has dropped.
 
         Computing, not the host, waits for copies.
@@ -311,8 +290,7 @@ class Offloader:
         with self._lock:
             # what was saved last is used first
             wanted = [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]
-            needed = {*wanted, *(activation for other in bundle.around for activation in other.alive())}
-            self._release_sent(needed)
+            self._release_sent(wanted)
             for activation in wanted:
                 if activation.stage is Stage.HOST:
                     self._fetch(activation)
@@ -320,7 +298,7 @@ class Offloader:
     def end_backward(self) -> None:
         """Free what backward has used."""
         with self._lock:
-            self._release_sent(set())
+            self._release_sent(())
 
     def _fetch(self, activation: Activation) -> None:
         if self._closed:

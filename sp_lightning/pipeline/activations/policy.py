@@ -7,7 +7,6 @@ chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,35 +25,26 @@ from sp_lightning.pipeline.weights.units import Member
 
 
 class Activations:
-    """Decides, for each call of a unit, what happens to the tensors that autograd saves.
-
-    Attributes:
-        chooses: Whether the choice is left to `auto`.
-        auto: Chooses a policy for each unit; None if the user has chosen, or if there is no limit to choose by and
-            everything is kept.
-        are_kept: Whether everything is kept, so that nobody has to tell of calls.
-        second_forwards: Runs forwards again.
-        backward_passes: How many backward passes have ended.
-        watched_peak: The most device memory in use at the end of a backward pass; None while nobody watches.
-    """
+    """Decides, for each call of a unit, what happens to the tensors that autograd saves."""
 
     def __init__(
         self, policy: ActivationPolicy, saved: SavedTensors, offloader: Offloader, backend: Backend, stats: Stats
     ) -> None:
-        self.chooses = policy == "auto"
+        self.chooses = policy == "auto"  # whether the choice is left to `auto`
         self.second_forwards = SecondForwards(saved, backend, stats)
-        self.backward_passes = 0
-        self.watched_peak: int | None = None
+        self.backward_passes = 0  # that have ended
+        self.watched_peak: int | None = None  # the most memory in use as one ends; None while nobody watches
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._offloader = offloader
-        self._call: _CallUnderWay | None = None
+        self._policy_of_call: Policy | None = None  # of the outermost call of a unit that is under way
+        self._recorded: UnitCall | None = None  # that call, if its forward may run again
         self.choose_by(None)
 
     def choose_by(self, auto: AutoPolicy | None) -> None:
-        """Have policies chosen from now on."""
+        """Have policies chosen from now on, or not: the user has chosen, or there is no limit to choose by."""
         self.auto = auto
-        self.are_kept = auto is None and self._policy == "keep"
+        self.are_kept = auto is None and self._policy == "keep"  # all, so that nobody has to tell of calls
         self._may_offload = auto is not None or self._policy in OFFLOADING
 
     def begin_step(self) -> None:
@@ -73,7 +63,7 @@ class Activations:
         return (
             (self.auto is not None or self._policy in RECOMPUTING)
             and member.is_streamed
-            and self._call is None
+            and self._policy_of_call is None
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
@@ -88,17 +78,19 @@ class Activations:
             size = sum(map(tensor_bytes, inputs))
             policy = self.auto.policy(member, size, inputs)
         elif not self.second_forwards.may_run(member.name):
-            policy = WITHOUT_RECOMPUTING[policy]
-        self._call = _CallUnderWay(member, policy, size)
+            policy = WITHOUT_RECOMPUTING.get(policy, policy)
+        self._policy_of_call = policy
         if policy in RECOMPUTING:
-            self._call.recorded = self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
+            self._recorded = UnitCall(self.second_forwards, member, args, kwargs)
+            self._recorded.input_bytes = size
+            self._saved.recording = self._recorded
 
     def enter(self, member: Member) -> None:
         """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
         if self._may_offload:
-            self._offloader.enter(member, (self._call.policy if self._call else self._policy) in OFFLOADING)
-        if self._call is not None and self._call.recorded is not None:
-            self._call.recorded.pack_inputs()
+            self._offloader.enter(member, (self._policy_of_call or self._policy) in OFFLOADING)
+        if self._recorded is not None:
+            self._recorded.pack_inputs()
 
     def leave(self) -> None:
         """Note that the call that was entered last is left."""
@@ -107,16 +99,16 @@ class Activations:
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
-        call, self._saved.recording = self._call, None
-        if call is not None and call.recorded is not None:
-            self.second_forwards.conclude(call.recorded, output, warns=self.auto is None)
-            if self.auto is not None and call.recorded.footprint is not None:
-                self.auto.note(call.member, call.input_bytes, call.recorded.footprint)
+        call, self._saved.recording = self._recorded, None
+        if call is not None:
+            self.second_forwards.conclude(call, output, warns=self.auto is None)
+            if self.auto is not None and call.footprint is not None:
+                self.auto.note(call.member, call.input_bytes, call.footprint)
 
     def end(self) -> None:
         """End the current call, also after an exception."""
-        call, self._call, self._saved.recording = self._call, None, None
-        if self.auto is not None and call is not None:
+        self._policy_of_call = self._recorded = self._saved.recording = None
+        if self.auto is not None:
             self.auto.end_call()
 
     def end_backward(self) -> None:
@@ -128,13 +120,3 @@ class Activations:
             self.auto.end_backward()
         if self._may_offload:
             self._offloader.end_backward()
-
-
-@dataclass
-class _CallUnderWay:
-    """The outermost call of a unit that is under way."""
-
-    member: Member
-    policy: Policy
-    input_bytes: int
-    recorded: UnitCall | None = None

@@ -21,17 +21,11 @@ _size = attrgetter("nbytes")
 
 
 class HostPool:
-    """Lends host memory.
-
-    Attributes:
-        pinnable: How many bytes may be page-locked; None for any number.
-        held: Bytes of host memory that the pool holds.
-        in_use: Bytes of host memory that are on loan.
-    """
+    """Lends host memory."""
 
     def __init__(self, backend: Backend) -> None:
-        self.pinnable: int | None = None
-        self.held = self.in_use = 0
+        self.pinnable: int | None = None  # how many bytes may be page-locked; None for any number
+        self.held = self.in_use = 0  # bytes that the pool has, and those that are on loan
         self._backend = backend
         self._pinned = self._most_in_use = 0
         self._buffers: set[HostBuffer] = set()

@@ -68,34 +68,22 @@ class Trust(enum.Enum):
 
 @dataclass
 class History:
-    """What the calls of a member that were recorded, to run again, have shown.
+    """What the calls of a member that were recorded, to run again, have shown."""
 
-    Attributes:
-        looks: How many were looked at.
-        trust: What they have shown.
-        warned: Whether a warning has said why calls do not run again.
-    """
-
-    looks: int = 0
+    looks: int = 0  # how many were looked at
     trust: Trust = Trust.UNKNOWN
-    warned: bool = False
+    warned: bool = False  # whether a warning has said why calls do not run again
 
 
 class SecondForwards:
-    """Records calls of units, and runs their forwards again in backward.
-
-    Attributes:
-        histories: Of members, by their names.
-        timed: Whether second forwards are timed.
-        times: The members whose forwards have run again while they were timed, and the marks before and after.
-    """
+    """Records calls of units, and runs their forwards again in backward."""
 
     def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
         self.saved = saved
         self.backend = backend
-        self.histories: defaultdict[str, History] = defaultdict(History)
-        self.timed = False
-        self.times: list[tuple[str, Any, Any]] = []
+        self.histories: defaultdict[str, History] = defaultdict(History)  # of members, by their names
+        self.timed = False  # whether second forwards are timed
+        self.times: list[tuple[str, Any, Any]] = []  # their members, and the marks before and after
         self._stats = stats
         self._dropped: WeakSet[UnitCall] = WeakSet()
 
@@ -140,20 +128,15 @@ class SecondForwards:
 
 
 class UnitCall(Recording):
-    """One call of a member: what its forward saved, and how to run it again.
-
-    Attributes:
-        looks: Whether to look at what the forward changes.
-        is_dropped: Whether what it saved was dropped when it was over.
-        footprint: The device memory that the call takes; None if nobody has counted it.
-    """
+    """One call of a member: what its forward saved, and how to run it again."""
 
     def __init__(self, runner: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.member = member
         self.looks = runner.histories[member.name].trust is Trust.UNKNOWN
-        self.is_dropped = False
-        self.footprint: Footprint | None = None
+        self.is_dropped = False  # when it was over
+        self.input_bytes = 0
+        self.footprint: Footprint | None = None  # None if nobody has counted it
         self._runner = runner
         self._meter = runner.saved.meter
         self._bytes_before = self._held = self._meter.bytes

@@ -62,13 +62,10 @@ class Recording(ABC):
 
     The graph holds the recording. It holds saved tensors by weak references only, so that autograd frees each of them
     when its node has run.
-
-    Attributes:
-        kept: What was saved, in order.
     """
 
     def __init__(self) -> None:
-        self.kept: list[ref[Kept]] = []
+        self.kept: list[ref[Kept]] = []  # in order
 
     def alive(self) -> list[Kept]:
         """Return what autograd still needs of it, in order."""
@@ -146,18 +143,12 @@ class BringsWeights(Protocol):
 
 
 class SavedTensors:
-    """Pushes and pops the engine's pair of saved-tensor hooks.
-
-    Attributes:
-        twins: Twins by the identity of their memory.
-        backward: Brings their weights to the device before backward reads them.
-        recording: Holds what the call that is under way saves; None if nothing of it is to be dropped.
-    """
+    """Pushes and pops the engine's pair of saved-tensor hooks."""
 
     def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
-        self.twins: dict[int, Twin] = {}
-        self.recording: Recording | None = None
+        self.twins: dict[int, Twin] = {}  # by the identity of their memory
+        self.recording: Recording | None = None  # of the call under way; None if nothing of it is to be dropped
         self.backward: BringsWeights | None = None
         self._offloader = offloader
         self._pushed = 0

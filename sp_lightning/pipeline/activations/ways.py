@@ -25,13 +25,8 @@ Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
 
 RECOMPUTING: tuple[Policy, ...] = ("recompute", "recompute_offload")
 OFFLOADING: tuple[Policy, ...] = ("offload", "recompute_offload")
-WITHOUT_RECOMPUTING: dict[Policy, Policy] = {
-    "keep": "keep",
-    "recompute": "keep",
-    "offload": "offload",
-    "recompute_offload": "offload",
-}
-"""What happens instead to a unit whose forward cannot run again."""
+# what happens instead to a unit whose forward cannot run again
+WITHOUT_RECOMPUTING: dict[Policy, Policy] = {"recompute": "keep", "recompute_offload": "offload"}
 
 _HIDDEN_COST = 0.1  # the part of its time that a copy costs even if computing hides it
 _PROBE_BYTES = 16 << 20
@@ -40,37 +35,22 @@ _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the c
 
 @dataclass(frozen=True)
 class Way:
-    """One way for a unit to have its activations in backward.
-
-    Args:
-        policy: What happens to its activations.
-        held: Bytes on the device from its forward to its backward.
-        working: Bytes on the device while it computes.
-        seconds: The time that it costs.
-        leaving: Bytes that go to the host, and come back in backward.
-        under_way: Bytes of these that are still on the device while the next unit computes, or are there again.
-        repeating: The part of the time in which its forward runs again.
-    """
+    """One way for a unit to have its activations in backward."""
 
     policy: Policy
-    held: int
-    working: int
-    seconds: float
-    leaving: int = 0
-    under_way: int = 0
-    repeating: float = 0.0
+    held: int  # bytes on the device from its forward to its backward
+    working: int  # bytes on the device while it computes
+    seconds: float  # that it costs
+    leaving: int = 0  # bytes that go to the host, and come back in backward
+    under_way: int = 0  # of these, bytes that are on the device while the next unit computes
+    repeating: float = 0.0  # the part of the time in which its forward runs again
 
 
 class Link(NamedTuple):
-    """The speed of copies, in bytes per second.
+    """The speed of copies, in bytes per second."""
 
-    Attributes:
-        up: To the device.
-        down: To the host.
-    """
-
-    up: float
-    down: float
+    up: float  # to the device
+    down: float  # to the host
 
     def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
         """Return what it costs, in seconds, to have a unit's activations wait on the host.
@@ -115,23 +95,14 @@ class Link(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Device memory that calls of a unit take, in bytes.
+    """Device memory that calls of a unit take, in bytes."""
 
-    Attributes:
-        held: Inputs that were not held already.
-        saved: Tensors that the forwards saved, beyond the inputs.
-        large: How much of `held` and `saved` is in pieces that are worth a copy to the host.
-        working: The most that a single call took.
-        repeatable: Whether the forwards can run again, and doing so saves memory.
-        large_inputs: How much of `held` is in pieces that are worth a copy to the host.
-    """
-
-    held: int
-    saved: int
-    large: int
-    working: int
-    repeatable: bool
-    large_inputs: int = 0
+    held: int  # inputs that were not held already
+    saved: int  # tensors that the forwards saved, beyond the inputs
+    large: int  # how much of both is in pieces that are worth a copy to the host
+    working: int  # the most that a single call took
+    repeatable: bool  # whether the forwards can run again, and doing so saves memory
+    large_inputs: int = 0  # how much of `held` is in pieces that are worth a copy to the host
 
     def combined_with(self, other: Footprint) -> Footprint:
         """Return the footprint of these calls and others together, between the same forward and backward."""

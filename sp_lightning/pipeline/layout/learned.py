@@ -68,7 +68,6 @@ class Learned:
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
         self.outdated = False
-        self._called: dict[str, None] = {}  # units in the order of their calls, until the first step is over
         self._trained: set[int] = set()  # parameters that have required a gradient in some step
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -81,29 +80,25 @@ class Learned:
             self.outdated = True
         self._trained |= trained
 
-    def note_call(self, unit: str) -> None:
-        """Note that a unit is called; the first step shows the order."""
-        if self.order is None:
-            self._called.setdefault(unit)
-
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters: new objects may reuse the others' ids."""
         for known in (self.used_outside, self.lowered, self.used_as_is, self._trained):
             known.intersection_update(alive)
 
-    def conclude(self, units: Sequence[Unit]) -> bool:
+    def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
         """Draw the conclusions for the next arrangement; called between steps.
 
         Args:
             units: The streamed units of the present arrangement, in the expected order.
+            called: Names of those that the first step called, in the order of their first calls.
 
         Returns:
             Whether another arrangement is called for.
         """
-        if self.order is None and self._called:
-            self.order = list(self._called)
+        if self.order is None and called:
+            self.order = list(dict.fromkeys(called))
             # Consecutive units must not share a place, or the later one cannot be fetched ahead.
-            self.outdated |= self.order != [unit.name for unit in units if unit.name in self._called]
+            self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
         if not self.outdated:
             return False
         members = [member for unit in units for member in unit.members]

@@ -2,13 +2,14 @@
 
 Gradients may still be on their way to the host then, and only the optimizer reads them, once. So clipping and unscaling
 are recorded, and applied as it reads, with the operations that torch would use. Norms come with the gradients.
-Gradients of units that live on the device are clipped and unscaled at once, by the same norm.
+Gradients of parameters that do not stream, as of units that live on the device, are clipped and unscaled at once, by
+the same norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 _Found = Sequence[tuple[nn.Parameter, Gradient | None]]
-"""Parameters that have a gradient, each with ours; None where it lives on the device."""
+"""Parameters that have a gradient, each with ours; None where it has one of its own, as it does not stream."""
 
 
 class OptimizerParts(Protocol):
@@ -56,7 +57,6 @@ class Clipping:
     def __init__(self, at_work: EngineAtWork) -> None:
         self._at_work = at_work
         self._weights: Mapping[int, Weight] = {}
-        self._on_device: Collection[int] = ()
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Clipping:
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
 
-        If some gradients are on the device, those are clipped now, and the host waits until all others have landed.
+        If some of the parameters do not stream, those are clipped now, and the host waits until all others have landed.
         """
         parameters = list(parameters)
         with self._at_work:
@@ -88,7 +88,7 @@ class Clipping:
             found = self._with_gradients(left)
             if found is not None:
                 _rescale(_ours(found), lambda scaling: scaling.clamped(limit))
-                left = _living_on_device(found)
+                left = _others(found)
             self._parts.relax_guard()
         if left:
             nn.utils.clip_grad_value_(left, limit)
@@ -113,7 +113,7 @@ class Clipping:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
         if not found or any(parameter.dtype != torch.float32 for parameter, _ in found):
             return False
-        gradients, on_device = _ours(found), _living_on_device(found)
+        gradients, others = _ours(found), _others(found)
         scalings = {id(gradient.scaling): gradient.scaling for gradient in gradients}
         scaling = next(iter(scalings.values()), NO_SCALING)
         if scaling.factors:
@@ -122,7 +122,7 @@ class Clipping:
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
             return False
         held = [(gradient.norm, gradient.host) for gradient in gradients]
-        norms_on_device = _norms(on_device)
+        other_norms = _norms(others)
         with torch.inference_mode(False):
             factor = torch.empty(())
 
@@ -131,8 +131,8 @@ class Clipping:
                 arrived = [_norm(tensor) if norm is None else norm for norm, tensor in held]
                 for earlier in scaling.factors:
                     arrived = list(torch.stack(arrived).mul_(earlier).unbind())
-                ours, others = iter(arrived), iter(norms_on_device)
-                in_order = [next(others if gradient is None else ours) for _, gradient in found]
+                of_ours, of_others = iter(arrived), iter(other_norms)
+                in_order = [next(of_others if gradient is None else of_ours) for _, gradient in found]
                 total = torch.linalg.vector_norm(torch.stack(in_order))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
@@ -143,36 +143,36 @@ class Clipping:
             gradient.norm = None
         for unit in units:
             unit.ticket, unit.state = ticket, State.LEAVING
-        if on_device:
+        if others:
             self._parts.backend.synchronize(ticket)
-            _multiply(on_device, factor)
+            _multiply(others, factor)
         return True
 
     def _unscale(self, found: _Found, inverse_scale: Tensor) -> bool | None:
-        gradients, on_device = _ours(found), _living_on_device(found)
+        gradients, others = _ours(found), _others(found)
         norms = [gradient.norm for gradient in gradients if gradient.norm is not None]
         if len(norms) < len(gradients):
             return None  # only reading all of them could tell
         self._parts.stream.settle()
-        tensors = [*(gradient.host for gradient in gradients), *(parameter.grad for parameter in on_device)]
+        tensors = [*(gradient.host for gradient in gradients), *(parameter.grad for parameter in others)]
         # a norm may have overflowed though all elements are finite
-        suspects = [t for t, n in zip(tensors, [*norms, *_norms(on_device)], strict=True) if not n.isfinite()]
+        suspects = [t for t, n in zip(tensors, [*norms, *_norms(others)], strict=True) if not n.isfinite()]
         overflow = not all(tensor is None or bool(tensor.isfinite().all()) for tensor in suspects)
         factor = inverse_scale.clone()
         _rescale(gradients, lambda scaling: scaling.times(factor))
-        _multiply(on_device, inverse_scale)
+        _multiply(others, inverse_scale)
         return overflow
 
     def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
-        """Find the parameters with a gradient; None if one is the user's, or that of a parameter that is not ours."""
+        """Find the parameters with a gradient; None if that of a weight is the user's, or one is no plain tensor."""
         found: list[tuple[nn.Parameter, Gradient | None]] = []
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._parts.stream.of(weight)
             if gradient is not None and gradient.host is not None:
                 found.append((parameter, gradient))
-            elif parameter.grad is not None:
-                if id(parameter) not in self._on_device or parameter.grad.layout is not torch.strided:
+            elif (own := parameter.grad) is not None:
+                if weight is not None or type(own) is not Tensor or own.layout is not torch.strided:
                     return None
                 found.append((parameter, None))
         return found
@@ -182,7 +182,7 @@ def _ours(found: _Found) -> list[Gradient]:
     return [gradient for _, gradient in found if gradient is not None]
 
 
-def _living_on_device(found: _Found) -> list[nn.Parameter]:
+def _others(found: _Found) -> list[nn.Parameter]:
     return [parameter for parameter, gradient in found if gradient is None]
 
 
@@ -207,17 +207,15 @@ def _norm(gradient: Tensor | None) -> Tensor:
 
 
 def _norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the norms of gradients on the device; the host waits for them."""
-    if not parameters:
-        return []
+    """Return the norms of parameters' own gradients; the host waits for them."""
     gradients = [parameter.grad for parameter in parameters]
-    return list(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).cpu().unbind())  # type: ignore[arg-type]
+    return [norm.cpu() for norm in torch._foreach_norm(gradients, 2, torch.float32)] if gradients else []  # type: ignore[arg-type]
 
 
-def _multiply(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    if parameters:
-        gradients = [parameter.grad for parameter in parameters]
-        torch._foreach_mul_(gradients, factor.to(parameters[0].device))  # type: ignore[arg-type]
+def _multiply(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
 def _is_power_of_two(factor: float | Tensor) -> bool:

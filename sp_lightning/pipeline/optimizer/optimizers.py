@@ -79,13 +79,10 @@ class Optimizers(Clipping):
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(
-        self, parts: OptimizerParts, weights: Mapping[int, Weight], on_device: Iterable[nn.Parameter]
-    ) -> None:
+    def work_with(self, parts: OptimizerParts, weights: Mapping[int, Weight]) -> None:
         """Work with these parts from now on, on these weights by the identities of their masters."""
         self._parts = parts
         self._weights = weights
-        self._on_device = set(map(id, on_device))
 
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""

@@ -51,11 +51,8 @@ class Owner(Server, Protocol):
     def before_access(self, weight: Weight) -> None:
         """Have a master finished, because somebody outside of the engine looks at it."""
 
-    def before_gradient_read(self, weight: Weight) -> None:
-        """Provide a master's `.grad`, because somebody reads it."""
-
-    def before_gradient_set(self, weight: Weight) -> None:
-        """Note that somebody gives a master another `.grad`, or none."""
+    def before_gradient(self, weight: Weight, reads: bool) -> None:
+        """Provide a master's `.grad`, because somebody reads it; else note that it is replaced, or deleted."""
 
     def note_write(self, weight: Weight) -> None:
         """Note that somebody writes to the master, or gets an alias to write to."""
@@ -118,15 +115,6 @@ class Guard:
         self.owner.note_use(weights)
         return result
 
-    def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
-        """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it for each."""
-        if accessor.__name__ == "__get__":
-            self.owner.before_gradient_read(weight)
-        else:
-            self.owner.before_gradient_set(weight)
-        with without_torch_function():
-            return accessor(*args)
-
 
 _guarded: dict[int, tuple[Guard, Weight]] = {}
 
@@ -151,7 +139,9 @@ class HostParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         guard, weight = found
         if getattr(func, "__self__", None) is _GRADIENT:
-            return guard.access_gradient(func, args, weight)
+            guard.owner.before_gradient(weight, reads=func.__name__ == "__get__")
+            with without_torch_function():
+                return func(*args)
         return guard.run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -143,9 +143,9 @@ class LoweredParameter(EagerLeaf):
         with without_torch_function():
             name, leaves = name_of(func), [leaf for leaf in instances_in((args, kwargs), cls) if _is_served(leaf)]
             # a dispatch mode hands on what backward does
-            is_of_backward = isinstance(func, OpOverload) and in_backward()
+            backward_does_it = isinstance(func, OpOverload) and in_backward()
             is_asked = name in _OF_THE_LEAF or (is_metadata(name) and name not in _OF_THE_DTYPE)
-            if not leaves or is_asked or is_of_backward:
+            if not leaves or is_asked or backward_does_it:
                 return torch.float32 if leaves and name == "dtype" else func(*args, **kwargs)
             is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
             found = {id(leaf): leaf if leaf.lowering.passes(leaf, is_casting) else leaf.as_is() for leaf in leaves}

@@ -66,6 +66,10 @@ class Order:
         """Return the members that are expected to be used next, in order."""
         return [use % self._members for use in self._expected(count)] if self._members else []
 
+    def used(self) -> list[int]:
+        """Return the members that the step under way, or the last one, has used, in the order of their first uses."""
+        return list(dict.fromkeys(use % self._members for use in self._recording or ()))
+
     def abandon(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
         self._recording = None

@@ -330,7 +330,6 @@ def test_a_unit_inside_of_another(scene: Scene) -> None:
     scene.call(exp(large()))
     assert outer.before is inner[0]
     assert inner[0].before is before
-    assert inner[0].around == (outer,)
     scene.offloader.reach(outer)
     assert set(scene.stages(outer)) == set(scene.stages(inner[0])) == {Stage.BACK}
     scene.offloader.reach(inner[0])

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sp_lightning.pipeline.optimizer.listen import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping
 
 
@@ -24,25 +24,28 @@ class Listener:
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.zeros(()))
         self.told: list[tuple[str, float | None, float]] = []
-        self.optimizers: list[Optimizer] = []
         self.closures = 0
 
-    def _note(self, what: str, optimizer: Optimizer) -> None:
+    def _note(self, what: str) -> None:
         gradient = None if self.weight.grad is None else self.weight.grad.item()
         self.told.append((what, gradient, round(self.weight.item(), 5)))
-        self.optimizers.append(optimizer)
+
+    @property
+    def heard(self) -> list[str]:
+        return [what for what, *_ in self.told]
 
     def before_closure(self) -> None:
         self.closures += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._note("before", optimizer)
+        self._note("before")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._note("after", optimizer)
+        self._note("after")
 
     def closure(self) -> Tensor:
         assert self.told == [] or self.told[-1][0] == "before", "told before the closure has made gradients"
+        assert not optimizer_is_stepping(), "it is the user's, and computes"
         self.weight.grad = None
         loss = (self.weight - 3).square()
         loss.backward()
@@ -59,14 +62,6 @@ def listener() -> Iterator[Listener]:
     assert not optimizer_is_stepping()
 
 
-def test_listeners_hear_of_a_step_before_and_after(listener: Listener) -> None:
-    optimizer = SGD([listener.weight], lr=0.1)
-    listener.weight.grad = torch.tensor(1.0)
-    optimizer.step()
-    assert listener.told == [("before", 1, 0), ("after", 1, -0.1)]
-    assert listener.optimizers == [optimizer] * 2
-
-
 STEPS: dict[str, Callable[[Optimizer, Callable[[], Tensor]], Any]] = {
     "positional": lambda optimizer, closure: optimizer.step(closure),
     "by keyword": lambda optimizer, closure: optimizer.step(closure=closure),
@@ -78,9 +73,12 @@ def test_with_a_closure_gradients_are_there_when_it_has_been_called(
     listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]
 ) -> None:
     """As Lightning steps: not before the closure, but before the update; and the loss comes back."""
-    loss = step(SGD([listener.weight], lr=0.1), listener.closure)
-    assert loss.item() == 9
+    optimizer = SGD([listener.weight], lr=0.1)
+    StepLR(optimizer, 1)  # it wraps `step` in the object
+    assert step(optimizer, listener.closure).item() == 9
     assert listener.told == [("before", -6, 0), ("after", -6, 0.6)]
+    optimizer.step(closure=None)
+    assert listener.heard == ["before", "after"] * 2
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -88,24 +86,9 @@ def test_listeners_hear_of_each_call_of_a_closure(
     listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]
 ) -> None:
     """LBFGS looks at the loss again and again."""
-    listener.weight.grad = None
     step(LBFGS([listener.weight], max_iter=3), listener.closure)
-    whats = [what for what, *_ in listener.told]
-    assert whats == ["before"] * (len(whats) - 1) + ["after"]
-    assert listener.closures == len(whats) - 1 > 1
-
-
-def test_no_closure_given_by_name(listener: Listener) -> None:
-    SGD([listener.weight], lr=0.1).step(closure=None)
-    assert [what for what, *_ in listener.told] == ["before", "after"]
-
-
-def test_under_a_scheduler(listener: Listener) -> None:
-    """It wraps `step` in the object."""
-    optimizer = SGD([listener.weight], lr=0.1)
-    StepLR(optimizer, 1)
-    optimizer.step(listener.closure)
-    assert [what for what, *_ in listener.told] == ["before", "after"]
+    assert listener.heard == ["before"] * (len(listener.told) - 1) + ["after"]
+    assert listener.closures == len(listener.told) - 1 > 1
 
 
 def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> None:
@@ -124,21 +107,6 @@ def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> Non
     assert not optimizer_is_stepping()
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_closure_computes(listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]) -> None:
-    """It is the user's: a weight that it uses outside of a module's call is meant to be the one on the device."""
-    seen: list[bool] = []
-
-    def closure() -> Tensor:
-        seen.append(optimizer_is_stepping())
-        return listener.closure()
-
-    step(LBFGS([listener.weight], max_iter=3), closure)
-    assert len(seen) > 1
-    assert not any(seen)
-    assert not optimizer_is_stepping()
-
-
 def test_a_closure_that_raises(listener: Listener) -> None:
     """Nobody is told of a step that was none, and the next one is told of."""
 
@@ -151,31 +119,22 @@ def test_a_closure_that_raises(listener: Listener) -> None:
     assert listener.told == []
     forget_optimizer_steps()
     optimizer.step(listener.closure)
-    assert [what for what, *_ in listener.told] == ["before", "after"]
+    assert listener.heard == ["before", "after"]
 
 
-def test_all_listeners_hear_of_a_step() -> None:
-    listeners = [Listener(), Listener()]
-    for listener in listeners:
-        listen_to_optimizers(listener)
-        listen_to_optimizers(listener)
-    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
-    stop_listening(listeners[0])
-    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
-    stop_listening(listeners[1])
-    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
-    assert [len(listener.told) for listener in listeners] == [2, 4]
-
-
-def test_hooks_are_taken_off_with_the_last_listener() -> None:
+def test_all_listeners_hear_of_a_step_and_hooks_go_with_the_last_one() -> None:
     before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     listeners = [Listener(), Listener()]
     for listener in listeners:
         listen_to_optimizers(listener)
-    stop_listening(listeners[0])
-    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == (before[0] + 1, before[1] + 1)
-    stop_listening(listeners[1])
-    stop_listening(listeners[1])
+        listen_to_optimizers(listener)
+    for listener in listeners:
+        SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+        assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == (before[0] + 1, before[1] + 1)
+        stop_listening(listener)
+        stop_listening(listener)
+    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert [len(listener.told) for listener in listeners] == [2, 4]
     assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
 
 

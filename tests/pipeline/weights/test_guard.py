@@ -41,11 +41,8 @@ class Owner:
     def before_access(self, weight: Weight) -> None:
         self.looked_at.append(weight.name)
 
-    def before_gradient_read(self, weight: Weight) -> None:
-        self.gradients.append(f"{weight.name} read")
-
-    def before_gradient_set(self, weight: Weight) -> None:
-        self.gradients.append(f"{weight.name} dropped")
+    def before_gradient(self, weight: Weight, reads: bool) -> None:
+        self.gradients.append(f"{weight.name} {'read' if reads else 'dropped'}")
 
     graph_number = 0
 
