@@ -76,12 +76,12 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"], processes
     near = allowed & _read_cores(_SYSTEM / f"devices/system/node/node{_node_of(device)}/cpulist")
     if near == allowed or any(name in os.environ for name in _BOUND_BY_USER):
         near = frozenset()
-    if threads == "auto":
-        cores = max(1, _physical(near or allowed) // processes)
-        threads = max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN))
-        if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-            threads = int(torch.get_num_threads())  # the user's; `torchrun` sets it, too, to spare its other processes
-    return HostCores(threads, near)
+    if threads != "auto":
+        return HostCores(threads, near)
+    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return HostCores(torch.get_num_threads(), near)  # `torchrun` sets it, too, to spare its other processes
+    cores = max(1, _physical(near or allowed) // processes)
+    return HostCores(max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN)), near)
 
 
 def _node_of(device: torch.device) -> str:
