@@ -246,7 +246,7 @@ class GradientStream:
         """Send what is left, and call users' hooks; with `takes_part`, average even if no gradient has arrived."""
         self._send_rest(takes_part)
         if self.taker is not None:
-            self.taker.end_of_backward()
+            self.taker.finish_backward()
         late = [gradient for gradient in self.arrived if gradient.late]
         self.arrived.clear()
         if late:
