@@ -38,8 +38,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""
-        if not (is_view(func) or self._engine.at_work or optimizer_is_stepping()):
-            operands = tensors_among(args)
+        if not (_is_view(func) or self._engine.at_work or optimizer_is_stepping()):
+            operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
             for operand in operands:
                 self._check_twin(operand, func)
             if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
@@ -62,14 +62,9 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def is_view(func: Any) -> bool:
+def _is_view(func: Any) -> bool:
     """Tell whether an operation only makes an alias of its operand."""
     if isinstance(func, HigherOrderOperator):
         return False
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def tensors_among(args: Any) -> list[Tensor]:
-    """Return all dense tensors among an operation's arguments."""
-    return [tensor for tensor in instances_in(args, Tensor) if tensor.layout is torch.strided]

@@ -45,8 +45,6 @@ class Namespace:
         self.closure = import_module(f"{name}.loops.optimization.automatic").Closure
         # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         self.wrapping_checkpoint_io = import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO
-        # Private. Sets `LightningModule.device` without moving a weight.
-        self.update_properties = import_module(f"{fabric}.utilities.device_dtype_mixin")._update_properties
         # Private. The mode behind `trainer.init_module(empty_init=True)`.
         self.empty_init = import_module(f"{fabric}.utilities.init")._EmptyInit
         # Private. Starts the user's script once more for each further device.
