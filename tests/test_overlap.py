@@ -431,38 +431,6 @@ def test_an_exception_in_mid_step(fails: str) -> None:
     assert_same_trace(*traces)
 
 
-def test_an_exception_while_units_are_stepped_in_backward_warns() -> None:
-    """Some units have taken the step then; nothing can take that back, so it must not go unnoticed."""
-
-    class Fault(Exception):
-        pass
-
-    class RaiseInBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
-            ctx.module = module
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            if len(ctx.module.losses) == 3:
-                raise Fault
-            return gradient, None
-
-    class Failing(Module):
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            blocks = list(self.model)
-            hidden = RaiseInBackward.apply(blocks[0](batch), self)
-            for block in blocks[1:]:
-                hidden = block(hidden)
-            loss = hidden.square().mean()
-            self.losses.append(loss.detach())
-            return loss
-
-    with pytest.raises(Fault), pytest.warns(UserWarning, match="have taken this step, .* Continue from a checkpoint"):
-        fit(Failing(), SuperpipelineStrategy(k=2, units=[Block]))
-
-
 class Reading(Module):
     """Looks at the gradients of the first step in the second one, before `zero_grad`."""
 

@@ -170,8 +170,10 @@ class BackwardPass:
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
-    def note_graph(self, graph: Graph) -> None:
-        """Note that backward runs a node of `graph` that belongs to no unit's call."""
+    def note_graph(self, graph: Graph, _gradients: object) -> None:
+        """Note that backward is about to run nodes of `graph` that a resident module's call has made."""
+        if self.closed:
+            return
         with self._at_work:
             self.note()
             self._graphs.add(graph)

@@ -195,9 +195,7 @@ class Calls:
                     f"superpipeline: {member.name!r} returns one of its weights in an object of a class of its own. "
                     "Return a clone of the weight, or name it in `resident`."
                 )
-        if not member.is_streamed:
-            self._outside.note_use({entry.weight for entry in member.entries})
-        elif torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
+        if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
             before_backward(watched, self._announcement(member), number, self._graphs.calls)
         return output
 
@@ -207,7 +205,8 @@ class Calls:
     def _announcement(self, member: Member) -> Announcement:
         """Return what to do when backward reaches the call that is ending."""
         graph = self._graphs.watch_current()
-        graph.has_calls = True
+        if not member.is_streamed:
+            return self._graphs.announce(partial(self._backward.note_graph, graph))
         *outer, groups = self._inside
         around = [group for each in outer for group in each]
         if in_backward():  # the call that it was inside of is over, but the backward of that is not

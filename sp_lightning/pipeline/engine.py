@@ -248,6 +248,7 @@ class Engine:
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
+        self.graphs.has_served = False
         self.backend.trace.end()
         self.activations.end_backward()
         if not self.graphs.in_step:

@@ -7,7 +7,6 @@ is right. The next arrangement makes the former resident, and sends the latter i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -19,7 +18,7 @@ from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs, hold_while_needed
+from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
 from sp_lightning.pipeline.weights.lowered import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.units import Member
@@ -64,7 +63,6 @@ class OutsideUse:
         self._stream = stream
         self._backward = backward
         self.guard = Guard(self, arrangement.weights)
-        self._reach_leaf = self._graphs.announce(self._note_leaf)
         self._watched: list[Lowering] = []
         for weight in arrangement.weights:
             leaf = weight.twin.parameter
@@ -85,6 +83,7 @@ class OutsideUse:
         with self._at_work:
             self._window.finish_optimizer(weight.unit.group)
             self._arrangement.unused_in_step = False
+            self._graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
                 self.keep_as_is(weight)
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
@@ -106,23 +105,6 @@ class OutsideUse:
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
         self._learned.touched_outside.append(weight)
-
-    def note_use(self, weights: Iterable[Weight]) -> None:
-        """Note the use of weights outside of unit calls: a graph that needs them waits for its backward, too."""
-        if not torch.is_grad_enabled() or in_backward():
-            return
-        with self._at_work:
-            leaves = [leaf for weight in weights if (leaf := weight.twin.parameter).requires_grad]
-            if not leaves or leaves[0].view_as(leaves[0]).grad_fn is None:  # a transform within inference mode
-                return
-            graph = self._graphs.watch_current()
-            for leaf in leaves:
-                hold_while_needed(leaf, graph, self._reach_leaf)
-
-    def _note_leaf(self, graph: Graph) -> None:
-        """Note that backward has reached a weight that a graph used outside of unit calls, or another graph did."""
-        if not (self._backward.closed or graph.has_calls):
-            self._backward.note_graph(graph)
 
     def before_access(self, weight: Weight) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""

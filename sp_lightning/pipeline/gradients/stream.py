@@ -247,7 +247,7 @@ class GradientStream:
         """
         self._send_rest(takes_part)
         if self.taker is not None:
-            self.taker.end_of_backward()
+            self.taker.finish_backward()
         late = [gradient for gradient in self.arrived if gradient.late]
         self.arrived.clear()
         if late:

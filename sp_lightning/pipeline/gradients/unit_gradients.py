@@ -223,7 +223,7 @@ class Taker(Protocol):
     def take(self, shipment: Shipment) -> None:
         """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
 
-    def end_of_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Give back what was not used."""
 
 

@@ -21,6 +21,7 @@ from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
@@ -114,7 +115,7 @@ class GroupSteps:
         steps: Sequence[PlannedStep],
         settings: Sequence[dict[str, Any]],
         gradients: Mapping[Gradient, Tensor],
-        buffers: Sequence[LandingBuffer | None] = (),
+        buffers: Sequence[LandingBuffer] = (),
     ) -> None:
         """Have the thread step a group when its gradients have landed.
 
@@ -126,13 +127,17 @@ class GroupSteps:
             gradients: The gradients to step with; weights without one stay as they are.
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
-        stepped = [gradient for step in steps for gradient in step.gradients if gradient in gradients]
-        if not stepped:
+        weights: set[Weight] = set()
+        landing: dict[Ticket | None, None] = {}
+        moved = 0
+        for gradient in [gradient for step in steps for gradient in step.gradients if gradient in gradients]:
+            weights.add(gradient.weight)
+            landing[gradient.unit.ticket] = None
+            moved += 2 * gradient.weight.home.nbytes + gradients[gradient].nbytes
+        if not weights:
             return
         self._window.finish_optimizer(group)
         runs = [run for step in steps for run in _runs(optimizer, step, settings[step.param_group], gradients)]
-        weights = {gradient.weight for gradient in stepped}
-        landing = {gradient.unit: gradient.unit.ticket for gradient in stepped}
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
@@ -143,12 +148,10 @@ class GroupSteps:
 
         def release_buffers() -> None:
             for buffer in buffers:
-                if buffer is not None:
-                    buffer.release()
+                buffer.release()
 
         self._window.outdate(group, weights)
-        after = [*self._window.copies_of(group), *(ticket for ticket in landing.values() if ticket is not None)]
-        moved = sum(2 * gradient.weight.nbytes + gradients[gradient].nbytes for gradient in stepped)
+        after = [*self._window.copies_of(group), *filter(None, landing)]
         rank = 0 if group.resident else group.index + 1
         group.being_stepped = self._backend.work(step, after, moved, release_buffers, rank=rank)
         self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
@@ -249,13 +252,13 @@ class EarlyStep:
         """Step the unit's group when its last gradients have landed; if it is still needed, when backward leaves it."""
         group = shipment.unit.unit.group
         if self._shipments and self._shipments[0].unit.unit.group is not group:
-            self.end_of_backward()  # backward has moved on, and there are few landing buffers
+            self.finish_backward()  # backward has moved on, and there are few landing buffers
         self._shipments.append(shipment)
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
         if all(weight.master.requires_grad for weight in group.weights) and self._is_complete(group):
             self._step(group)
 
-    def end_of_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Step the group whose gradients arrived last, as backward has left it, or give them back if it is needed."""
         if self._shipments and self._is_complete(group := self._shipments[0].unit.unit.group):
             self._step(group)
@@ -275,7 +278,7 @@ class EarlyStep:
         arrived = {g: tensor for s in shipments for g, tensor in zip(s.gradients, s.arrived, strict=True)}
         for gradient in arrived:
             gradient.scaling = self._scaling
-        buffers = [shipment.buffer for shipment in shipments]
+        buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
         self._steps.begin(group, self.optimizer, self.plan.steps[group], self._settings, arrived, buffers)
         for unit in [shipment.unit for shipment in shipments]:
             unit.state = State.CONSUMED

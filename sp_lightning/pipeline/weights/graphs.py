@@ -13,12 +13,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 
-_WATCHED_AT = "superpipeline"  # keys in a node's metadata
-_NEEDED_BY = "superpipeline leaf"
+_WATCHED_AT = "superpipeline"  # a key in a node's metadata
 _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one backward
 
 
@@ -27,8 +25,6 @@ class Graph:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # whether units were called in it, so that their nodes tell when backward runs through it
-        self.has_calls = False
         self.done = False  # whether a backward has run through it
 
 
@@ -60,6 +56,7 @@ class Graphs:
         self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
         self.current = Graph(0)  # the graph that is being built
         self.calls = 0  # how many calls of units have begun
+        self.has_served = False  # whether weights were used outside of units since the last scope or backward
         self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
         self._has_warned = False
 
@@ -94,7 +91,8 @@ class Graphs:
             announcement.cut()
 
     def waiting(self) -> bool:
-        """Tell whether a graph still waits for its backward."""
+        """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
+        served, self.has_served = self.has_served, False
         waiting = [graph.number for graph in self._alive if not graph.done]
         if waiting and self.current.number - min(waiting) > _STALE_AFTER and not self._has_warned:
             self._has_warned = True
@@ -104,7 +102,7 @@ class Graphs:
                 "Keep `loss.detach()` instead.",
                 stacklevel=2,
             )
-        return bool(waiting)
+        return bool(waiting) or served
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
@@ -132,32 +130,6 @@ def _node_that_stays(output: Tensor) -> Any:
     if base is None or base.grad_fn is None or isinstance(output.grad_fn, BackwardCFunction):
         return output.grad_fn
     return base.grad_fn
-
-
-def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph], None]) -> None:
-    """Keep `graph` alive for as long as an autograd graph waits to give this leaf its gradient, and no longer.
-
-    A leaf does not hold the node that accumulates its gradient; graphs that were built on it do.
-
-    Args:
-        leaf: A leaf that requires a gradient.
-        graph: The graph to keep alive.
-        reached: Called with each graph that is held here, when backward reaches the leaf.
-    """
-    node = get_gradient_edge(leaf).node
-    metadata: Any = node.metadata
-    if _NEEDED_BY not in metadata:
-        held: list[Graph] = []
-        metadata[_NEEDED_BY] = held
-
-        def run(_: Any) -> None:
-            for each in held:
-                reached(each)
-
-        node.register_prehook(run)
-    graphs = metadata[_NEEDED_BY]
-    if graph not in graphs:  # a loss that is kept keeps the node alive over several steps, and so for several graphs
-        graphs[:] = [*(other for other in graphs if not other.done), graph]
 
 
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:

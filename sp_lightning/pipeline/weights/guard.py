@@ -108,12 +108,9 @@ class Guard:
             return _differentiate(*args, **kwargs)
         if func is torch.autograd.backward:
             return func(*args, **{**kwargs, "inputs": _leaves_for(kwargs["inputs"])})
-        weights = [_weight_of(master) for master in instances_in((args, kwargs), HostParameter)]
         with without_torch_function():
             args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.owner.serve(_weight_of(p)))
-        result = func(*args, **kwargs)
-        self.owner.note_use(weights)
-        return result
+        return func(*args, **kwargs)
 
 
 _guarded: dict[int, tuple[Guard, Weight]] = {}

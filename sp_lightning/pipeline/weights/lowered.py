@@ -49,9 +49,6 @@ class Server(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, in its own dtype from now on."""
 
-    def note_use(self, weights: Iterable[Weight]) -> None:
-        """Note that an operation outside of their units has used weights, as they were served."""
-
 
 class Lowering:
     """How a leaf is used under autocast. The leaf may outlive the weight and its server.
@@ -149,17 +146,12 @@ class LoweredParameter(EagerLeaf):
                 return torch.float32 if leaves and name == "dtype" else func(*args, **kwargs)
             is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
             found = {id(leaf): leaf if leaf.lowering.passes(leaf, is_casting) else leaf.as_is() for leaf in leaves}
-            served = [leaf.lowering for leaf in leaves if found[id(leaf)] is not leaf]
-            if not served and all(kind is cls for kind in types):
+            is_served = any(found[id(leaf)] is not leaf for leaf in leaves)
+            if not is_served and all(kind is cls for kind in types):
                 return func(*args, **kwargs)
             plain = {id(leaf): leaf.view_as(leaf) if found[id(leaf)] is leaf else found[id(leaf)] for leaf in leaves}
             args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: plain.get(id(leaf), leaf))
-        result = func(*args, **kwargs)
-        for lowering in served:
-            server, weight = lowering.server(), lowering.weight()
-            if server is not None and weight is not None:
-                server.note_use([weight])
-        return result
+        return func(*args, **kwargs)
 
 
 def _is_served(leaf: LoweredParameter) -> bool:

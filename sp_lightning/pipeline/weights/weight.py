@@ -33,29 +33,19 @@ def outdated_graph_error(what: str) -> RuntimeError:
 
 
 class Twin:
-    """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
-
-    Attributes:
-        weight: The weight it is the twin of.
-        group: The group that has to be on the device for its values to be valid.
-        data: Its values as a tensor outside of autograd.
-        parameter: The leaf that graphs are built on.
-        key: The identity of its memory.
-        required_gradient: Whether the leaf required a gradient when the engine last set that.
-        gradient_hook: Collects its gradients, once it requires one.
-    """
+    """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
 
     def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:
         self.weight = weight
-        self.group = group
-        self.data = data
+        self.group = group  # the group that has to be on the device for its values to be valid
+        self.data = data  # its values as a tensor outside of autograd
         with torch.inference_mode(False):
-            self.parameter = self._make_leaf(compiled)
+            self.parameter = self._make_leaf(compiled)  # the leaf that graphs are built on
         leaf: Any = self.parameter
         leaf.twin_of = weight.name  # it may outlive this object
-        self.key = storage_key(data)
-        self.required_gradient = False
-        self.gradient_hook: RemovableHandle | None = None
+        self.key = storage_key(data)  # the identity of its memory
+        self.required_gradient = False  # whether the leaf required a gradient when the engine last set that
+        self.gradient_hook: RemovableHandle | None = None  # collects its gradients, once it requires one
         self._version_seen = self._version_of_leaf()
         self._write_backs = 0
 
@@ -119,18 +109,8 @@ class Weight:
     """A weight of the model.
 
     Attributes:
-        kind: The master's class, while it is not guarded.
         host: The master's memory as a plain tensor.
         home: The memory that the engine has for it; `host` is other memory after `p.data = ...`.
-        dtype: The dtype of its values in memory.
-        compute_dtype: The dtype in which it is sent: its own, or the one that autocast lowers it to.
-        watched: Whether a leaf is made for it that tells how it is used under autocast (lowered.py).
-        averaged: Whether its gradient is averaged over several processes.
-        unit: The unit that it belongs to.
-        last_graph: The number of the graph that last used it in code that torch compiles.
-        replacements: How often the master was found in other memory.
-        lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
-        twin: Its current twin.
     """
 
     unit: Unit
@@ -139,14 +119,16 @@ class Weight:
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
-        self.kind = type(master)
+        self.kind = type(master)  # the master's class, while it is not guarded
         self.host = self.home = master.data
         self.dtype = master.dtype
+        # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False
-        self.averaged = False
-        self.last_graph = -1
-        self.replacements = 0
+        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (lowered.py)
+        self.averaged = False  # whether its gradient is averaged over several processes
+        self.last_graph = -1  # the number of the graph that last used it in code that torch compiles
+        self.replacements = 0  # how often the master was found in other memory
+        # the leaf of an earlier twin, if it was lowered until something used it as it is
         self.lowered_leaves: list[nn.Parameter] = []
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +33,6 @@ class Owner:
 
     def __init__(self) -> None:
         self.served: list[str] = []
-        self.in_use: list[str] = []
         self.written: list[str] = []
         self.looked_at: list[str] = []
         self.gradients: list[str] = []
@@ -49,9 +48,6 @@ class Owner:
     def serve(self, weight: Weight) -> nn.Parameter:
         self.served.append(weight.name)
         return weight.twin.parameter
-
-    def note_use(self, weights: Iterable[Weight]) -> None:
-        self.in_use += [weight.name for weight in weights]
 
     def note_write(self, weight: Weight) -> None:
         self.written.append(weight.name)
@@ -152,7 +148,6 @@ def test_computing_goes_to_the_device(scene: Scene, work: Callable[[Scene], Any]
     """In whatever argument the master is: the values are the twin's."""
     result = work(scene)
     assert scene.owner.served
-    assert set(scene.owner.in_use) == set(scene.owner.served)
     assert scene.owner.written == []
     scene.w, scene.b = (twin.parameter for twin in scene.placed.twins)  # type: ignore[assignment]
     assert torch.equal(result, work(scene))

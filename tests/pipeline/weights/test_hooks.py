@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning.pipeline.weights.graphs import (
     before_backward,
-    hold_while_needed,
     run_hooks,
 )
 
@@ -114,49 +112,6 @@ def test_a_node_belongs_to_the_call_that_made_it() -> None:
     before_backward([y], lambda _: order.append("hands through"), since=3, now=3)
     y.sum().backward()
     assert order == ["inner", "around"]
-
-
-class Held:
-    """What a graph is to `hold_while_needed`."""
-
-    done = False
-
-
-def test_a_graph_is_held_for_as_long_as_the_leaf_is_needed() -> None:
-    leaf, held, reached = nn.Parameter(torch.ones(2)), Held(), []
-    gone = weakref.ref(held)
-    result = leaf + 1
-    hold_while_needed(leaf, held, reached.append)
-    del held
-    assert gone() is not None
-    result.sum().backward()
-    assert reached == [gone()]
-    del result
-    reached.clear()
-    assert gone() is None
-
-
-def test_a_leaf_in_no_graph_holds_nothing() -> None:
-    leaf, held = nn.Parameter(torch.ones(2)), Held()
-    gone = weakref.ref(held)
-    hold_while_needed(leaf, held, lambda graph: None)
-    del held
-    assert gone() is None
-
-
-def test_a_leaf_in_several_graphs_holds_those_that_wait() -> None:
-    """Someone who keeps all losses keeps the node, step by step: it must not gather what is done."""
-    leaf, first, second, reached = nn.Parameter(torch.ones(2)), Held(), Held(), []
-    gone = weakref.ref(first)
-    results = [leaf + 1]
-    hold_while_needed(leaf, first, reached.append)
-    first.done = True
-    results.append(leaf + 2)
-    hold_while_needed(leaf, second, reached.append)
-    del first
-    assert gone() is None
-    results[1].sum().backward()
-    assert reached == [second]
 
 
 def test_hooks_run_in_order_and_may_only_look() -> None:
