@@ -283,7 +283,6 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
                 # Moves metrics, and what a failed attempt to attach left behind. If something is still on the meta
                 # device, `setup` raised because of it, and it cannot be moved.
                 module.cpu()
-            self.teardown_processes()
             for plugin in (self.precision_plugin, self.cluster_environment, self.accelerator, self.checkpoint_io):
                 assert plugin is not None
                 plugin.teardown()

@@ -6,7 +6,6 @@ from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
-from sp_lightning.pipeline.lanes.cores import use_all_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
 from sp_lightning.pipeline.lanes.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.layout.learned import WindowPlan
@@ -41,5 +40,4 @@ __all__ = [
     "is_out_of_memory",
     "readable_bytes",
     "readable_seconds",
-    "use_all_cores",
 ]

@@ -20,6 +20,7 @@ from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.gradients.averaging import AveragedStream
+from sp_lightning.pipeline.gradients.buffers import Pin
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -113,8 +114,9 @@ class Engine:
         )
 
     def _make_stream(self) -> GradientStream:
-        arrangement, pin = self.arrangement, self.arrangement.host_share.pin_gradients
+        arrangement, share = self.arrangement, self.arrangement.host_share
         units, backend, stats = arrangement.all_units, self.backend, self.stats
+        pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
         if self.replicas is None:
             return GradientStream(units, self.window, backend, stats, pin)
         unmanaged = list(arrangement.unmanaged.values())

@@ -91,7 +91,7 @@ class Pipeline:
                 )
             replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
-        self.backend = backend or make_backend(self.device, self.options, processes)
+        self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
         _check_share(self.options, self.backend)
         keep_out_of_graphs()
         finish_before_compiling(self.backend)

@@ -25,13 +25,12 @@ _WORDS = {
     Kind.STALL: "device waits",
     Kind.LOAD: "weights",
     Kind.FETCH: "activations, back",
-    Kind.SUMS: "gradients, back",
     Kind.GRADIENTS: "gradients",
     Kind.OFFLOAD: "activations, out",
     Kind.STEP: "optimizer step",
     Kind.ADD: "gradients added up",
 }
-_PALE = {Kind.FETCH, Kind.SUMS, Kind.OFFLOAD, Kind.ADD, Kind.GRADIENTS}  # their colors need dark letters
+_PALE = {Kind.FETCH, Kind.OFFLOAD, Kind.ADD, Kind.GRADIENTS}  # their colors need dark letters
 
 
 def draw_timeline(recording: Recording, caption: str = "", styled: bool = True) -> str:

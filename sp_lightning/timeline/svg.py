@@ -22,7 +22,6 @@ COLORS = {
     "stall": ("#e5343d", "#f2444d"),
     "load": ("#0e9384", "#12a594"),
     "fetch": ("#55c5b7", "#6fd0c4"),
-    "sums": ("#9adbd2", "#a6e0d8"),
     "gradients": ("#f0922b", "#f39b3a"),
     "offload": ("#f3bb66", "#f3c47c"),
     "step": ("#7a52d1", "#8d68e0"),

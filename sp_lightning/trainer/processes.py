@@ -7,7 +7,6 @@ the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Replicas, use_all_cores
+from sp_lightning.pipeline import Pipeline, Replicas
 from sp_lightning.trainer._namespace import Namespace
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class ProcessesMixin(_Base):
         self.replicas: Replicas | None = None
         self._buffers_due = False
         self._accumulates = False
-        self._threads_before: int | None = None
 
     @property
     @override
@@ -112,16 +110,7 @@ class ProcessesMixin(_Base):
             )
 
     def setup_processes(self) -> None:
-        """Use this process's part of the cores, and join the process group, once the device is set up."""
-        if self.root_device.type != "cpu" and self._threads_before is None:
-            # Not on the CPU, where the same threads compute the model: with another number of threads, sums would be
-            # taken in another order than in plain training.
-            self._threads_before = use_all_cores(self.num_processes)
-            if self._threads_before is not None:
-                self.lightning.info(
-                    f"The optimizer steps on the host: torch uses up to {torch.get_num_threads()} threads there, "
-                    f"not the {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
-                )
+        """Join the process group, once the device is set up."""
         if not self.is_distributed:
             return
         self.lightning.reset_seed()
@@ -134,12 +123,6 @@ class ProcessesMixin(_Base):
             if dist.get_backend() != "gloo":
                 on_host = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
             self.replicas = Replicas(on_host, self.num_processes)
-
-    def teardown_processes(self) -> None:
-        """Give torch back the number of threads that it had."""
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
 
     @contextmanager
     @override

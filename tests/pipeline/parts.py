@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.worker import Job
+from sp_lightning.pipeline.lanes.lanes import Job, Ticket
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.units import Group, Unit

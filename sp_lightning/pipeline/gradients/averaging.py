@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sp_lightning.pipeline.gradients.buffers import StagingBuffer
+from sp_lightning.pipeline.gradients.buffers import Pin, StagingBuffer
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
@@ -42,7 +42,7 @@ class AveragedStream(GradientStream):
         window: Window,
         backend: Backend,
         stats: Stats,
-        pin: bool,
+        pin: Pin,
         replicas: Replicas,
         unmanaged: Sequence[nn.Parameter],
     ) -> None:

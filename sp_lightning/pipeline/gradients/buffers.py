@@ -6,6 +6,7 @@ not stay where they land go through a *landing buffer* on the host, on their way
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,6 +26,16 @@ from sp_lightning.pipeline.weights.weight import Weight
 STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
+
+
+class Pin(enum.Enum):
+    """Which host memory for gradients is pinned. A copy to other memory would hold up the thread that launches."""
+
+    ALL = enum.auto()
+    LANDING = enum.auto()
+    """Landing buffers alone, as the host cannot pin everything: gradients are moved from there by the host."""
+
+    NOTHING = enum.auto()
 
 
 class GradientLayout:

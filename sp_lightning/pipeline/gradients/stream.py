@@ -26,6 +26,7 @@ from sp_lightning.pipeline.gradients.buffers import (
     HostGradients,
     LandingBuffer,
     LandingBuffers,
+    Pin,
     StagingBuffer,
     StagingBuffers,
 )
@@ -59,16 +60,17 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: bool) -> None:
+    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: Pin) -> None:
         self.taker: Taker | None = None
         self.measures_norms = False
-        self._units = [UnitGradients(unit, backend, pin) for unit in units]
+        self._units = [UnitGradients(unit, backend, pin is Pin.ALL) for unit in units]
         self._of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
         self._stats = stats
         self._staging = StagingBuffers(units, backend)
-        self._landing = LandingBuffers(units, backend, pin)
+        self._landing = LandingBuffers(units, backend, pin is not Pin.NOTHING)
+        self._lands_in_place = pin is not Pin.LANDING
         self._gathering: dict[UnitGradients, None] = {}
         self.arrived: dict[Gradient, bool] = {}
 
@@ -149,7 +151,7 @@ class GradientStream:
         has_norms = self.measures_norms and layout.can_be_measured
         is_new = is_whole and is_first and is_hidden
         passes = is_new and taker is not None and not taker.keeps_gradients
-        if is_new and unit.sums is None and not passes:
+        if is_new and unit.sums is None and not passes and self._lands_in_place:
             unit.wait()
             shipment = self._copy(unit, gradients, layout, staging, unit.own(), has_norms)
         else:
@@ -204,7 +206,7 @@ class GradientStream:
                 continue
             before = gradient.host
             stays = before is not None and before.dtype == gradient.weight.dtype
-            target = before if before is not None and stays else unit.room_for(gradient)
+            target = before if before is not None and stays else unit.room_for(gradient, arrived.dtype)
             gradient.host = target
             jobs.append((target, before, arrived))
             if has_norms:
@@ -241,10 +243,7 @@ class GradientStream:
 
     @torch.no_grad()
     def finish(self, takes_part: bool = False) -> None:
-        """Send what is left, and call users' hooks. The last gradients may not have landed yet.
-
-        With `takes_part`, a process takes part in averaging even if no gradient has arrived in it.
-        """
+        """Send what is left, and call users' hooks; with `takes_part`, average even if no gradient has arrived."""
         self._send_rest(takes_part)
         if self.taker is not None:
             self.taker.finish_backward()

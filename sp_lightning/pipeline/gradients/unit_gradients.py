@@ -145,10 +145,11 @@ class UnitGradients:
         own, self._own = self._own, None
         return own
 
-    def room_for(self, gradient: Gradient) -> Tensor:
-        """Return memory for the sum of one weight's gradients."""
+    def room_for(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
+        """Return memory for the sum of one weight's gradients, or for the first of them, which came in this dtype."""
         index = self.trained.index(gradient)
-        if not self.layout.is_lower:
+        is_first = gradient.host is None and self.sums is None and dtype == self.layout.dtypes[index]
+        if is_first or not self.layout.is_lower:
             return self.own().views(self.layout)[0][index]
         if self.sums is None:
             self.sums = HostGradients(self._sum_layout.nbytes, self._backend, pin=False)

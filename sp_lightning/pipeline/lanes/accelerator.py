@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
-from sp_lightning.pipeline.lanes.worker import Worker
+from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -83,8 +82,7 @@ class AcceleratorBackend(Backend):
     @override
     def gather_free_memory(self) -> None:
         # The caching allocator would cut long-lived memory from a free block that large activations need whole again.
-        if hasattr(self._api, "empty_cache"):
-            self._api.empty_cache()
+        self._api.empty_cache()
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -184,50 +182,37 @@ class AcceleratorBackend(Backend):
             _cudart().cudaHostUnregister(memory.data_ptr())
 
     @override
-    def total_memory(self) -> int | None:
-        if not hasattr(self._api, "mem_get_info"):
-            return None
+    def total_memory(self) -> int:
         # the user may have limited the process with `torch.cuda.set_per_process_memory_fraction`
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         return int(allowed(self.device) * self._api.mem_get_info(self.device)[1])
 
     @override
-    def free_memory(self) -> int | None:
-        allowed = self.total_memory()
-        if allowed is None:
-            return None
+    def free_memory(self) -> int:
         used = int(self._api.memory_allocated(self.device))
         cached = int(self._api.memory_reserved(self.device)) - used
-        return min(int(self._api.mem_get_info(self.device)[0]) + cached, max(0, allowed - used))
+        return min(int(self._api.mem_get_info(self.device)[0]) + cached, max(0, self.total_memory() - used))
 
     @override
-    def usable_memory(self) -> int | None:
-        free = self.free_memory()
-        return None if free is None else free + int(self._api.memory_allocated(self.device))
+    def usable_memory(self) -> int:
+        return self.free_memory() + int(self._api.memory_allocated(self.device))
 
     @override
-    def peak_memory(self) -> int | None:
-        most = self.peak_since_reset()
-        return None if most is None else max(self._peak_before_reset, most)
+    def peak_memory(self) -> int:
+        return max(self._peak_before_reset, self.peak_since_reset())
 
     @override
-    def reset_peak_memory(self) -> int | None:
-        if not hasattr(self._api, "reset_peak_memory_stats"):
-            return None
-        self._peak_before_reset = max(self._peak_before_reset, int(self._api.max_memory_allocated(self.device)))
+    def reset_peak_memory(self) -> int:
+        self._peak_before_reset = self.peak_memory()
         self._api.reset_peak_memory_stats(self.device)
         return int(self._api.memory_allocated(self.device))
 
     @override
-    def peak_since_reset(self) -> int | None:
-        if not hasattr(self._api, "reset_peak_memory_stats"):
-            return None
+    def peak_since_reset(self) -> int:
         return int(self._api.max_memory_allocated(self.device))
 
     @override
     def allocation_retries(self) -> int:
-        if not hasattr(self._api, "memory_stats"):
-            return 0
         return int(self._api.memory_stats(self.device).get("num_alloc_retries", 0))
 
     @override

@@ -25,14 +25,17 @@ as a wrong number on a laptop, not only on a GPU.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.lanes import Lanes, Ticket
-from sp_lightning.pipeline.lanes.trace import Trace
+from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
+from sp_lightning.pipeline.lanes.trace import Kind, Recording, Span
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
@@ -41,6 +44,7 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
 )
+_LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 BEFORE_OTHER_WORK = -1  # the rank of a copy that comes after work; steps have their place in the forward
 
@@ -55,11 +59,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
-class Backend(Lanes):
-    """A device, as the engine sees it. With `poison`, unused memory is filled with NaN, so that a read is noticed."""
+class Backend(ABC):
+    """A device, as the engine sees it: computing, copies in both directions and work on the host, side by side.
+
+    Attributes:
+        device: The device.
+        poison: Whether unused memory is filled with NaN, so that a read is noticed.
+        timed: Whether new tickets have to know when they began and ended.
+        trace: A log of what it is asked to do.
+    """
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
-        super().__init__()
+        self.timed = False
         self.device = device
         self.poison = poison
         self.trace = Trace(self)
@@ -100,7 +111,31 @@ class Backend(Lanes):
             rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
         """
 
-    def gather_free_memory(self) -> None:
+    @abstractmethod
+    def wait(self, ticket: Ticket) -> None:
+        """Make everything computed from now on wait for the copy; see [Note: ordering of copies]."""
+
+    def synchronize(self, ticket: Ticket) -> None:
+        """Block the host until the copy is done."""
+        ticket.join()
+
+    def mark(self) -> Any:
+        """Mark the moment at which the device will have computed all that was given to it so far."""
+        return perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the time between two marks; blocks the host until the second is reached."""
+        return float(end - begin)
+
+    def origin(self) -> Origin:
+        """Take the present moment as the origin of a recording."""
+        return Origin(self.mark(), perf_counter())
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until no copy is in flight and no work is left."""
+
+    def gather_free_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Merge free memory into as few and as large blocks as possible, before long-lived memory is allocated."""
 
     def invalidate(self, memory: Tensor) -> None:
@@ -152,3 +187,93 @@ class Backend(Lanes):
     def close(self) -> None:
         """Finish all work, and release what the backend holds."""
         self.drain()
+
+
+class _Entry(NamedTuple):
+    kind: Kind
+    name: str
+    nbytes: int
+    ticket: Ticket | None
+    begin: Any = None
+    end: Any = None
+
+
+class Trace:
+    """A log of what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._entries: list[_Entry] | None = None
+        self._steps: list[Any] = []
+        self._recordings = 0
+        self._open: _Entry | None = None
+
+    def moved(self, kind: Kind, name: str, nbytes: int, ticket: Ticket) -> None:
+        """Note a copy, or a job on the host, that has been given to the backend."""
+        if self._entries is not None:
+            self._entries.append(_Entry(kind, name, nbytes, ticket))
+
+    def wait(self, ticket: Ticket, what: str) -> None:
+        """Make computing wait for a ticket, and note how long it does."""
+        if self._entries is None:
+            self._backend.wait(ticket)
+            return
+        begin = self._backend.mark()
+        self._backend.wait(ticket)
+        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+
+    def begin(self, kind: Kind, name: str) -> None:
+        """Note that a unit begins to compute, and that the one before it is done."""
+        if self._entries is not None:
+            self.end()
+            self._open = _Entry(kind, name, 0, None, self._backend.mark())
+
+    def end(self) -> None:
+        """Note that the unit that was computing is done."""
+        if self._entries is not None and self._open is not None:
+            self._entries.append(self._open._replace(end=self._backend.mark()))
+            self._open = None
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        if self._entries is not None:
+            self._steps.append(self._backend.mark())
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record what happens in this scope; at its end the host waits for the device once.
+
+        Recordings may overlap: a planner's and a timeline's do not know of each other.
+        """
+        origin = self._backend.origin()
+        if self._entries is None:
+            self._entries, self._steps = [], []
+        self._recordings += 1
+        self._backend.timed = True
+        recording, first, first_step = Recording(), len(self._entries), len(self._steps)
+        try:
+            yield recording
+        finally:
+            self.end()
+            entries, steps = self._entries[first:], [*self._steps[first_step:], self._backend.mark()]
+            self._recordings -= 1
+            if not self._recordings:
+                self._entries, self._backend.timed = None, False
+            self._backend.drain()
+            spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
+            recording.spans = sorted(spans, key=lambda span: span.begin)
+            moments = [self._backend.seconds(origin.device, mark) for mark in steps]
+            recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
+
+    def _span(self, entry: _Entry, origin: Origin) -> Span | None:
+        if entry.ticket is not None:
+            interval = entry.ticket.interval(origin)
+            if interval is None:
+                return None
+            begin, end = interval
+        else:
+            begin = self._backend.seconds(origin.device, entry.begin)
+            end = self._backend.seconds(origin.device, entry.end)
+            if entry.kind is Kind.STALL and end - begin < _LEAST_STALL:
+                return None
+        return Span(entry.kind.lane, entry.kind, entry.name, begin, end, entry.nbytes)

@@ -72,46 +72,16 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"], processes
     """
     if device.type == "cpu":
         return HostCores(None if threads == "auto" else threads)
-    allowed = allowed_cores()
+    allowed = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
     near = allowed & _read_cores(_SYSTEM / f"devices/system/node/node{_node_of(device)}/cpulist")
     if near == allowed or any(name in os.environ for name in _BOUND_BY_USER):
         near = frozenset()
-    if threads == "auto":
-        cores = max(1, _physical(near or allowed) // processes)
-        free = max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN))
-        threads = torch.get_num_threads() if user_chose_threads() else free
-    return HostCores(threads, near)
-
-
-def use_all_cores(processes: int = 1) -> int | None:
-    """Let torch use this process's share of the cores, if a launcher left it with one thread.
-
-    `torchrun` sets `OMP_NUM_THREADS=1` to spare the cores for its other processes. But here the optimizer steps on the
-    host, where one thread would take as many times longer as there are cores. This is for optimizers that step in the
-    thread that calls them; steps unit by unit have threads of their own (`choose_cores`). `OMP_NUM_THREADS=1` outside
-    of `torchrun` is the user's choice, and stands.
-
-    Args:
-        processes: How many processes like this one share the machine.
-
-    Returns:
-        The thread count that torch had, to be restored later, or None if nothing was changed.
-    """
-    cores, threads = len(allowed_cores()) // processes, torch.get_num_threads()
-    if threads > 1 or cores <= 1 or user_chose_threads():
-        return None
-    torch.set_num_threads(cores)
-    return threads
-
-
-def user_chose_threads() -> bool:
-    """Tell whether the user chose torch's thread count; `torchrun` sets it, too, to spare its other processes."""
-    return "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-
-
-def allowed_cores() -> frozenset[int]:
-    """Return the cores that this process may use."""
-    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    if threads != "auto":
+        return HostCores(threads, near)
+    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return HostCores(torch.get_num_threads(), near)  # `torchrun` sets it, too, to spare its other processes
+    cores = max(1, _physical(near or allowed) // processes)
+    return HostCores(max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN)), near)
 
 
 def _node_of(device: torch.device) -> str:

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.worker import Worker
+from sp_lightning.pipeline.lanes.lanes import Ticket, Worker
 
 
 class HostBackend(Backend):

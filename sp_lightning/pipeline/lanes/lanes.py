@@ -1,10 +1,16 @@
-"""Tickets for copies and for work on the host that are under way, and moments to time them by."""
+"""Tickets for what is under way, and a thread that works on host memory, most urgent job first."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 
 class Origin(NamedTuple):
@@ -27,40 +33,161 @@ class Ticket(ABC):
         """Whether `join` would return at once."""
 
     def interval(self, origin: Origin) -> tuple[float, float] | None:
-        """Return when it began and ended, in seconds since the origin; None if it was not timed (`Lanes.timed`)."""
+        """Return when it began and ended, in seconds since the origin; None if it was not timed (`Backend.timed`)."""
         return None
 
 
-class Lanes(ABC):
-    """Computing, copies in both directions and work on the host, which run side by side.
+class Job(Ticket):
+    """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
 
-    Attributes:
-        timed: Whether new tickets have to know when they began and ended.
+    def __init__(
+        self,
+        action: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.error: BaseException | None = None
+        self._action: Callable[[], None] | None = action
+        self._after = after
+        self._cleanup = cleanup
+        self._is_done = False
+        self._under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
+        self._under_way.acquire()
+        self._began = self._ended = 0.0
+
+    @override
+    def join(self) -> None:
+        if not self._is_done:
+            with self._under_way:
+                pass
+        if self.error is not None:
+            raise self.error
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._is_done
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        return self._began - origin.host, self._ended - origin.host
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that has to be done before it is."""
+        return all(ticket.done for ticket in self._after)
+
+    def wait_until_ready(self) -> None:
+        """Block until all that has to be done before it is, or has failed."""
+        for ticket in self._after:
+            with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for the job
+                ticket.join()
+
+    def run(self, failed: BaseException | None = None) -> None:
+        """Run it in this thread, which could not start properly if it has `failed`."""
+        try:
+            if failed is not None:
+                raise failed
+            for earlier in self._after:
+                earlier.join()
+            assert self._action is not None
+            self._began = perf_counter()
+            self._action()
+        except BaseException as error:
+            self.error = error
+        self._ended = perf_counter()
+        if self._cleanup is not None:
+            self._cleanup()
+        self.finish()
+
+    def finish(self) -> None:
+        """Mark it as done, and wake whoever waits for it; what it held is free by then."""
+        self._action, self._after, self._cleanup = None, (), None
+        self._is_done = True
+        self._under_way.release()
+
+
+class Worker:
+    """A thread that runs the most urgent of the jobs that are ready. The first job starts it.
+
+    A job is ready when all tickets that it comes after are done. Of the ready ones, the lowest rank runs first, and
+    among equals the one submitted first. If none is ready, the thread waits for the tickets of the one submitted first:
+    copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for.
     """
 
-    def __init__(self) -> None:
-        self.timed = False
+    def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._on_start = on_start
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []  # in the order of submission
+        self._is_working = False
+        self._closing = False
 
-    @abstractmethod
-    def wait(self, ticket: Ticket) -> None:
-        """Make everything computed from now on wait for the copy; see [Note: ordering of copies] in backend.py."""
+    def submit(
+        self,
+        action: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Job:
+        """Submit a job."""
+        job = Job(action, after, cleanup, rank)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
 
-    def synchronize(self, ticket: Ticket) -> None:
-        """Block the host until the copy is done."""
-        ticket.join()
-
-    def mark(self) -> Any:
-        """Mark the moment at which the device will have computed all that was given to it so far."""
-        return perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Return the time between two marks; blocks the host until the second is reached."""
-        return float(end - begin)
-
-    def origin(self) -> Origin:
-        """Take the present moment as the origin of a recording."""
-        return Origin(self.mark(), perf_counter())
-
-    @abstractmethod
     def drain(self) -> None:
-        """Block until no copy is in flight and no work is left."""
+        """Block until every job is done."""
+        if threading.current_thread() is self._thread:  # called by a job, one that compiles: it cannot wait for itself
+            return
+        with self._changed:
+            while self._waiting or self._is_working:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Finish all jobs, and end the thread."""
+        if self._thread is not None:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join()
+            self._thread, self._closing = None, False
+
+    def _run(self) -> None:
+        failed: BaseException | None = None
+        try:
+            self._on_start()
+        except BaseException as error:
+            failed = error  # whoever waits for a job has to hear of it
+        while (job := self._next()) is not None:
+            job.run(failed)
+
+    def _next(self) -> Job | None:
+        """Wait for the next job, and return it; None if the thread is to end."""
+        with self._changed:
+            self._is_working = False
+            self._changed.notify_all()
+            while not self._waiting and not self._closing:
+                self._changed.wait()
+            if not self._waiting:
+                return None
+            oldest, some_are_ready = self._waiting[0], self._most_urgent() is not None
+        if not some_are_ready:
+            oldest.wait_until_ready()
+        with self._changed:
+            chosen = self._most_urgent() or oldest
+            self._waiting.remove(chosen)
+            self._is_working = True
+            return chosen
+
+    def _most_urgent(self) -> Job | None:
+        """Return the most urgent job that is ready; None if none is."""
+        in_order = sorted(self._waiting, key=attrgetter("rank"))
+        return next((job for job in in_order if job.is_ready), None)

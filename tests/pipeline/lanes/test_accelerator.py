@@ -15,7 +15,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.lanes import accelerator
-from sp_lightning.pipeline.lanes.worker import Worker
+from sp_lightning.pipeline.lanes.lanes import Worker
 
 from ..parts import pretend_a_device
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.worker import Worker
+from sp_lightning.pipeline.lanes.lanes import Worker
 
 from ..parts import DoneTicket, PendingTicket, host_backend
 

@@ -20,7 +20,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.lanes.worker import Job
+from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import BY_WEIGHT
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 
