@@ -25,7 +25,6 @@ import enum
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -45,8 +44,6 @@ from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
-_LOOKS = 2  # the first call may make things that it uses from then on
-
 
 class CannotRunAgain(RuntimeError):
     """A unit's forward has to run again in backward, but cannot: mostly, something that it depends on has changed."""
@@ -58,21 +55,14 @@ class CannotRunAgain(RuntimeError):
 class Trust(enum.Enum):
     """What the calls of a member have shown about running its forward again."""
 
-    UNKNOWN = enum.auto()
-    """The next call is looked at: what it changes."""
+    NEW = enum.auto()
+    """Its first call is looked at: what it changes. It may make things that are used from then on."""
+    SEEN_ONCE = enum.auto()
+    """The second call is looked at as well."""
     RUNS_AGAIN = enum.auto()
-    """Nothing was in the way."""
+    """Nothing is in the way."""
     KEEPS = enum.auto()
     """Something was, or a second forward has failed: calls hold what they save."""
-
-
-@dataclass
-class History:
-    """What the calls of a member that were recorded, to run again, have shown."""
-
-    looks: int = 0  # how many were looked at
-    trust: Trust = Trust.UNKNOWN
-    warned: bool = False  # whether a warning has said why calls do not run again
 
 
 class SecondForwards:
@@ -81,7 +71,7 @@ class SecondForwards:
     def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
         self.saved = saved
         self.backend = backend
-        self.histories: defaultdict[str, History] = defaultdict(History)  # of members, by their names
+        self.trust: defaultdict[str, Trust] = defaultdict(lambda: Trust.NEW)  # in members, by their names
         self.timed = False  # whether second forwards are timed
         self.times: list[tuple[str, Any, Any]] = []  # their members, and the marks before and after
         self._stats = stats
@@ -89,25 +79,26 @@ class SecondForwards:
 
     def may_run(self, name: str) -> bool:
         """Tell whether the next call of a member may run again, as far as that is known."""
-        return self.histories[name].trust is not Trust.KEEPS
+        return self.trust[name] is not Trust.KEEPS
 
     def conclude(self, call: UnitCall, output: Any, warns: bool) -> None:
         """End a call: drop what its forward has saved if that can be recomputed, and is worth it."""
-        history = self.histories[call.member.name]
-        obstacle = call.conclude(output, may_run=history.trust is not Trust.KEEPS)
-        if call.looks:
-            history.looks += 1
-            if history.looks == _LOOKS:
-                history.trust = Trust.RUNS_AGAIN if obstacle is None else Trust.KEEPS
+        name, trust = call.member.name, self.trust[call.member.name]
+        obstacle = call.conclude(output, may_run=trust is not Trust.KEEPS)
         if call.is_dropped:
             self._dropped.add(call)
-        if obstacle is not None and warns and history.looks >= _LOOKS and not history.warned:
-            history.warned = True
-            warnings.warn(
-                f"`activations`: {call.member.name!r} {obstacle}, so its forward cannot run a second time. What it "
-                "saves for backward stays on the device.",
-                stacklevel=2,
-            )
+        if trust is Trust.NEW:
+            self.trust[name] = Trust.SEEN_ONCE
+        elif obstacle is not None and trust is not Trust.KEEPS:
+            self.trust[name] = Trust.KEEPS
+            if warns:
+                warnings.warn(
+                    f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
+                    "backward stays on the device.",
+                    stacklevel=2,
+                )
+        elif trust is Trust.SEEN_ONCE:
+            self.trust[name] = Trust.RUNS_AGAIN
 
     def run(self, call: UnitCall) -> None:
         """Run a forward again."""
@@ -116,7 +107,7 @@ class SecondForwards:
         try:
             call.run_again()
         except CannotRunAgain:
-            self.histories[name].trust = Trust.KEEPS
+            self.trust[name] = Trust.KEEPS
             raise
         if self.timed:
             self.times.append((name, begin, self.backend.mark()))
@@ -133,7 +124,7 @@ class UnitCall(Recording):
     def __init__(self, runner: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.member = member
-        self.looks = runner.histories[member.name].trust is Trust.UNKNOWN
+        looks = runner.trust[member.name] in (Trust.NEW, Trust.SEEN_ONCE)
         self.is_dropped = False  # when it was over
         self.input_bytes = 0
         self.footprint: Footprint | None = None  # None if nobody has counted it
@@ -142,7 +133,7 @@ class UnitCall(Recording):
         self._bytes_before = self._held = self._meter.bytes
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
-        self._look = Look(modules if self.looks else [], self._inputs.objects)
+        self._look = Look(modules if looks else [], self._inputs.objects)
         self._buffers = Buffers(modules)
         self._surroundings = Surroundings(runner.backend.device)
         self._state = self._state_of_module()

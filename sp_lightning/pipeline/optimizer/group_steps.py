@@ -7,6 +7,7 @@ that the optimizer has now, and nobody looks at gradients in between. Whoever do
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -117,14 +118,14 @@ class GroupSteps:
         gradients: Mapping[Gradient, Tensor],
         buffers: Sequence[LandingBuffer] = (),
     ) -> None:
-        """Have the thread step a group when its gradients have landed.
+        """Have the thread step a group when its gradients have landed; weights without one stay as they are.
 
         Args:
             group: The group.
             optimizer: The optimizer.
             steps: What is planned for the group.
             settings: The param groups without their parameters.
-            gradients: The gradients to step with; weights without one stay as they are.
+            gradients: The gradients of these weights, and maybe of others.
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
         weights: set[Weight] = set()
@@ -289,6 +290,26 @@ class EarlyStep:
             elif tensor.dtype == gradient.weight.dtype:  # these are clipped in place
                 gradient.scaling = NO_SCALING
         self._steps.stats.steps_in_backward += group.unit_count
+
+    def finish(self) -> None:
+        """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
+        for unit in self.stepped:
+            unit.state = State.LANDED
+            if not self.keeps_gradients:
+                self._steps.stream.consume(unit.trained)
+
+    def abandon(self) -> None:
+        """Finish, and warn if not all weights have been stepped: the optimizer's `step()` will not be called."""
+        self.finish()
+        trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
+        stepped = sum(len(unit.trained) for unit in self.stepped)
+        if stepped < trained:
+            warnings.warn(
+                f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
+                f"step, {trained - stepped} have not. Continue from a checkpoint, or train with "
+                "`overlap_optimizer=False`.",
+                stacklevel=2,
+            )
 
     def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,7 +139,8 @@ class Optimizers(Clipping):
             if by_unit:
                 self._step(optimizer, plan)
             if self._early is not None and self._early.optimizer is optimizer:
-                self._finish_early()
+                self._early.finish()
+                self._early = None
             if self.afterwards is Afterwards.DROPPED:
                 self._parts.stream.consume(plan.gradients)
             else:
@@ -251,27 +251,14 @@ class Optimizers(Clipping):
             if not early.stepped:
                 self._early = None
 
-    def _finish_early(self) -> None:
-        early, self._early = self._early, None
-        for unit in () if early is None else early.stepped:
-            unit.state = State.LANDED
-            if early is not None and not early.keeps_gradients:
-                self._parts.stream.consume(unit.trained)
-
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
         with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
             self._parts.steps.settle()
-        early = self._early
-        self._finish_early()
         self._parts.stream.taker = None
-        stepped = 0 if early is None else sum(len(unit.trained) for unit in early.stepped)
-        if early is not None and stepped < (of := sum(g.weight.master.requires_grad for g in early.plan.gradients)):
-            warnings.warn(
-                f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
-                f"step, {of - stepped} have not. Continue from a checkpoint, or train with `overlap_optimizer=False`.",
-                stacklevel=2,
-            )
+        early, self._early = self._early, None
+        if early is not None:
+            early.abandon()
 
     @property
     def settled(self) -> bool:

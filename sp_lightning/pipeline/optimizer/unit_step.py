@@ -43,19 +43,12 @@ _STAGGER = 17 * 64  # large buffers begin at the same offset in their pages: an 
 
 
 class Part(NamedTuple):
-    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of them.
+    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of them."""
 
-    Attributes:
-        parameter: Memory of masters.
-        gradient: Its gradient, as it arrived.
-        copy: The lowered copy to write; None if there is none.
-        state: The optimizer's state, which its code changes.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    copy: Tensor | None
-    state: State
+    parameter: Tensor  # memory of masters
+    gradient: Tensor  # as it arrived
+    copy: Tensor | None  # the lowered copy to write
+    state: State  # which the code changes
 
 
 class UnitStep:

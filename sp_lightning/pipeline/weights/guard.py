@@ -15,6 +15,7 @@ that happens while an optimizer steps.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -41,6 +42,7 @@ _OF_THE_MASTER = {
     "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
 _GRADIENT: Any = Tensor.grad
+_NAMED_MEMBERS = nn.Module._named_members.__code__
 
 
 class Owner(Server, Protocol):
@@ -155,7 +157,11 @@ class HostParameter(nn.Parameter):
 
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        if (found := _guarded.get(id(self))) is not None and not found[0].in_step and sees_torch_functions():
+        found = _guarded.get(id(self))
+        if found is None or found[0].settled or found[0].in_step or not sees_torch_functions():
+            return id(self)
+        # `parameters()` looks up what it has yielded already: `model.zero_grad()` must not wait for a step
+        if sys._getframe(1).f_code is not _NAMED_MEMBERS:
             _before_access(self)
         return id(self)
 

@@ -64,7 +64,7 @@ class Lowering:
         self.server = weakref.ref(server)
         self.is_cast = self.as_is = False
         self._dtype = dtype
-        self._graph: Any = None
+        self._cast_in: dict[str, int] = {}  # the graph of the last cast, in a forward and in a backward
 
     def passes(self, leaf: LoweredParameter, is_casting: bool) -> bool:
         """Note an operation on the leaf; tell whether that may compute with the lower values."""
@@ -83,17 +83,17 @@ class Lowering:
         What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
         """
         weight, server = self.weight(), self.server()
-        graph = None if server is None else ("graph", server.graph_number)
+        where, graph = "forward", -1 if server is None else server.graph_number
         if in_backward():
             if type(running_node()).__name__ != "CheckpointFunctionBackward":
                 return True
-            graph = ("backward", graph_task())
+            where, graph = "backward", graph_task()
         if weight is not None and not weight.lowered and leaf.dtype is not weight.dtype:
             return False  # it was served, and may have been changed since
         if not builds_graph:
             return True
-        earlier, self._graph = self._graph, graph
-        return bool(graph != earlier)
+        earlier, self._cast_in[where] = self._cast_in.get(where), graph
+        return graph != earlier
 
 
 class LoweredParameter(EagerLeaf):
