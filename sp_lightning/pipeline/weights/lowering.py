@@ -2,7 +2,7 @@
 
 The forward of a linear or convolutional layer of torch hands its weights to one operation, which casts them; those of
 torch's other layers compute with them as they are. What layers of others do with theirs shows in the first step, in
-which their leaves are watched (lowered.py).
+which their leaves are watched (lowered.py, which `torch.compile` may look into; here it would find graphs to make).
 """
 
 from __future__ import annotations
