@@ -13,7 +13,7 @@ import random
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from types import ModuleType, SimpleNamespace
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
@@ -32,16 +33,12 @@ _MOST = 256  # objects on one of these levels
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
-
-# what decides which kernel attends, and what a new tensor is: set around a model's forward (`sdpa_kernel`, Lightning's
-# double precision), and no longer in its backward
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-)
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+}
 
 
 class Inputs:
@@ -93,7 +90,7 @@ def _is_data(value: Any) -> bool:
 
 
 class Surroundings:
-    """A snapshot of torch's random generators and settings."""
+    """A snapshot of torch's random generators, and of what may be set around a model's forward, and not its backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,27 +101,23 @@ class Surroundings:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in {device.type, "cpu"}
         ]
-        self._settings = [read() for read, _ in _SETTINGS]
+        self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
+        self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the snapshot for the duration of the block, and then what is there now."""
-        settings, devices = [read() for read, _ in _SETTINGS], [] if self._api is None else [self._device]
+        devices = [] if self._api is None else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type), ExitStack() as scopes:
             torch.set_rng_state(self._random)
             if self._api is not None:
                 self._api.set_rng_state(self._random_on_device, self._device)
-            scopes.callback(_change_settings, self._settings, settings)
-            _change_settings(settings, self._settings)
+            scopes.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._default_dtype)
+            scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
             yield
-
-
-def _change_settings(before: list[Any], after: list[Any]) -> None:
-    for (_, write), old, new in zip(_SETTINGS, before, after, strict=True):
-        if old != new:
-            write(new)
 
 
 class Buffers:

@@ -101,7 +101,7 @@ class Activations:
         """Decide about what the current call, which is over, has saved."""
         call, self._saved.recording = self._recorded, None
         if call is not None:
-            self.second_forwards.conclude(call, output, warns=self.auto is None)
+            call.conclude(output, warns=self.auto is None)
             if self.auto is not None and call.footprint is not None:
                 self.auto.note(call.member, call.input_bytes, call.footprint)
 
