@@ -90,7 +90,7 @@ def _is_data(value: Any) -> bool:
 
 
 class Surroundings:
-    """A snapshot of torch's random generators, and of what may be set around a model's forward, and not its backward."""
+    """A snapshot of torch's random generators, and of what may be set around a model's forward and not its backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -128,8 +128,7 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._held: list[tuple[dict[str, Tensor | None], str, Tensor, int | None]] = []
-        self.are_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-        for module in modules if not self.are_scripted else ():  # in C++, nothing can take a buffer's place
+        for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL

@@ -45,24 +45,13 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 
-class CannotRunAgain(RuntimeError):
-    """A unit's forward has to run again in backward, but cannot: mostly, something that it depends on has changed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
-
-
 class Trust(enum.Enum):
     """What the calls of a member have shown about running its forward again."""
 
-    NEW = enum.auto()
-    """Its first call is looked at: what it changes. It may make things that are used from then on."""
-    SEEN_ONCE = enum.auto()
-    """The second call is looked at as well."""
-    RUNS_AGAIN = enum.auto()
-    """Nothing is in the way."""
-    KEEPS = enum.auto()
-    """Something was, or a second forward has failed: calls hold what they save."""
+    NEW = enum.auto()  # its first call is looked at: what it changes; it may make things that are used from then on
+    SEEN_ONCE = enum.auto()  # the second call is looked at as well
+    RUNS_AGAIN = enum.auto()  # nothing is in the way
+    KEEPS = enum.auto()  # something was, or a second forward has failed: calls hold what they save
 
 
 class SecondForwards:
@@ -154,8 +143,11 @@ class UnitCall(Recording):
 
     def _obstacle(self) -> str | None:
         """Return what the forward has done that keeps it from running again, in words; None if it has not."""
-        if any(module._forward_pre_hooks or module._forward_hooks for module in self.member.module.modules()):
+        modules = list(self.member.module.modules())
+        if any(module._forward_pre_hooks or module._forward_hooks for module in modules):
             return "has forward hooks"
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+            return "has a part that is scripted"  # in C++, nothing can take a buffer's place
         if self._inputs.have_attributes:
             return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self.alive()):
@@ -164,8 +156,6 @@ class UnitCall(Recording):
             return "changes its input in place"
         if self._state_of_module() != self._state:
             return "changes its weights in place, or how they are sent"
-        if self._buffers.are_scripted:
-            return "has a part that is scripted"
         if self._buffers.are_changed:
             return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
@@ -202,18 +192,19 @@ class UnitCall(Recording):
         shared, name = self._shared, self.member.name
         shared.stats.recomputed += 1
         begin = shared.backend.mark() if shared.timed else None
-        try:
-            self._run_again(repr(name))
-        except CannotRunAgain:
-            shared.trust[name] = Trust.KEEPS
-            raise
+        self._run_again(repr(name))
         if shared.timed:
             shared.times.append((name, begin, shared.backend.mark()))
+
+    def _cannot(self, reason: str) -> RuntimeError:
+        """Have later calls of the member hold what they save; return the error for this one."""
+        self._shared.trust[self.member.name] = Trust.KEEPS
+        return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
 
     def _run_again(self, name: str) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
         if self._inputs.are_changed or self._buffers.are_changed or self._state_of_module() != self._state:
-            raise CannotRunAgain(
+            raise self._cannot(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
                 "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
                 "forward cannot run again"
@@ -232,12 +223,12 @@ class UnitCall(Recording):
                 if is_out_of_memory(error):
                     raise
                 if refill.missing:
-                    raise CannotRunAgain(
+                    raise self._cannot(
                         f"the forward of {name} failed when it ran again in backward ({type(error).__name__}: {error}),"
                         " where it is cut off from the graph that its inputs came from"
                     ) from error
         if refill.missing:
-            raise CannotRunAgain(
+            raise self._cannot(
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
