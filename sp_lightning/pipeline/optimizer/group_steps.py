@@ -90,12 +90,7 @@ class Plan:
 
 
 class GroupSteps:
-    """Gives steps to the thread, and knows which are under way.
-
-    Attributes:
-        stream: Brings gradients.
-        stats: Counters.
-    """
+    """Gives steps to the thread, and knows which are under way."""
 
     def __init__(self, window: Window, backend: Backend, stream: GradientStream, stats: Stats, fused: bool) -> None:
         self.stream = stream
@@ -123,8 +118,8 @@ class GroupSteps:
         Args:
             group: The group.
             optimizer: The optimizer.
-            steps: What is planned for the group.
-            settings: The param groups without their parameters.
+            steps: Its plan for the group.
+            settings: Its param groups without their parameters.
             gradients: The gradients of these weights, and maybe of others.
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
@@ -205,8 +200,12 @@ def _runs(
 
     State is looked up at once: `optimizer.state` may be cleared or replaced before the thread begins.
     """
-    states = [optimizer.state.get(gradient.weight.master, {}) for gradient in step.gradients]
-    for scaling in {id(g.scaling): g.scaling for g in step.gradients if g in gradients}.values():
+    states, scalings = [], {}
+    for gradient in step.gradients:
+        states.append(optimizer.state.get(gradient.weight.master, {}))
+        if gradient in gradients:
+            scalings[id(gradient.scaling)] = gradient.scaling
+    for scaling in scalings.values():
         own = [gradients.get(gradient) if gradient.scaling is scaling else None for gradient in step.gradients]
         yield partial(step.unit_step.run, optimizer, settings, scaling, own, states)
 

@@ -60,8 +60,7 @@ class Optimizers(Clipping):
     """The services of a pipeline to the optimizers of its weights.
 
     Attributes:
-        seen: Optimizers that have stepped weights of the module.
-        steps_taken: Number of their steps.
+        steps_taken: Number of steps of optimizers that have weights of the module.
         afterwards: What becomes of the gradients that the next optimizer step uses.
     """
 
@@ -69,8 +68,8 @@ class Optimizers(Clipping):
         super().__init__(at_work)
         self._stats = stats
         self._overlaps = overlaps
-        self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
-        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # optimizers that have stepped weights of the module, with our hooks on them
+        self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.steps_taken = 0
         self.afterwards = Afterwards.DROPPED
         self._kept: list[nn.Parameter] = []
@@ -104,12 +103,18 @@ class Optimizers(Clipping):
             RuntimeError: It would step something else than it should.
             ValueError: It has to step unit by unit, and cannot.
         """
-        if optimizer not in self.seen and not self._accept(optimizer):
+        if optimizer not in self._seen and not self._accept(optimizer):
             return
         with self._at_work:
             self.restore_param_groups()
             plan = self._plan_of(optimizer)
-            _refuse_weights_at_work(optimizer, plan)
+            for group, steps in plan.steps.items():
+                if group.users:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} is to step weight {steps[0].gradients[0].weight.name!r} inside of "
+                        "a forward that computes with it, and would go on with the old values. Step it after that "
+                        "forward, in `training_step` for example."
+                    )
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
                 raise ValueError(
@@ -129,7 +134,7 @@ class Optimizers(Clipping):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
-        if optimizer not in self.seen:
+        if optimizer not in self._seen:
             self._parts.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
@@ -175,8 +180,7 @@ class Optimizers(Clipping):
         own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parts.parameters]
         if not own:
             return False
-        self.seen.add(optimizer)
-        self._hooks[optimizer] = [  # it steps unit by unit from now on: finish before its state is saved or loaded
+        self._seen[optimizer] = [  # it steps unit by unit from now on: finish before its state is saved or loaded
             optimizer.register_state_dict_pre_hook(lambda _: self._parts.settle()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._parts.settle()),
         ]
@@ -270,17 +274,17 @@ class Optimizers(Clipping):
     @property
     def step_by_unit(self) -> bool:
         """Whether an optimizer has stepped, and every one that has steps unit by unit."""
-        return bool(self.seen) and all(why_not_by_unit(optimizer) is None for optimizer in self.seen)
+        return bool(self._seen) and all(why_not_by_unit(optimizer) is None for optimizer in self._seen)
 
     def move_state(self, parameters: Collection[nn.Parameter]) -> None:
         """Move the state of parameters to where these have been moved."""
-        for optimizer in self.seen:
+        for optimizer in self._seen:
             _move_state(optimizer, parameters)
 
     def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the optimizers' state of parameters takes."""
         with without_torch_function():
-            states = [optimizer.state.get(p, {}) for p in parameters for optimizer in self.seen]
+            states = [optimizer.state.get(p, {}) for p in parameters for optimizer in self._seen]
         # lists, because the thread that steps may add state at the same time
         return sum(value.nbytes for state in states for value in list(state.values()) if isinstance(value, Tensor))
 
@@ -292,19 +296,8 @@ class Optimizers(Clipping):
 
     def close(self) -> None:
         """Remove all hooks from optimizers."""
-        for hook in chain.from_iterable(self._hooks.values()):
+        for hook in chain.from_iterable(self._seen.values()):
             hook.remove()
-
-
-def _refuse_weights_at_work(optimizer: Optimizer, plan: Plan) -> None:
-    """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
-    for group, steps in plan.steps.items():
-        if group.users:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} is to step weight {steps[0].gradients[0].weight.name!r} inside of a "
-                "forward that computes with it, and would go on with the old values. Step it after that forward, in "
-                "`training_step` for example."
-            )
 
 
 def _move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -43,22 +43,20 @@ Step = Callable[[nn.Module, Optimizer], Any]
 
 
 @contextmanager
-def held_up(pipeline: Pipeline | None) -> Iterator[Callable[[], bool]]:
-    """Work on the host does not begin before the block ends, or something in it has waited a while for it.
-
-    Yields what tells whether it has begun.
-    """
+def held_up(pipeline: Pipeline | None) -> Iterator[threading.Event]:
+    """Work on the host does not begin before the event is set, or whatever needs it would wait for ten seconds."""
     gate = threading.Event()
     if pipeline is not None:
         pipeline.backend.drain()  # what an earlier step left behind would be held up, too, and a step needs it
         pipeline.backend._host.submit(lambda: (gate.wait(10), None)[1])  # type: ignore[attr-defined]
-    timer = threading.Timer(0.05, gate.set)
-    timer.start()
     try:
-        yield gate.is_set
+        yield gate
     finally:
         gate.set()
-        timer.cancel()
+
+
+def open_soon(gate: threading.Event) -> None:
+    threading.Timer(0.03, gate.set).start()
 
 
 # ------------------------------------------------------------------------------------------------------------ exactness
@@ -192,11 +190,12 @@ def test_a_step_returns_at_once() -> None:
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = adam(model)
         plain_step(model, optimizer)  # the first one makes the optimizer's state, in this thread's settings
-        with held_up(pipeline) as has_begun:
+        with held_up(pipeline) as gate:
             plain_step(model, optimizer)
-            assert not has_begun()
+            assert not gate.is_set()
             assert [layer.weight.shape for layer in model] == [(WIDTH, WIDTH)] * 5
             assert pipeline is None or not pipeline._engine.optimizers.settled
+            open_soon(gate)
             return everything(model, optimizer)
 
     check_story(story)
@@ -228,8 +227,9 @@ def test_every_access_sees_a_finished_step(step: Step, look: Callable[[nn.Module
         optimizer = adam(model)
         for _ in range(2):
             step(model, optimizer)
-        with held_up(pipeline):
+        with held_up(pipeline) as gate:
             step(model, optimizer)
+            open_soon(gate)
             return look(model, optimizer)
 
     check_story(story)
@@ -241,12 +241,13 @@ def test_a_step_whose_optimizer_is_dropped_is_finished() -> None:
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = adam(model)
         plain_step(model, optimizer)  # makes the state
-        with held_up(pipeline) as has_begun:
+        with held_up(pipeline) as gate:
             plain_step(model, optimizer)
             alive = weakref.ref(optimizer)
             del optimizer
             gc.collect()
-            assert pipeline is None or has_begun() or alive() is not None
+            assert pipeline is None or alive() is not None
+            open_soon(gate)
             return everything(model)
 
     check_story(story)
@@ -266,10 +267,11 @@ def test_clipping_again_does_not_read_a_factor_that_is_not_there_yet(monkeypatch
             else:
                 with pipeline.optimizers.measuring_norms():
                     loss.backward()
-                with held_up(pipeline):
+                with held_up(pipeline) as gate:
                     with monkeypatch.context() as patch:
                         patch.setattr(torch, "empty", torch.ones)
                         pipeline.optimizers.clip_grad_norm(parameters, 0.01 / (step + 1))
+                    open_soon(gate)
                     pipeline.optimizers.clip_grad_norm(parameters, 1e-4)
             optimizer.step()
             optimizer.zero_grad()
@@ -288,7 +290,7 @@ def test_settling_waits_for_all(interrupted: bool, monkeypatch: pytest.MonkeyPat
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = adam(model)
         plain_step(model, optimizer)
-        with held_up(pipeline) as has_begun:
+        with held_up(pipeline) as gate:
             plain_step(model, optimizer)
             if pipeline is not None and interrupted:
                 with monkeypatch.context() as patch:
@@ -296,9 +298,10 @@ def test_settling_waits_for_all(interrupted: bool, monkeypatch: pytest.MonkeyPat
                     with pytest.raises(KeyboardInterrupt):
                         pipeline.settle()
                 assert not pipeline._engine.optimizers.settled
+            open_soon(gate)
             if pipeline is not None:
                 pipeline.settle()
-                assert has_begun()
+                assert gate.is_set()
                 assert pipeline._engine.optimizers.settled
         return everything(model, optimizer)
 
@@ -335,9 +338,10 @@ def test_a_step_is_finished_before_anything_is_compiled() -> None:
             finished.append(pipeline._engine.optimizers.settled)
             return graph.forward
 
-        with held_up(pipeline):
+        with held_up(pipeline) as gate:
             plain_step(model, optimizer)
             assert not pipeline._engine.optimizers.settled
+            open_soon(gate)
             torch.compile(lambda x: x.sin(), backend=backend)(X)
     assert finished == [True]
 
@@ -346,8 +350,9 @@ def test_detaching_finishes_the_step() -> None:
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = adam(model)
         autocast_step(model, optimizer)
-        with held_up(pipeline):
+        with held_up(pipeline) as gate:
             autocast_step(model, optimizer)
+            open_soon(gate)
             if pipeline is not None:
                 pipeline.detach()
         return everything(model, optimizer)
@@ -527,11 +532,11 @@ def test_an_optimizer_of_something_else_is_none_of_our_business() -> None:
     with attached(model) as pipeline:
         optimizer = adam(model)
         plain_step(model, optimizer)
-        with held_up(pipeline) as has_begun:
+        with held_up(pipeline):
             plain_step(model, optimizer)
             other(torch.ones(1, 2)).sum().backward()
             SGD(other.parameters(), lr=0.1).step()
-            assert has_begun() or not pipeline._engine.optimizers.settled
+            assert not pipeline._engine.optimizers.settled
 
 
 # --------------------------------------------------------------------------------------------------------- param groups
@@ -661,7 +666,8 @@ def test_state_that_is_forgotten_right_after_a_step(make: Any, how: str, when: i
         optimizer = make(model)
         kept = []
         for step in range(4):
-            with held_up(pipeline if step else None):
+            with held_up(pipeline if step else None) as gate:
+                open_soon(gate)
                 plain_step(model, optimizer)
                 if step == when:
                     kept = [value for state in optimizer.state.values() for value in state.values()]
