@@ -51,14 +51,11 @@ class Engine:
     """The parts that stream a module.
 
     Attributes:
-        keeper: The object that members' calls are routed to.
-        learned: Findings from past steps, for the next arrangement.
-        memory: The host memory that masters lie in.
         parameters: The identities of the module's parameters.
     """
 
     arrangement: Arrangement
-    keeper: Gatekeeper
+    keeper: Gatekeeper  # the object that members' calls are routed to
 
     def __init__(
         self,
@@ -75,8 +72,8 @@ class Engine:
         self.replicas = replicas
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.learned = Learned()
-        self.memory = HostMemory()
+        self.learned = Learned()  # findings from past steps, for the next arrangement
+        self.memory = HostMemory()  # the host memory that masters lie in
         self.graphs = Graphs()
         self.pool = HostPool(backend)
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)

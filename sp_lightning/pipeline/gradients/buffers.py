@@ -44,8 +44,6 @@ class GradientLayout:
     Attributes:
         norms_at: Offset of the norms, in bytes.
         nbytes: Bytes in all.
-        is_lower: Whether a gradient is in another dtype than its master.
-        can_be_measured: Whether all masters are in fp32, so that norms computed in fp32 have torch's bits.
     """
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
@@ -54,7 +52,9 @@ class GradientLayout:
         sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         *self._offsets, self.norms_at = offsets
+        # whether a gradient is in another dtype than its master
         self.is_lower = any(dtype != w.dtype for w, dtype in zip(weights, dtypes, strict=True))
+        # whether all masters are in fp32, so that norms computed in fp32 have torch's bits
         self.can_be_measured = all(weight.dtype == torch.float32 for weight in weights)
 
     def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -106,15 +106,11 @@ class HostGradients(GradientMemory):
 
 
 class StagingBuffer(GradientMemory):
-    """Device memory in which the gradients of one unit are put together.
-
-    Attributes:
-        ticket: The last copy out of it; None if there was none.
-    """
+    """Device memory in which the gradients of one unit are put together."""
 
     def __init__(self, nbytes: int, backend: Backend) -> None:
         super().__init__(backend.allocate(nbytes))
-        self.ticket: Ticket | None = None
+        self.ticket: Ticket | None = None  # the last copy out of it; None if there was none
 
 
 class StagingBuffers:
@@ -153,15 +149,11 @@ class StagingBuffers:
 
 
 class LandingBuffer(HostGradients):
-    """Host memory through which the gradients of one unit pass.
-
-    Attributes:
-        is_free: Whether nothing is on its way into it, or waits in it to be read.
-    """
+    """Host memory through which the gradients of one unit pass."""
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
         super().__init__(nbytes, backend, pin)
-        self.is_free = True
+        self.is_free = True  # whether nothing is on its way into it, or waits in it to be read
         self._released = released
 
     def release(self) -> None:

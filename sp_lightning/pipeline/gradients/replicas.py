@@ -24,23 +24,17 @@ class Replicas:
     Args:
         host_group: Group of the same processes for tensors in host memory; None if the default group takes these, too.
         on_this_machine: Number of processes that share this machine's memory and cores.
-
-    Attributes:
-        count: Number of processes.
-        averages: Whether gradients are averaged. If not, backward passes are each process's own, and others need not
-            run one.
-        passes: Number of backward passes that this process has taken part in.
-        steps: Number of optimizer steps taken while gradients were averaged.
-        order: The names of units, in the order in which they are averaged, which is the same in all processes.
     """
 
     def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
         self.host_group = host_group
         self.on_this_machine = on_this_machine
         self.count = dist.get_world_size()
+        # whether gradients are averaged. If not, backward passes are each process's own, and others need not run one.
         self.averages = True
-        self.passes = 0
-        self.steps = 0
+        self.passes = 0  # number of backward passes that this process has taken part in
+        self.steps = 0  # number of optimizer steps taken while gradients were averaged
+        # the names of units, in the order in which they are averaged, which is the same in all processes
         self.order: list[str] = []
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:

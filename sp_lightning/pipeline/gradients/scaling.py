@@ -12,15 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """Operations on a gradient between backward and the update.
+    """Operations on a gradient between backward and the update."""
 
-    Attributes:
-        factors: Factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor.
-        clamp: The largest absolute value to leave after that; None not to clip by value.
-    """
-
+    # factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor
     factors: tuple[float | Tensor, ...] = ()
-    clamp: float | None = None
+    clamp: float | None = None  # the largest absolute value to leave after that; None not to clip by value
 
     def without_ones(self) -> Scaling:
         """Return the same scaling without factors of one."""

@@ -54,15 +54,13 @@ class GradientStream:
     """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
 
     Attributes:
-        taker: What takes gradients as they arrive, while there is such a thing.
-        measures_norms: Whether each gradient brings its norm.
         arrived: What the backward that is running has brought, in autograd's order: nobody can read it yet. The value
             tells whether the engine had nothing of it before.
     """
 
     def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: Pin) -> None:
-        self.taker: Taker | None = None
-        self.measures_norms = False
+        self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
+        self.measures_norms = False  # whether each gradient brings its norm
         self._units = [UnitGradients(unit, backend, pin is Pin.ALL) for unit in units]
         self._of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window

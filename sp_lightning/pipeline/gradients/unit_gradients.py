@@ -44,30 +44,21 @@ class State(enum.Enum):
 
 
 class Gradient:
-    """The gradient of one weight.
-
-    Attributes:
-        weight: The weight.
-        unit: The gradients of its unit.
-        on_device: What backward has brought, as long as it has not left.
-        host: What the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
-        norm: The norm of that; None if it is not known.
-        scaling: Unscaling and clipping still to be applied to it.
-        is_seen: Whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call.
-        late: What is added to `.grad` when backward has ended, for that reason.
-    """
+    """The gradient of one weight."""
 
     __slots__ = ("host", "is_seen", "late", "norm", "on_device", "scaling", "unit", "weight")
 
     def __init__(self, weight: Weight, unit: UnitGradients) -> None:
         self.weight = weight
         self.unit = unit
-        self.on_device: Tensor | None = None
+        self.on_device: Tensor | None = None  # what backward has brought, as long as it has not left
+        # what the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
         self.host: Tensor | None = None
-        self.norm: Tensor | None = None
-        self.scaling: Scaling = NO_SCALING
+        self.norm: Tensor | None = None  # the norm of that; None if it is not known
+        self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
+        # whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call
         self.is_seen = False
-        self.late: list[Tensor] = []
+        self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, for that reason
 
     def look(self) -> None:
         """Find out whether somebody would see how it is added up."""
@@ -96,27 +87,22 @@ class UnitGradients:
     """The gradients of one unit.
 
     Attributes:
-        unit: The unit.
-        gradients: That of each of its weights.
-        trained: Those of weights that require one, in this backward pass.
         layout: How these lie in memory, in the dtypes in which they arrive.
-        state: Where they are.
-        gathered: How many of them backward has brought that have not left.
-        ticket: Comes after everything that is on its way to them; None if nothing is known to be.
-        sums: Host memory for sums in the masters' dtypes, where gradients arrive in lower ones; None before there are.
     """
 
     def __init__(self, unit: Unit, backend: Backend, pin: bool) -> None:
         self.unit = unit
         self._backend = backend
         self._pin = pin
-        self.gradients = [Gradient(weight, self) for weight in unit.weights]
-        self.trained: list[Gradient] = []
+        self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
+        self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
         self.layout = self._sum_layout = GradientLayout((), ())
         self.state = State.EMPTY
-        self.gathered = 0
+        self.gathered = 0  # how many of them backward has brought that have not left
+        # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
         self._own: HostGradients | None = None  # for gradients as they arrive
+        # host memory for sums in the masters' dtypes, where gradients arrive in lower ones; None before there are
         self.sums: HostGradients | None = None
 
     @property
@@ -196,20 +182,13 @@ class UnitGradients:
 
 @dataclass(eq=False)
 class Shipment:
-    """Gradients of a unit on their way to the host.
-
-    Attributes:
-        unit: The gradients of the unit.
-        gradients: Those that are on their way.
-        arrived: The tensors that they land in.
-        ticket: The copy, or the addition, that brings them.
-        buffer: The landing buffer to release when they have been read; None if they land where they stay.
-    """
+    """Gradients of a unit on their way to the host."""
 
     unit: UnitGradients
-    gradients: Sequence[Gradient]
-    arrived: Sequence[Tensor]
-    ticket: Ticket
+    gradients: Sequence[Gradient]  # those that are on their way
+    arrived: Sequence[Tensor]  # the tensors that they land in
+    ticket: Ticket  # the copy, or the addition, that brings them
+    # the landing buffer to release when they have been read; None if they land where they stay
     buffer: LandingBuffer | None
 
 

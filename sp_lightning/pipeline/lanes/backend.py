@@ -60,19 +60,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Backend(ABC):
-    """A device, as the engine sees it: computing, copies in both directions and work on the host, side by side.
-
-    Attributes:
-        device: The device.
-        poison: Whether unused memory is filled with NaN, so that a read is noticed.
-        timed: Whether new tickets have to know when they began and ended.
-        trace: A log of what it is asked to do.
-    """
+    """A device, as the engine sees it: computing, copies in both directions and work on the host, side by side."""
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
-        self.timed = False
+        self.timed = False  # whether new tickets have to know when they began and ended
         self.device = device
-        self.poison = poison
+        self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
 
     def allocate(self, nbytes: int) -> Tensor:

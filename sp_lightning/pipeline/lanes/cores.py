@@ -22,14 +22,10 @@ _BOUND_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFIN
 
 
 class HostCores(NamedTuple):
-    """The cores on which work on host memory runs.
+    """The cores on which work on host memory runs."""
 
-    Attributes:
-        threads: How many threads share an operation; None for as many as torch uses elsewhere.
-        near: The cores near the device; empty if all are equally near, or if that is unknown.
-    """
-
-    threads: int | None = None
+    threads: int | None = None  # how many threads share an operation; None for as many as torch uses elsewhere
+    # the cores near the device; empty if all are equally near, or if that is unknown
     near: frozenset[int] = frozenset()
 
     def occupy(self) -> None:

@@ -35,18 +35,7 @@ class Arrangement:
     Attributes:
         units: Streamed units in expected order.
         resident: The unit of resident weights.
-        streamed_members: Members of streamed units, in expected order.
-        members: Every module that gets a gate.
-        parameters: All of its parameters, on the host and on the device.
-        weights_by_master: All weights, by the identity of their masters.
-        weights_by_memory: The same, by the identity of their masters' memory.
-        groups: All groups, resident ones included.
-        parameters_on_device: Parameters of units that live on the device.
-        twins: All twins, by the identity of their memory.
-        budget: The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         plan: The planner's choice, if it is in force.
-        compiled: Whether torch compiles the module or parts of it.
-        unused_in_step: Whether nothing of it has been used yet in this step.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -63,10 +52,12 @@ class Arrangement:
         replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
+        # whether torch compiles the module or parts of it
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
-        self.unused_in_step = True
+        self.unused_in_step = True  # whether nothing of it has been used yet in this step
         self._backend = backend
         total = backend.total_memory()
+        # the user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         division = find_units(
             module,
@@ -80,7 +71,9 @@ class Arrangement:
             division.put_in_order(learned.order)
         self.units, self.resident, self.unmanaged = division.units, division.resident, division.unmanaged
         self.all_units = division.all_units()
+        # members of streamed units, in expected order
         self.streamed_members = [member for unit in division.units for member in unit.members]
+        # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
         self._choose_dtypes(module, learned)
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
@@ -88,18 +81,22 @@ class Arrangement:
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k, self.k_prime, self.plan = layout.k, layout.k_prime, layout.plan
         division.leave_on_device(layout.units_on_device)
+        # parameters of units that live on the device
         self.parameters_on_device = [w.master for unit in layout.units_on_device for w in unit.weights_on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
+        # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
+        # all weights, by the identity of their masters
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
         parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
         sizes = [sent_bytes(weight for unit in part for weight in unit.weights) for part in parts]
         self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
-        self.groups: list[Group] = []
-        self.twins: dict[int, Twin] = {}
+        self.groups: list[Group] = []  # all groups, resident ones included
+        self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(parts, memory)
+        # the same, by the identity of their masters' memory
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     # --------------------------------------------------------------------------------------------------- how it is made

@@ -18,56 +18,36 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """A planner's choice for the window, and what it is expected to cost.
+    """A planner's choice for the window, and what it is expected to cost."""
 
-    Attributes:
-        k: Units on the device at once, not counting those in `kept` and `on_device`.
-        k_prime: Units that travel together.
-        kept: Names of units that have a place of their own: they are sent only when their weights have changed.
-        on_device: Names of units that live on the device, with their gradients and optimizer state.
-        on_device_bytes: Device memory that `on_device` units take.
-        step_seconds: Expected duration of a step.
-        bottleneck: The lane that has most to do.
-        device_bytes: Expected device memory for weights, gradients on their way to the host and activations.
-        activation_bytes: The part of it that activations take.
-        policies: What becomes of each unit's activations, by the unit's name, if that was left to the planner.
-    """
-
-    k: int
-    k_prime: int
+    k: int  # units on the device at once, not counting those in `kept` and `on_device`
+    k_prime: int  # units that travel together
+    # names of units that have a place of their own: they are sent only when their weights have changed
     kept: tuple[str, ...] = ()
-    on_device: tuple[str, ...] = ()
-    on_device_bytes: int = 0
-    step_seconds: float = 0.0
-    bottleneck: Lane = Lane.COMPUTE
-    device_bytes: int = 0
-    activation_bytes: int = 0
+    on_device: tuple[str, ...] = ()  # names of units that live on the device, with their gradients and optimizer state
+    on_device_bytes: int = 0  # device memory that `on_device` units take
+    step_seconds: float = 0.0  # expected duration of a step
+    bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
+    device_bytes: int = 0  # expected device memory for weights, gradients on their way to the host and activations
+    activation_bytes: int = 0  # the part of it that activations take
+    # what becomes of each unit's activations, by the unit's name, if that was left to the planner
     policies: Mapping[str, Policy] = field(default_factory=dict)
 
 
 class Learned:
-    """Findings that a pipeline makes while it runs, for the next arrangement; parameters are known by identity.
-
-    Attributes:
-        used_outside: Weights that are used outside of their unit.
-        order: Names of units in the order in which the first step called them; None before that.
-        divided: Modules that are not called themselves; only their children are.
-        lowered: Masters that autocast lowers.
-        used_as_is: Masters that are used in their own dtype.
-        plan: The planner's choice for the window.
-        touched_outside: Weights that were used outside of their unit since the arrangement was made.
-        outdated: Whether something was learned that calls for another arrangement.
-    """
+    """Findings that a pipeline makes while it runs, for the next arrangement; parameters are known by identity."""
 
     def __init__(self) -> None:
-        self.used_outside: set[int] = set()
+        self.used_outside: set[int] = set()  # weights that are used outside of their unit
+        # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
-        self.divided: list[nn.Module] = []
-        self.lowered: set[int] = set()
-        self.used_as_is: set[int] = set()
-        self.plan: WindowPlan | None = None
+        self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
+        self.lowered: set[int] = set()  # masters that autocast lowers
+        self.used_as_is: set[int] = set()  # masters that are used in their own dtype
+        self.plan: WindowPlan | None = None  # the planner's choice for the window
+        # weights that were used outside of their unit since the arrangement was made
         self.touched_outside: list[Weight] = []
-        self.outdated = False
+        self.outdated = False  # whether something was learned that calls for another arrangement
         self._trained: set[int] = set()  # parameters that have required a gradient in some step
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:

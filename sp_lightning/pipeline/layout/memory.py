@@ -28,31 +28,31 @@ class DeviceLayout:
 
     Attributes:
         plan: The planner's choice, if this is it.
-        parts: Lists of units that travel together, or of one that has a place of its own.
-        kept: Units that have a place of their own.
-        units_on_device: Kept units that live on the device, with their gradients and optimizer state.
         offsets: Where each other part lies in the arena.
         arena_bytes: The size of the arena.
-        on_device_bytes: Device memory for units that live on the device.
-        gradient_bytes: Device memory for gradients on their way to the host.
-        needed_bytes: Device memory for all of that, and for weights that have a place of their own.
     """
 
     def __init__(self, division: Division, k: int, k_prime: int, plan: WindowPlan | None = None) -> None:
         self.k, self.k_prime, self.plan = k, k_prime, plan
         units = division.units
         kept, on_device = ((), ()) if plan is None else (plan.kept, plan.on_device)
+        # device memory for units that live on the device
         self.on_device_bytes = 0 if plan is None else plan.on_device_bytes
+        # kept units that live on the device, with their gradients and optimizer state
         self.units_on_device = [unit for unit in units if unit.name in on_device]
+        # units that have a place of their own
         self.kept = {unit for unit in units if unit.name in kept or unit.name in on_device}
         alone = [number for number, unit in enumerate(units) if unit in self.kept]
+        # lists of units that travel together, or of one that has a place of its own
         self.parts = [[units[number] for number in part] for part in travel_together(len(units), k_prime, alone)]
         streamed = [[w for unit in part for w in unit.weights] for part in self.parts if part[0] not in self.kept]
         self.offsets, self.arena_bytes = place_in_arena(list(map(sent_bytes, streamed)), max(1, k // k_prime))
         apart = [division.resident, *(unit for unit in self.kept if unit not in self.units_on_device)]
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
+        # device memory for gradients on their way to the host
         self.gradient_bytes = STAGING_BUFFERS * max(map(gradient_bytes, leaving), default=0)
         in_places = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart)
+        # device memory for all of that, and for weights that have a place of their own
         self.needed_bytes = in_places + self.on_device_bytes + self.gradient_bytes
 
 
@@ -110,7 +110,6 @@ class HostShare:
     Attributes:
         pin: Whether to pin weights.
         pin_gradients: Whether to pin gradients.
-        pinnable: Bytes that may be pinned besides weights and gradients; None if there is no limit.
     """
 
     def __init__(self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int) -> None:
@@ -121,6 +120,7 @@ class HostShare:
         both, total = weight_bytes + self._gradient_bytes, total_host_memory()
         may_pin = backend.can_pin and pin_memory is not False
         self.pin = self.pin_gradients = may_pin
+        # bytes that may be pinned besides weights and gradients; None if there is no limit
         self.pinnable = None if may_pin else 0
         if may_pin and pin_memory is not True and total:
             limit = int(_PINNED_SHARE * total) // processes
