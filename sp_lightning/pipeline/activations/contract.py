@@ -52,14 +52,15 @@ class Inputs:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        number = {key: number for number, key in enumerate(given)}
+        numbers = {key: number for number, key in enumerate(given)}
         self.tensors = [tensor.detach() for tensor in given.values()]  # without weights, which stand for themselves
         self.packed: list[Packed] = []  # what holds these, once they are packed
         self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]  # a cache, say
         # that a user has set, and that a second tensor would not have
         self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
         self._require_grad = [tensor.requires_grad for tensor in given.values()]
-        self._leaves = [_Number(number[id(leaf)]) if id(leaf) in number else leaf for leaf in leaves]
+        self._numbers = [numbers.get(id(leaf)) for leaf in leaves]
+        self._others = [None if id(leaf) in numbers else leaf for leaf in leaves]
 
     @property
     def are_changed(self) -> bool:
@@ -75,13 +76,10 @@ class Inputs:
         tensors = [saved.unpack(packed).detach() for packed in self.packed]
         for tensor, requires_grad in zip(tensors, self._require_grad, strict=True):
             tensor.requires_grad_(requires_grad)
-        leaves = [tensors[leaf] if type(leaf) is _Number else leaf for leaf in self._leaves]
+        places = zip(self._numbers, self._others, strict=True)
+        leaves = [other if number is None else tensors[number] for number, other in places]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
-
-
-class _Number(int):
-    """Stands for a tensor among the arguments."""
 
 
 def _is_data(value: Any) -> bool:
@@ -164,19 +162,16 @@ class Look:
         self._modules = modules
         self._objects = objects
         self._seen: list[Any] = []  # held, so that no other object gets the identity of one
-        self._random = _other_random_numbers()
         self._before = self._read()
 
     def obstacle(self) -> str | None:
         """Return what keeps the forward, which is over, from running again, in words; None if nothing is to be seen."""
-        if self._modules and self._random != _other_random_numbers():
-            return "draws random numbers that are not torch's"
         before, after = self._before, self._read()
         return next((key[1] for key in {**before, **after} if before.get(key) != after.get(key)), None)
 
     def _read(self) -> dict[tuple[int, str], list[Any]]:
         """Return pictures by a number and what a difference means."""
-        seen = {}
+        seen = {(0, "draws random numbers that are not torch's"): _other_random_numbers() if self._modules else []}
         for number, module in enumerate(self._modules):
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:
