@@ -34,12 +34,7 @@ class Settles(Protocol):
 
 
 class OutsideUse:
-    """Responds to the guard of an arrangement's masters.
-
-    Attributes:
-        device: The device that forward and backward run on.
-        guard: Notices accesses to masters.
-    """
+    """Responds to the guard of an arrangement's masters."""
 
     def __init__(
         self,
@@ -52,7 +47,7 @@ class OutsideUse:
         backward: BackwardPass,
         at_work: EngineAtWork,
     ) -> None:
-        self.device = window.backend.device
+        self.device = window.backend.device  # the device that forward and backward run on
         self._settles = settles
         self._arrangement = arrangement
         self._learned = learned
@@ -62,7 +57,7 @@ class OutsideUse:
         self._window = window
         self._stream = stream
         self._backward = backward
-        self.guard = Guard(self, arrangement.weights)
+        self.guard = Guard(self, arrangement.weights)  # notices accesses to masters
         self._watched: list[Lowering] = []
         for weight in arrangement.weights:
             leaf = weight.twin.parameter

@@ -29,9 +29,6 @@ from sp_lightning.pipeline.weights.units import Member
 class StepScopes:
     """Opens and closes steps, and routes calls of modules into them. Between steps, units may be arranged anew.
 
-    Attributes:
-        arranger: Keeps an arrangement of the units at work.
-
     Raises:
         ValueError: If an option does not fit the module or the available memory.
     """
@@ -40,7 +37,7 @@ class StepScopes:
         self._engine = engine
         self._at_work, self._graphs = engine.at_work, engine.graphs
         engine.keeper = self
-        self.arranger = Arranger(engine, planner)
+        self.arranger = Arranger(engine, planner)  # keeps an arrangement of the units at work
 
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""

@@ -27,13 +27,11 @@ class HostGradScaler(torch.amp.GradScaler):
     torch puts them on the device of the loss. `unscale_` would then copy the inverse scale and the overflow flag to the
     host with `non_blocking=True`, and might read them before they arrive. The copy in `scale`, host -> device, is from
     pageable memory, and staged before the call returns: a later `update` cannot change what arrives.
-
-    Attributes:
-        strategy: The strategy whose engine has the gradients, while a module is attached.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__("cpu", **settings)
+        # the strategy whose engine has the gradients, while a module is attached
         self.strategy: PrecisionMixin | None = None
 
     @override

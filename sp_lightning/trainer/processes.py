@@ -29,14 +29,9 @@ T = TypeVar("T")
 
 
 class ProcessesMixin(_Base):
-    """The part of the strategy that deals with processes.
+    """The part of the strategy that deals with processes."""
 
-    Attributes:
-        lightning: The namespace of Lightning in use.
-        replicas: The engine's handle to all processes, once the process group exists; None if there is only one.
-    """
-
-    lightning: ClassVar[Namespace]
+    lightning: ClassVar[Namespace]  # the namespace of Lightning in use
 
     # Plain attributes that may be set, as in Lightning's own strategy for one device.
     global_rank = 0
@@ -49,6 +44,7 @@ class ProcessesMixin(_Base):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.num_nodes = 1
+        # the engine's handle to all processes, once the process group exists; None if there is only one
         self.replicas: Replicas | None = None
         self._buffers_due = False
         self._accumulates = False

@@ -43,18 +43,13 @@ class PlannedStep(NamedTuple):
 
 
 class Plan:
-    """What is decided once for an optimizer, as long as its param groups have the same parameters.
-
-    Attributes:
-        gradients: The gradients of its weights, in the order of its parameters, with the numbers of the param groups.
-        others: For each param group, the parameters that are no weights of ours.
-        steps: The steps of each group, first of the group that the next forward needs first.
-    """
+    """What is decided once for an optimizer, as long as its param groups have the same parameters."""
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
         self._parameters = [list(param_group["params"]) for param_group in optimizer.param_groups]
+        # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
-        self.others: list[list[nn.Parameter]] = []
+        self.others: list[list[nn.Parameter]] = []  # for each param group, the parameters that are no weights of ours
         groups: set[Group] = set()
         for number, parameters in enumerate(self._parameters):
             self.others.append([])
@@ -65,6 +60,7 @@ class Plan:
                 else:
                     self.gradients[stream.of(weight)] = number
                     groups.add(weight.unit.group)
+        # the steps of each group, first of the group that the next forward needs first
         self.steps = {
             group: self._steps_of(group, type(optimizer), stream)
             for group in sorted(groups, key=lambda group: (not group.resident, group.index))
@@ -214,21 +210,15 @@ class EarlyStep:
     """A step of an optimizer that begins before its `step()` is called; takes gradients as they arrive.
 
     A group is stepped only if no node of the graph holds one of its weights on the device any more.
-
-    Attributes:
-        optimizer: The optimizer.
-        plan: What is decided for it.
-        keeps_gradients: Whether gradients are kept after the step.
-        stepped: The units that have taken the step.
     """
 
     def __init__(
         self, optimizer: Optimizer, plan: Plan, steps: GroupSteps, clamp: float | None, keeps_gradients: bool
     ) -> None:
         self.optimizer = optimizer
-        self.keeps_gradients = keeps_gradients
-        self.plan = plan
-        self.stepped: list[UnitGradients] = []
+        self.keeps_gradients = keeps_gradients  # whether gradients are kept after the step
+        self.plan = plan  # what is decided for it
+        self.stepped: list[UnitGradients] = []  # the units that have taken the step
         self._steps = steps
         self._scaling = Scaling(clamp=clamp)
         # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them

@@ -57,12 +57,7 @@ class Afterwards(enum.Enum):
 
 
 class Optimizers(Clipping):
-    """The services of a pipeline to the optimizers of its weights.
-
-    Attributes:
-        steps_taken: Number of steps of optimizers that have weights of the module.
-        afterwards: What becomes of the gradients that the next optimizer step uses.
-    """
+    """The services of a pipeline to the optimizers of its weights."""
 
     def __init__(self, stats: Stats, at_work: EngineAtWork, overlaps: bool | str) -> None:
         super().__init__(at_work)
@@ -70,8 +65,8 @@ class Optimizers(Clipping):
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
-        self.steps_taken = 0
-        self.afterwards = Afterwards.DROPPED
+        self.steps_taken = 0  # number of steps of optimizers that have weights of the module
+        self.afterwards = Afterwards.DROPPED  # what becomes of the gradients that the next optimizer step uses
         self._kept: list[nn.Parameter] = []
         self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []

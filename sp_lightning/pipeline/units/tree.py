@@ -29,13 +29,6 @@ class Atom(NamedTuple):
 class Tree:
     """A module with everything below it; the arguments are those of `find_units`.
 
-    Attributes:
-        weights: Weights that the engine can manage, by the identity of the parameter.
-        unmanaged: Parameters that it cannot manage, by name.
-        resident_modules: Modules that stay on the device, by identity.
-        resident_weights: Weights that stay on the device, by the identity of the parameter.
-        total: The bytes of all weights that may stream.
-
     Raises:
         ValueError: If there is nothing to stream, a name is unknown, or a parameter has no values on the CPU.
     """
@@ -49,15 +42,16 @@ class Tree:
         on_meta: bool = False,
     ) -> None:
         self.root = root
-        self.weights: dict[int, Weight] = {}
-        self.unmanaged: dict[str, nn.Parameter] = {}
-        self.resident_modules: set[int] = set()
+        self.weights: dict[int, Weight] = {}  # weights that the engine can manage, by the identity of the parameter
+        self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
+        self.resident_modules: set[int] = set()  # modules that stay on the device, by identity
+        # weights that stay on the device, by the identity of the parameter
         self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
         self._collect_weights(on_meta)
         self._keep_resident(resident)
         self._bytes = {id(module): sum(map(self._streamed_bytes, module.parameters())) for module in root.modules()}
-        self.total = self.bytes_of(root)
+        self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""

@@ -61,17 +61,13 @@ class Owner(Server, Protocol):
 
 
 class Guard:
-    """Guards the masters of an arrangement.
-
-    Attributes:
-        in_step: Whether a step or a backward pass is under way, so that operations on masters get the device's weights.
-        settled: Whether nothing is under way that writes masters or their gradients.
-    """
+    """Guards the masters of an arrangement."""
 
     def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
         self.owner = owner
+        # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
-        self.settled = True
+        self.settled = True  # whether nothing is under way that writes masters or their gradients
         self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
 
     def install(self) -> None:

@@ -136,7 +136,7 @@ class Window:
             group = self._group_of_member[member]
             if group in needed:
                 continue
-            if group.suspect:
+            if group.suspect and not group.users:  # a call inside has what it began with, though a step ends meanwhile
                 self._verify(group)
             if group.residency is Residency.ABSENT:
                 for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
