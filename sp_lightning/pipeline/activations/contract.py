@@ -13,7 +13,7 @@ import random
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from types import ModuleType, SimpleNamespace
@@ -33,7 +33,7 @@ _MOST = 256  # objects on one of these levels
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
-_KERNELS = {
+_KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: cuda.math_sdp_enabled,
