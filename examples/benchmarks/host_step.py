@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 
 FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value

@@ -2,7 +2,7 @@
 
 from sp_lightning.pipeline.arranger import Planner
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory

@@ -19,9 +19,8 @@ from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.gradients.averaging import AveragedStream
+from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
 from sp_lightning.pipeline.gradients.buffers import Pin
-from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement

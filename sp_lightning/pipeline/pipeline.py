@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.arranger import Planner
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.trace import Recording

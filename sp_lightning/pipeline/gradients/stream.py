@@ -30,8 +30,8 @@ from sp_lightning.pipeline.gradients.buffers import (
     StagingBuffer,
     StagingBuffers,
 )
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING
 from sp_lightning.pipeline.gradients.unit_gradients import (
+    NO_SCALING,
     Gradient,
     Shipment,
     State,

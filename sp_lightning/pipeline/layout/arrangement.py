@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes, sent_bytes

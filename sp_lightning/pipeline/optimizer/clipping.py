@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.replicas import Replicas
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, Shipment, State, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind

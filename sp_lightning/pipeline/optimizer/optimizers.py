@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, State
 from sp_lightning.pipeline.optimizer.clipping import Clipping, OptimizerParts
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, Plan
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, why_not_by_unit

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, State, keeps_state
 from sp_lightning.pipeline.torch_private import StepCode
 from sp_lightning.pipeline.weights.buffers import tensor_in
