@@ -49,7 +49,7 @@ from sp_lightning.pipeline.weights.units import Member
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 UNITS_THAT_STAY = 1  # units before the turn for which sending gains nothing: backward needs them at once
-_WASTE = 4  # memory is not worth a copy if less than one part in so many of it was saved
+_WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
@@ -80,18 +80,7 @@ class Activation:
         self.counted = meter.add(tensor)
         self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
         self._leftovers = leftovers
-        self._saved_bytes = 0
         self._was_changed = False
-
-    def add(self, tensor: Tensor) -> Offloaded:
-        """Record a saved tensor that lies in it."""
-        self._saved_bytes += tensor.nbytes
-        return Offloaded(self, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    @property
-    def is_worth_a_copy(self) -> bool:
-        """Whether enough of it was saved: a column of a large matrix would take all of the matrix along."""
-        return _WASTE * self._saved_bytes >= self.nbytes
 
     @property
     def is_changed(self) -> bool:
@@ -106,12 +95,6 @@ class Activation:
         self._was_changed = self.is_changed
         self._meter.remove(self.counted)
         self.stage, self.device, self.ticket, self.counted = Stage.HOST, None, None, 0
-
-    def stay(self) -> None:
-        """Forget a copy to the host that may have failed."""
-        assert self.host is not None
-        self._leftovers.append((self.host, None, None))
-        self.stage, self.host, self.ticket = Stage.DEVICE, None, None
 
     def __del__(self) -> None:
         self._meter.remove(self.counted)
@@ -151,15 +134,11 @@ class Bundle:
         self.name = member.unit_name
         self.leaves = leaves  # whether they are to be offloaded
         self.before: Bundle | None = None  # the one that was completed before; backward needs it next
-        self._activations: dict[int, ref[Activation]] = {}
-
-    def add(self, activation: Activation) -> None:
-        """Record an activation that a call of the unit saved."""
-        self._activations[id(activation)] = ref(activation)
+        self.saved: list[ref[Activation]] = []  # in order, once for each tensor in them
 
     def alive(self) -> list[Activation]:
         """Return the activations that autograd has not dropped yet."""
-        return [activation for found in self._activations.values() if (activation := found()) is not None]
+        return list(dict.fromkeys(found for reference in self.saved if (found := reference()) is not None))
 
 
 class Offloader:
@@ -209,7 +188,7 @@ class Offloader:
     def _send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
         for activation in bundle.alive():
-            if activation.stage is not Stage.DEVICE or not activation.is_worth_a_copy:
+            if activation.stage is not Stage.DEVICE:
                 continue
             assert activation.device is not None
             memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
@@ -250,16 +229,16 @@ class Offloader:
             if activation is None or activation.version != tensor._version:
                 activation = Activation(tensor, bundle.name, self._meter, self._leftovers)
                 self._by_memory[key] = activation
-            bundle.add(activation)
-            return activation.add(tensor)
+            bundle.saved.append(ref(activation))
+            return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _memory_that_may_leave(self, tensor: Tensor) -> int:
-        """Return the identity of memory that is plain, on the device, large, and not there for good; else 0."""
+        """Return the identity of memory that is plain, on the device, large, needed, and not there for good; else 0."""
         key = storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
         may_leave = (
             key not in self._meter.uncounted
             and key != 0
-            and tensor.untyped_storage().nbytes() >= MIN_OFFLOAD_BYTES
+            and MIN_OFFLOAD_BYTES <= tensor.untyped_storage().nbytes() <= _WASTE * tensor.nbytes
             and tensor.device == self._backend.device
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
@@ -329,8 +308,9 @@ class Offloader:
             self.open.clear()
             self._last_bundle = None
             for activation in self._leaving:
-                if activation.stage is Stage.LEAVING:
-                    activation.stay()
+                if activation.stage is Stage.LEAVING and activation.host is not None:
+                    self._pool.give_back(activation.host)
+                    activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
             self._leaving.clear()
             self._reclaim_host_memory(landed=True)
 

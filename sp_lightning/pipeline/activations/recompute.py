@@ -24,9 +24,9 @@ from __future__ import annotations
 import enum
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Surroundings
-from sp_lightning.pipeline.activations.saved import Recording, SavedTensors
+from sp_lightning.pipeline.activations.saved import Kept, Recording, SavedTensors
 from sp_lightning.pipeline.activations.ways import Footprint
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
@@ -95,6 +95,8 @@ class UnitCall(Recording):
         self._surroundings = Surroundings(shared.backend.device)
         self._state = self._state_of_module()
         self._refused: RuntimeError | None = None
+        self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
+        self._missing = 0  # how many dropped tensors the second forward has not saved yet
 
     # ------------------------------------------------------------------------------------------------ first forward
 
@@ -209,29 +211,40 @@ class UnitCall(Recording):
                 "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
                 "forward cannot run again"
             )
-        refill = _Refill(self)
+        self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self.alive())
         args, kwargs = self._inputs.rebuild(self._shared.saved)
         with (
             self._surroundings.restored(),
             self._buffers.put_back(),
             torch.enable_grad(),
-            saved_tensors_hooks(refill.pack, lambda tensor: tensor),
+            saved_tensors_hooks(self._fill_gap, lambda tensor: tensor),
         ):
             try:
                 self.member.module(*args, **kwargs)
             except Exception as error:  # code in between may have made another exception of `_NothingMissing`
                 if is_out_of_memory(error):
                     raise
-                if refill.missing:
+                if self._missing:
                     raise self._cannot(
                         f"the forward of {name} failed when it ran again in backward ({type(error).__name__}: {error}),"
                         " where it is cut off from the graph that its inputs came from"
                     ) from error
-        if refill.missing:
+        if self._missing:
             raise self._cannot(
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
+
+    def _fill_gap(self, tensor: Tensor) -> Tensor:
+        """Have what the second forward saves, in order, take the place of what was dropped."""
+        reference = next(self._gaps, None)
+        kept = None if reference is None else reference()
+        tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
+        if kept is not None and kept.tensor is None and kept.fill(tensor):
+            self._missing -= 1
+            if not self._missing:
+                raise _NothingMissing
+        return tensor
 
 
 def _bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
@@ -243,22 +256,3 @@ def _bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
 
 class _NothingMissing(Exception):
     """Ends a second forward once all dropped tensors have been recomputed."""
-
-
-class _Refill:
-    """Fills the gaps that dropped tensors have left with those that a second forward saves."""
-
-    def __init__(self, first: Recording) -> None:
-        self._kept = iter(first.kept)
-        self.missing = sum(kept.tensor is None for kept in first.alive())
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Take what the forward saves, in order."""
-        reference = next(self._kept, None)
-        kept = None if reference is None else reference()
-        tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
-        if kept is not None and kept.tensor is None and kept.fill(tensor):
-            self.missing -= 1
-            if not self.missing:
-                raise _NothingMissing
-        return tensor

@@ -213,7 +213,7 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
     matrix = torch.randn(64, ROWS)
     x = large(64, ROWS)
     _, column = scene.call(lambda: (x[:, 3] * matrix[:, 3]).sum())
-    assert scene.stages(column) == [Stage.DEVICE]
+    assert scene.stages(column) == []  # nothing of it leaves
     assert scene.backend.said("download") == []
 
 
