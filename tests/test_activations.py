@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy
 
 from .helpers import (

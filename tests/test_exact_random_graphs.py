@@ -14,7 +14,7 @@ from hypothesis import given, note, settings
 
 from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.optimizer import unit_step
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.learned import WindowPlan

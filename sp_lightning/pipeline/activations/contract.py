@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
@@ -32,16 +33,12 @@ _MOST = 256  # objects on one of these levels
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
-
-# what decides which kernel attends, and what a new tensor is: set around a model's forward (`sdpa_kernel`, Lightning's
-# double precision), and no longer in its backward
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-)
+_KERNELS: dict[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+}
 
 
 class Inputs:
@@ -55,14 +52,15 @@ class Inputs:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        number = {key: number for number, key in enumerate(given)}
+        numbers = {key: number for number, key in enumerate(given)}
         self.tensors = [tensor.detach() for tensor in given.values()]  # without weights, which stand for themselves
         self.packed: list[Packed] = []  # what holds these, once they are packed
         self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]  # a cache, say
         # that a user has set, and that a second tensor would not have
         self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
         self._require_grad = [tensor.requires_grad for tensor in given.values()]
-        self._leaves = [_Number(number[id(leaf)]) if id(leaf) in number else leaf for leaf in leaves]
+        self._numbers = [numbers.get(id(leaf)) for leaf in leaves]
+        self._others = [None if id(leaf) in numbers else leaf for leaf in leaves]
 
     @property
     def are_changed(self) -> bool:
@@ -78,13 +76,10 @@ class Inputs:
         tensors = [saved.unpack(packed).detach() for packed in self.packed]
         for tensor, requires_grad in zip(tensors, self._require_grad, strict=True):
             tensor.requires_grad_(requires_grad)
-        leaves = [tensors[leaf] if type(leaf) is _Number else leaf for leaf in self._leaves]
+        places = zip(self._numbers, self._others, strict=True)
+        leaves = [other if number is None else tensors[number] for number, other in places]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
-
-
-class _Number(int):
-    """Stands for a tensor among the arguments."""
 
 
 def _is_data(value: Any) -> bool:
@@ -93,7 +88,7 @@ def _is_data(value: Any) -> bool:
 
 
 class Surroundings:
-    """A snapshot of torch's random generators and settings."""
+    """A snapshot of torch's random generators, and of what may be set around a model's forward and not its backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,27 +99,23 @@ class Surroundings:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in {device.type, "cpu"}
         ]
-        self._settings = [read() for read, _ in _SETTINGS]
+        self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
+        self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the snapshot for the duration of the block, and then what is there now."""
-        settings, devices = [read() for read, _ in _SETTINGS], [] if self._api is None else [self._device]
+        devices = [] if self._api is None else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type), ExitStack() as scopes:
             torch.set_rng_state(self._random)
             if self._api is not None:
                 self._api.set_rng_state(self._random_on_device, self._device)
-            scopes.callback(_change_settings, self._settings, settings)
-            _change_settings(settings, self._settings)
+            scopes.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._default_dtype)
+            scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
             yield
-
-
-def _change_settings(before: list[Any], after: list[Any]) -> None:
-    for (_, write), old, new in zip(_SETTINGS, before, after, strict=True):
-        if old != new:
-            write(new)
 
 
 class Buffers:
@@ -135,8 +126,7 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._held: list[tuple[dict[str, Tensor | None], str, Tensor, int | None]] = []
-        self.are_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-        for module in modules if not self.are_scripted else ():  # in C++, nothing can take a buffer's place
+        for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL
@@ -172,19 +162,16 @@ class Look:
         self._modules = modules
         self._objects = objects
         self._seen: list[Any] = []  # held, so that no other object gets the identity of one
-        self._random = _other_random_numbers()
         self._before = self._read()
 
     def obstacle(self) -> str | None:
         """Return what keeps the forward, which is over, from running again, in words; None if nothing is to be seen."""
-        if self._modules and self._random != _other_random_numbers():
-            return "draws random numbers that are not torch's"
         before, after = self._before, self._read()
         return next((key[1] for key in {**before, **after} if before.get(key) != after.get(key)), None)
 
     def _read(self) -> dict[tuple[int, str], list[Any]]:
         """Return pictures by a number and what a difference means."""
-        seen = {}
+        seen = {(0, "draws random numbers that are not torch's"): _other_random_numbers() if self._modules else []}
         for number, module in enumerate(self._modules):
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:

@@ -62,15 +62,11 @@ class Meter:
         self._held_before = self._peak = self._stats.activation_bytes
 
     def measure(self, inputs: Iterable[Tensor]) -> None:
-        """Count in this step, and find out what operations take, before a unit's call.
-
-        Args:
-            inputs: What the unit is given. It is allocated, and counts as held as soon as the call has begun.
-        """
+        """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         in_use = self._backend.reset_peak_memory()
         if in_use is not None:
-            keys = [self.add(tensor) for tensor in inputs]
+            keys = [self.add(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
             self._baseline = in_use - self.bytes
             for key in keys:
                 self.remove(key)

@@ -58,14 +58,10 @@ _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 class Stage(enum.Enum):
     """How far an activation is on its way to the host and back."""
 
-    DEVICE = enum.auto()
-    """On the device, where it was computed."""
-    LEAVING = enum.auto()
-    """On the device; the copy to the host was started."""
-    HOST = enum.auto()
-    """On the host only."""
-    BACK = enum.auto()
-    """The copy to the device was started, and `unpack` makes computing wait for its ticket."""
+    DEVICE = enum.auto()  # on the device, where it was computed
+    LEAVING = enum.auto()  # on the device; the copy to the host was started
+    HOST = enum.auto()  # on the host only
+    BACK = enum.auto()  # the copy to the device was started, and `unpack` makes computing wait for its ticket
 
 
 class Activation:

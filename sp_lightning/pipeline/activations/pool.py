@@ -33,11 +33,7 @@ class HostPool:
         self._has_warned = False
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Lend a buffer of at least so many bytes: the smallest there is.
-
-        Raises:
-            RuntimeError: If the host has too little memory left.
-        """
+        """Lend a buffer of at least so many bytes: the smallest there is."""
         size = -(-nbytes // _PAGE) * _PAGE
         place = bisect.bisect_left(self._free, size, key=_size)
         buffer = self._free.pop(place) if place < len(self._free) else self._make(size)

@@ -45,97 +45,54 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 
-class CannotRunAgain(RuntimeError):
-    """A unit's forward has to run again in backward, but cannot: mostly, something that it depends on has changed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
-
-
 class Trust(enum.Enum):
     """What the calls of a member have shown about running its forward again."""
 
-    NEW = enum.auto()
-    """Its first call is looked at: what it changes. It may make things that are used from then on."""
-    SEEN_ONCE = enum.auto()
-    """The second call is looked at as well."""
-    RUNS_AGAIN = enum.auto()
-    """Nothing is in the way."""
-    KEEPS = enum.auto()
-    """Something was, or a second forward has failed: calls hold what they save."""
+    NEW = enum.auto()  # its first call is looked at: what it changes; it may make things that are used from then on
+    SEEN_ONCE = enum.auto()  # the second call is looked at as well
+    RUNS_AGAIN = enum.auto()  # nothing is in the way
+    KEEPS = enum.auto()  # something was, or a second forward has failed: calls hold what they save
 
 
 class SecondForwards:
-    """Records calls of units, and runs their forwards again in backward."""
+    """What calls have shown about running forwards again, and those that still may."""
 
     def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
         self.saved = saved
         self.backend = backend
+        self.stats = stats
         self.trust: defaultdict[str, Trust] = defaultdict(lambda: Trust.NEW)  # in members, by their names
         self.timed = False  # whether second forwards are timed
         self.times: list[tuple[str, Any, Any]] = []  # their members, and the marks before and after
-        self._stats = stats
-        self._dropped: WeakSet[UnitCall] = WeakSet()
+        self.dropped: WeakSet[UnitCall] = WeakSet()
 
     def may_run(self, name: str) -> bool:
         """Tell whether the next call of a member may run again, as far as that is known."""
         return self.trust[name] is not Trust.KEEPS
 
-    def conclude(self, call: UnitCall, output: Any, warns: bool) -> None:
-        """End a call: drop what its forward has saved if that can be recomputed, and is worth it."""
-        name, trust = call.member.name, self.trust[call.member.name]
-        obstacle = call.conclude(output, may_run=trust is not Trust.KEEPS)
-        if call.is_dropped:
-            self._dropped.add(call)
-        if trust is Trust.NEW:
-            self.trust[name] = Trust.SEEN_ONCE
-        elif obstacle is not None and trust is not Trust.KEEPS:
-            self.trust[name] = Trust.KEEPS
-            if warns:
-                warnings.warn(
-                    f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
-                    "backward stays on the device.",
-                    stacklevel=2,
-                )
-        elif trust is Trust.SEEN_ONCE:
-            self.trust[name] = Trust.RUNS_AGAIN
-
-    def run(self, call: UnitCall) -> None:
-        """Run a forward again."""
-        self._stats.recomputed += 1
-        name, begin = call.member.name, self.backend.mark() if self.timed else None
-        try:
-            call.run_again()
-        except CannotRunAgain:
-            self.trust[name] = Trust.KEEPS
-            raise
-        if self.timed:
-            self.times.append((name, begin, self.backend.mark()))
-
     def close(self) -> None:
         """Refer to the module no longer: its graphs, which may live on, cannot recompute anything now."""
-        for call in list(self._dropped):
+        for call in list(self.dropped):
             call.close()
 
 
 class UnitCall(Recording):
     """One call of a member: what its forward saved, and how to run it again."""
 
-    def __init__(self, runner: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.member = member
-        looks = runner.trust[member.name] in (Trust.NEW, Trust.SEEN_ONCE)
-        self.is_dropped = False  # when it was over
         self.input_bytes = 0
         self.footprint: Footprint | None = None  # None if nobody has counted it
-        self._runner = runner
-        self._meter = runner.saved.meter
+        self._shared = shared
+        self._meter = shared.saved.meter
         self._bytes_before = self._held = self._meter.bytes
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
+        looks = shared.trust[member.name] in (Trust.NEW, Trust.SEEN_ONCE)
         self._look = Look(modules if looks else [], self._inputs.objects)
         self._buffers = Buffers(modules)
-        self._surroundings = Surroundings(runner.backend.device)
+        self._surroundings = Surroundings(shared.backend.device)
         self._state = self._state_of_module()
         self._refused: RuntimeError | None = None
 
@@ -144,37 +101,53 @@ class UnitCall(Recording):
     def pack_inputs(self) -> None:
         """Have the inputs held for the second forward, on the device or on the host."""
         if not self._inputs.packed:
-            self._inputs.pack(self._runner.saved)
+            self._inputs.pack(self._shared.saved)
             self._held = self._meter.bytes
 
-    def conclude(self, output: Any, may_run: bool) -> str | None:
-        """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it.
-
-        Returns:
-            The obstacle, in words; None if there is none, or if nothing would have been dropped anyway.
-        """
-        obstacle, kept = self._obstacle(), [each for each in self.alive() if each.tensor is not None]
+    def conclude(self, output: Any, warns: bool) -> None:
+        """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it."""
+        kept = [each for each in self.alive() if each.tensor is not None]
         tensors = [each.tensor for each in kept if each.tensor is not None]
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
-        is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
-        would_be_right = not any(each.is_changed for each in kept)
-        self.is_dropped = obstacle is None and may_run and is_worth_it and would_be_right
+        is_worth_it = not known.issuperset(map(storage_key, tensors)) and not any(each.is_changed for each in kept)
+        obstacle = self._obstacle() if is_worth_it else None
+        is_dropped = is_worth_it and obstacle is None and self._shared.may_run(self.member.name)
         if self._meter.counts:
-            self.footprint = self._measure_footprint(tensors)
+            self.footprint = self._measure_footprint(tensors, is_dropped)
         del self._look
-        if not self.is_dropped:
+        if is_dropped:
+            for each in kept:
+                each.drop()
+            self._inputs.tensors.clear()
+            self._shared.dropped.add(self)
+        else:
             del self._inputs, self._surroundings, self._buffers
-            return obstacle if is_worth_it and would_be_right else None
-        for each in kept:
-            each.drop()
-        self._inputs.tensors.clear()
-        return None
+        self._learn(obstacle, warns)
+
+    def _learn(self, obstacle: str | None, warns: bool) -> None:
+        """Record what the call has shown about its member."""
+        name, trust = self.member.name, self._shared.trust
+        if trust[name] is Trust.NEW:
+            trust[name] = Trust.SEEN_ONCE
+        elif obstacle is not None and trust[name] is not Trust.KEEPS:
+            trust[name] = Trust.KEEPS
+            if warns:
+                warnings.warn(
+                    f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
+                    "backward stays on the device.",
+                    stacklevel=2,
+                )
+        elif trust[name] is Trust.SEEN_ONCE:
+            trust[name] = Trust.RUNS_AGAIN
 
     def _obstacle(self) -> str | None:
         """Return what the forward has done that keeps it from running again, in words; None if it has not."""
-        if any(module._forward_pre_hooks or module._forward_hooks for module in self.member.module.modules()):
+        modules = list(self.member.module.modules())
+        if any(module._forward_pre_hooks or module._forward_hooks for module in modules):
             return "has forward hooks"
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+            return "has a part that is scripted"  # in C++, nothing can take a buffer's place
         if self._inputs.have_attributes:
             return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self.alive()):
@@ -183,18 +156,16 @@ class UnitCall(Recording):
             return "changes its input in place"
         if self._state_of_module() != self._state:
             return "changes its weights in place, or how they are sent"
-        if self._buffers.are_scripted:
-            return "has a part that is scripted"
         if self._buffers.are_changed:
             return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
         return self._look.obstacle() if scope is None else f"is called under {scope}"
 
-    def _measure_footprint(self, tensors: list[Tensor]) -> Footprint:
+    def _measure_footprint(self, tensors: list[Tensor], is_dropped: bool) -> Footprint:
         held, saved = self._held - self._bytes_before, max(0, self._meter.bytes - self._held)
         large = min(_bytes_worth_a_copy(tensors), held + saved)
         large_inputs = min(_bytes_worth_a_copy(self._inputs.tensors), held)
-        return Footprint(held, saved, large, held + saved, self.is_dropped, large_inputs)
+        return Footprint(held, saved, large, held + saved, is_dropped, large_inputs)
 
     def _state_of_module(self) -> list[Any]:
         """Return its mode, and what changes with a weight: its leaf (if no longer lowered), values, being trained."""
@@ -218,19 +189,28 @@ class UnitCall(Recording):
     def repeat(self) -> None:
         if self._refused is not None:
             raise self._refused
-        self._runner.run(self)
+        shared, name = self._shared, self.member.name
+        shared.stats.recomputed += 1
+        begin = shared.backend.mark() if shared.timed else None
+        self._run_again(repr(name))
+        if shared.timed:
+            shared.times.append((name, begin, shared.backend.mark()))
 
-    def run_again(self) -> None:
+    def _cannot(self, reason: str) -> RuntimeError:
+        """Have later calls of the member hold what they save; return the error for this one."""
+        self._shared.trust[self.member.name] = Trust.KEEPS
+        return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
+
+    def _run_again(self, name: str) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
-        name = repr(self.member.name)
         if self._inputs.are_changed or self._buffers.are_changed or self._state_of_module() != self._state:
-            raise CannotRunAgain(
+            raise self._cannot(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
                 "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
                 "forward cannot run again"
             )
         refill = _Refill(self)
-        args, kwargs = self._inputs.rebuild(self._runner.saved)
+        args, kwargs = self._inputs.rebuild(self._shared.saved)
         with (
             self._surroundings.restored(),
             self._buffers.put_back(),
@@ -243,12 +223,12 @@ class UnitCall(Recording):
                 if is_out_of_memory(error):
                     raise
                 if refill.missing:
-                    raise CannotRunAgain(
+                    raise self._cannot(
                         f"the forward of {name} failed when it ran again in backward ({type(error).__name__}: {error}),"
                         " where it is cut off from the graph that its inputs came from"
                     ) from error
         if refill.missing:
-            raise CannotRunAgain(
+            raise self._cannot(
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )

@@ -156,9 +156,8 @@ class SavedTensors:
     def push(self, ahead: bool = False) -> bool:
         """Push the hooks unless they are on top already; return True if `pop` must follow.
 
-        Args:
-            ahead: Push them even while grad mode is off. A validation step may switch it on, and then not only calls of
-                units save weights: a double backward does, too.
+        `ahead`: even while grad mode is off. A validation step may switch it on, and then not only calls of units save
+        weights: a double backward does, too.
         """
         if not (torch.is_grad_enabled() or ahead):
             return False
@@ -215,11 +214,7 @@ class SavedTensors:
         return self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the saved tensor, ready for backward to read.
-
-        Raises:
-            RuntimeError: If it was changed in place in the meantime, or is a weight of an earlier arrangement.
-        """
+        """Return the saved tensor, ready for backward to read."""
         if type(packed) is tuple:
             tensor: Tensor
             tensor, version = packed

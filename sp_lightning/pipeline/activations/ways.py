@@ -53,13 +53,9 @@ class Link(NamedTuple):
     down: float  # to the host
 
     def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
-        """Return what it costs, in seconds, to have a unit's activations wait on the host.
+        """Return what it costs, in seconds, to have so many bytes of a unit's activations wait on the host.
 
-        Args:
-            nbytes: Bytes of the activations.
-            weights: Bytes of weights that travel for the unit.
-            forward: Seconds of its forward, which hides the activations' way out.
-            backward: Seconds of its backward, which hides the way back of weights and activations.
+        Its forward hides their way out, its backward the way back of them and of its weights (in bytes, too).
         """
         sending = max(0.0, nbytes / self.down - forward)
         waiting_anyway = max(0.0, weights / self.up - backward)
@@ -68,12 +64,7 @@ class Link(NamedTuple):
 
     @staticmethod
     def measured(backend: Backend, pin: bool) -> Link:
-        """Measure the link by small copies in both directions; the host waits for them.
-
-        Args:
-            backend: Copies.
-            pin: Whether to pin host memory for it, as that for activations is: the rates are others if it is not.
-        """
+        """Measure the link by small copies, from and to host memory that is pinned if that for activations is."""
         free = backend.free_memory()
         nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
         device = backend.allocate(nbytes)
@@ -116,13 +107,9 @@ class Footprint(NamedTuple):
         )
 
     def ways(self, link: Link | None, weights: int, forward: float, backward: float) -> list[Way]:
-        """Return the ways that are open to the unit: what they take, and what they cost.
+        """Return the ways that are open to the unit; nothing can be offloaded without a link.
 
-        Args:
-            link: The speed of copies; None if nothing can be offloaded.
-            weights: Bytes of weights that travel for the unit.
-            forward: Seconds of its forwards.
-            backward: Seconds of its backwards.
+        What they cost is told from the bytes of its weights that travel, and the seconds of its forwards and backwards.
         """
         everything, working = self.held + self.saved, self.working
         ways = [Way("keep", everything, working, 0.0)]
@@ -151,12 +138,7 @@ class _State(NamedTuple):
 
 
 def peak(ways: Sequence[Way], turn: int = 0) -> int:
-    """Return the most bytes that are on the device at once.
-
-    Args:
-        ways: One for each unit, in the order of the forward.
-        turn: Bytes that are taken after the last unit.
-    """
+    """Return the most bytes that are on the device at once, if so many are taken at the turn; see [Note: the peak]."""
     held = most = under_way = 0
     for way in ways:
         most = max(most, held + under_way + way.working)
@@ -166,13 +148,7 @@ def peak(ways: Sequence[Way], turn: int = 0) -> int:
 
 
 def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
-    """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak.
-
-    Args:
-        units: The ways that are open to each unit, in the order of the forward.
-        budget: Bytes that the peak may reach.
-        turn: Bytes that are taken after the last unit.
-    """
+    """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak."""
     units = [*units, [Way("keep", 0, turn, 0.0)]]
     chosen = _cheapest(units, budget)
     if chosen is None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.saved import SavedTensors
