@@ -218,8 +218,7 @@ class BackwardPass:
 
     def _leave_units(self) -> None:
         for unit in self._reached:
-            if unit.is_reached:
-                unit.leave()
+            unit.leave(is_over=True)
         self._reached.clear()
         self.in_use = []
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from ..helpers import Trace, assert_same_trace, lightning_run
-from ..random_graphs import Example, examples
+from ..helpers import Plan, Trace, assert_same_trace, lightning_run
+from ..random_graphs import Example, examples, units_are_nodes
 from ..second_device import IN_USE
 from ..zoo import CASES, Case
 from .parts import OnDevice, Streamed, train_case
@@ -51,6 +51,14 @@ def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.d
     note(str(example))
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
     compare(example.case(), device, options)
+
+
+def test_what_units_share_stays_for_a_checkpoint_in_one_of_them(device: torch.device) -> None:
+    """Backward has left one unit, and puts its masters back, when it runs the checkpoint again in the other."""
+    trees = [("checkpoint", [("leaf", "block"), ("leaf", "int8")]), ("branches", [("leaf", "block"), ("again", 1)])]
+    plan = Plan(steps=2, accumulate=1)
+    example = Example(trees, 2, 1, units_are_nodes, "keep", room=None, mixed=False, part=64, lag=0.0, plan=plan)
+    compare(example.case(), device, PipelineOptions(k=2, k_prime=1, activations="keep", debug=True))
 
 
 def compare(case: Case, device: torch.device, options: PipelineOptions, autocast: torch.dtype | None = None) -> None:

@@ -209,11 +209,11 @@ class Member:
             present = {id(entry.weight): entry.current for entry in self.entries}
             module._flat_weights = [present[id(weight)] for weight in weights]
 
-    def put_back_masters(self) -> None:
+    def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
             current, master = entry.current, entry.weight.master
-            if current is None or current is master:
+            if current is None or current is master or (entry.weight.twin.group.resident and not resident_too):
                 continue
             # also an earlier twin's, of a weight that is a device parameter by now
             if current is entry.weight.twin.parameter or storage_key(current) in self.twins:
@@ -240,12 +240,15 @@ class Unit:
     # whether backward has reached it, so that its modules hold twins
     is_reached: bool = field(default=False, repr=False)
 
-    def leave(self) -> None:
-        """Put the masters back after backward has reached it, but for its calls that are running."""
+    def leave(self, is_over: bool) -> None:
+        """Put the masters back after backward has reached it, but for its calls that are running.
+
+        Those of resident weights only when backward is over: another unit that it has reached may share them.
+        """
         self.is_reached = False
         for member in self.members:
             if not member.running_calls:
-                member.put_back_masters()
+                member.put_back_masters(resident_too=is_over)
 
     @property
     def every_weight(self) -> list[Weight]:

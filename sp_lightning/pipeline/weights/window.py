@@ -265,7 +265,7 @@ class Window:
             self.finish_optimizer(group)
         for unit in group.units:
             if unit.is_reached:
-                unit.leave()
+                unit.leave(is_over=False)
         self._discard(group)
         group.clear_place()
         self.backend.invalidate(group.place)
