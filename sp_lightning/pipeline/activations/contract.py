@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import random
 import sys
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ _LEVELS = 6  # two caches in one, a cache, its list of layers, a layer, the tens
 _MOST = 256  # objects on one of these levels
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
-_NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
+# modules of objects that are not looked into; what lies in a namespace is a user's
+_NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names} - {"argparse", "types"}
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -210,8 +210,8 @@ def _parts(value: Any) -> Iterable[Any]:
         return value
     # attributes of users' own objects, unlike those of a logger or a process group
     is_users = (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
-    is_open = (is_users or isinstance(value, SimpleNamespace | Namespace)) and hasattr(value, "__dict__")
-    return vars(value).values() if is_open and not isinstance(value, type | nn.Module | Tensor) else ()
+    is_open = is_users and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Tensor)
+    return vars(value).values() if is_open else ()
 
 
 def _version(value: Any) -> int:
