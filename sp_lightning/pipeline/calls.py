@@ -120,7 +120,8 @@ class Calls:
     def _enter(self, member: Member, autocast: torch.dtype | None) -> int:
         """Bring what a call needs, and return the call's number."""
         with self._at_work:
-            number = self._graphs.number_call()
+            self._graphs.calls += 1
+            number = self._graphs.calls
             self._arrangement.unused_in_step = False
             member.entered += 1
             direction = _direction()

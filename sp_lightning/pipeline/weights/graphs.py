@@ -69,11 +69,6 @@ class Graphs:
         """Begin the graph of a new step."""
         self.current = Graph(self.current.number + 1)
 
-    def number_call(self) -> int:
-        """Count a call that begins, and return its number."""
-        self.calls += 1
-        return self.calls
-
     def watch_current(self) -> Graph:
         """Return the current graph, which from now on counts as waiting for a backward, unless it has had one."""
         self._alive.add(self.current)

@@ -51,6 +51,7 @@ class Segment:
             ]
         elif pin:
             self.memory.pin()
+        self.sends_copies = self.source is not self.memory
         self._copied_epoch = -1
         self._copies_are_stale = True
         self._masters = [weight.master for weight in self.weights]
@@ -70,11 +71,6 @@ class Segment:
             weight.adopt(tensor_in(memory.bytes, offset, weight.layout, weight.dtype))
         memory.tensors = [weight.host for weight in self.weights]
         return memory
-
-    @property
-    def sends_copies(self) -> bool:
-        """Whether copies of the masters are sent."""
-        return self.source is not self.memory
 
     # -------------------------------------------------------------------------------------------------- their changes
 
@@ -136,8 +132,7 @@ class Segment:
         return self._sample is not None and not torch.equal(self._look(), self._sample)
 
     def _look(self) -> Tensor:
-        with torch.inference_mode(False):
-            return self._words.take(self._sampled)
+        return self._words.take(self._sampled)
 
     # ----------------------------------------------------------------------------------------------------- the copies
 

@@ -238,7 +238,10 @@ class Window:
             if step is None:
                 segment.refresh_copies()
             for begin, source in segment.ranges():
-                self._upload(group, group.place_of(number, begin, source.nbytes), source, step)
+                upload = self.backend.upload(group.place_of(number, begin, source.nbytes), source, step)
+                self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, upload)
+                self.stats.bytes_to_device += source.nbytes
+                group.uploads.append(upload)
             group.lying[number] = segment.epoch
         group.residency = Residency.COMING
         if group.resident:
@@ -249,11 +252,6 @@ class Window:
     def _wait_for_copies(self, group: Group) -> None:
         for ticket in group.uploads:
             self.backend.trace.wait(ticket, "weights")
-
-    def _upload(self, group: Group, place: Tensor, source: Tensor, after: Ticket | None) -> None:
-        group.uploads.append(self.backend.upload(place, source, after))
-        self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.uploads[-1])
-        self.stats.bytes_to_device += source.nbytes
 
     def _evict(self, group: Group) -> None:
         if group.users:
