@@ -90,7 +90,7 @@ class Twin:
     @property
     def is_touched(self) -> bool:
         """Whether a forward may have written to it since the last look, as `nn.Embedding(max_norm=...)` does."""
-        return self.parameter._version != self._version_seen
+        return self._version_of_leaf() != self._version_seen
 
     def note_written_back(self) -> None:
         """Note that the master got the change by an in-place write, which must not count a second time."""

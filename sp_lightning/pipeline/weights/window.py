@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
