@@ -24,15 +24,11 @@ class Monitor:
     A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
     they run during its first step, and would be missing from the picture; and in the first steps of a run the engine
     learns.
-
-    Attributes:
-        pipeline: The engine.
-        latest: The latest recording; None before the first.
     """
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
-        self.pipeline = pipeline
-        self.latest: Recording | None = None
+        self.pipeline = pipeline  # the engine
+        self.latest: Recording | None = None  # the latest recording; None before the first
         self._first = self._counted = self._count()
         self._shown = steps
         self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
