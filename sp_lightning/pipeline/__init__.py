@@ -7,7 +7,7 @@ from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.emulated import HostBackend
-from sp_lightning.pipeline.lanes.trace import Kind, Lane, Recording, Span
+from sp_lightning.pipeline.lanes.lanes import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.layout.learned import WindowPlan
 from sp_lightning.pipeline.optimizer.optimizers import Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.lanes.trace import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key

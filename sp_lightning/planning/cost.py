@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way, peak
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
-from sp_lightning.pipeline.lanes.trace import Lane
+from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.places import place_in_arena, travel_together
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]

@@ -40,8 +40,7 @@ from torch import Tensor
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.trace import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, storage_key, weak_storage
 from sp_lightning.pipeline.weights.buffers import HostBuffer

@@ -41,7 +41,7 @@ from sp_lightning.pipeline.gradients.unit_gradients import (
     refusal,
 )
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.trace import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.graphs import run_hooks

@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
-from sp_lightning.pipeline.lanes.trace import Kind, Recording, Span
+from sp_lightning.pipeline.lanes.lanes import Kind, Origin, Recording, Span, Ticket
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from sp_lightning.pipeline.activations.ways import Policy
-from sp_lightning.pipeline.lanes.trace import Lane
+from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -21,8 +21,7 @@ from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.trace import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 from sp_lightning.pipeline.stats import Stats

@@ -30,8 +30,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.trace import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import as_bytes
