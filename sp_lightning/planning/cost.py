@@ -30,7 +30,7 @@ from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way, peak
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.weights.places import place_in_arena, travel_together
+from sp_lightning.pipeline.layout.memory import place_in_arena, travel_together
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,

@@ -16,14 +16,19 @@ from torch import nn
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.layout.memory import (
+    HostShare,
+    choose_device_layout,
+    largest_unit_bytes,
+    overlaps,
+    sent_bytes,
+)
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.lowering import weights_under_autocast
-from sp_lightning.pipeline.weights.places import overlaps
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
