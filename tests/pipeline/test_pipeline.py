@@ -107,6 +107,13 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
         assert all(map(torch.equal, story(model, pipeline.step), expected))
 
 
+def gradients_of_one_step(pipeline: Pipeline) -> list[Tensor]:
+    pipeline.module.zero_grad()
+    with pipeline.step():
+        pipeline.module(torch.ones(1, 8)).square().mean().backward()
+    return [p.grad.clone() for p in pipeline.module.parameters()]
+
+
 @pytest.mark.parametrize("where", ["upload", "download"])
 def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
     """The error surfaces, the next step is right, and detach works."""
@@ -114,20 +121,14 @@ def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
     backend = RecordingBackend()
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
 
-    def one_step() -> list[Tensor]:
-        model.zero_grad()
-        with pipeline.step():
-            model(torch.ones(1, 8)).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     try:
-        expected = one_step()
+        expected = gradients_of_one_step(pipeline)
         with torch.no_grad():
             next(model.parameters()).add_(0)
         backend.fail_next(where, OSError("the bus is gone"))
         with pytest.raises(OSError, match="the bus is gone"):
-            one_step()
-        assert all(map(torch.equal, one_step(), expected))
+            gradients_of_one_step(pipeline)
+        assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
     finally:
         pipeline.detach()
 
@@ -139,20 +140,14 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
     backend = RecordingBackend()
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
 
-    def one_step() -> list[Tensor]:
-        model.zero_grad()
-        with pipeline.step():
-            model(torch.ones(1, 8)).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     try:
-        expected = one_step()
+        expected = gradients_of_one_step(pipeline)
         full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
         with full, pytest.raises(torch.OutOfMemoryError, match="full"):
             pipeline.rebuild()
         assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
         if goes_on:
-            assert all(map(torch.equal, one_step(), expected))
+            assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
     finally:
         pipeline.detach()
     assert {type(p) for p in model.parameters()} == {nn.Parameter}

@@ -8,8 +8,8 @@ large embedding does not inflate every slot, and lies beside the last groups, to
 places overlap cannot be on the device at once: loading one evicts the others. Evicting moves nothing, because the host
 has the truth.
 
-A unit that is kept travels alone, to a place of its own outside of the arena. It is loaded when its weights have
-changed, in the order of use like all others, and never evicted.
+A unit that is kept travels alone, to a place of its own outside of the arena. It is sent again as soon as an optimizer
+has stepped it, or when it is used next if its weights have changed otherwise, and never evicted.
 
     12 blocks, k = 3      slot 0   slot 1   slot 2
     forward of block 4      3        4        5      <- 5 arrives while 4 computes
