@@ -109,7 +109,7 @@ class AutoPolicy:
 
     def prescribe(self, policies: Mapping[str, Policy]) -> None:
         """Use these policies for all members that were measured, until something is measured again."""
-        self.must_choose = False  # before the next step
+        self.must_choose = False
         self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
@@ -191,7 +191,7 @@ class AutoPolicy:
 
     def choose(self, limit: int) -> None:
         """Choose a policy for each member that was measured, between steps, with room for so many bytes."""
-        self.must_choose = False  # before the next step
+        self.must_choose = False
         ways = self.ways()
         chosen = choose_ways([*ways.values()], limit - self.outside_bytes, self.turn_bytes)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
