@@ -1,4 +1,4 @@
-"""How much memory the host has, and how much of it is free.
+"""How much memory the host has, how much of it is free, and what is mapped from files.
 
 A container, or a job of a cluster, may have less than its machine: Linux puts it into a *control group* with a limit,
 which may lie in others with limits of their own. A process that exceeds one is killed.
@@ -6,11 +6,18 @@ which may lie in others with limits of their own. A process that exceeds one is 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_MADV_PAGEOUT = 21  # Linux 5.4; Python's `mmap` does not name it
+_WORTH_RELEASING = 2**20  # bytes; less is not worth looking for
 
 
 def available_host_memory() -> int | None:
@@ -23,6 +30,30 @@ def total_host_memory() -> int | None:
     """Return the bytes of host memory, or None if the system does not report it."""
     total = _number_after("MemTotal:", _PROCESSES / "meminfo")
     return None if total is None else min([total * 1024, *(limit for limit, _ in _control_groups())])
+
+
+def release_file_pages(tensor: Tensor) -> None:
+    """Take from this process the memory of a tensor that is mapped from a file, such as a safetensors checkpoint.
+
+    For values that were copied elsewhere: the mapping would keep its pages until the last tensor of the file is gone,
+    and the model would lie in memory twice. Whoever reads the tensor again gets the same values.
+    """
+    address = tensor.data_ptr()
+    if sys.platform != "linux" or tensor.nbytes < _WORTH_RELEASING or not _is_mapped_from_file(address):
+        return
+    first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + tensor.nbytes
+    # an older kernel refuses, and nothing is lost
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_PAGEOUT)
+
+
+def _is_mapped_from_file(address: int) -> bool:
+    """Tell whether memory is a private mapping of a file, in which this process sees its own writes."""
+    for line in _read(_PROCESSES / "self" / "maps").splitlines():
+        bounds, access, _, _, inode, *_ = line.split()
+        first, end = (int(bound, 16) for bound in bounds.split("-"))
+        if first <= address < end:
+            return inode != "0" and access.endswith("p")
+    return False
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
