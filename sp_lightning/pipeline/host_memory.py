@@ -17,7 +17,7 @@ from torch import Tensor
 _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _MADV_PAGEOUT = 21  # Linux 5.4; Python's `mmap` does not name it
-_WORTH_RELEASING = 2**20  # bytes; less is not worth looking for
+_WORTH_RELEASING = 2**20  # bytes: to look for what can be given back takes 2 ms
 
 
 def available_host_memory() -> int | None:
@@ -32,28 +32,35 @@ def total_host_memory() -> int | None:
     return None if total is None else min([total * 1024, *(limit for limit, _ in _control_groups())])
 
 
-def release_file_pages(tensor: Tensor) -> None:
-    """Take from this process the memory of a tensor that is mapped from a file, such as a safetensors checkpoint.
+def release(copied: list[Tensor]) -> None:
+    """Have the system take back the memory of tensors whose values were copied elsewhere; this empties the list.
 
-    For values that were copied elsewhere: the mapping would keep its pages until the last tensor of the file is gone,
-    and the model would lie in memory twice. Whoever reads the tensor again gets the same values.
+    What is mapped from a file, such as a safetensors checkpoint, would keep its pages until the last tensor of the file
+    is gone, and C's allocator keeps what is freed below 32 MiB: the model would lie in memory twice. Whoever still has
+    one of the tensors reads the same values.
     """
-    address = tensor.data_ptr()
-    if sys.platform != "linux" or tensor.nbytes < _WORTH_RELEASING or not _is_mapped_from_file(address):
+    if sys.platform != "linux" or sum(tensor.nbytes for tensor in copied) < _WORTH_RELEASING:
+        copied.clear()
         return
-    first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + tensor.nbytes
-    # an older kernel refuses, and nothing is lost
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_PAGEOUT)
+    libc, files = ctypes.CDLL(None), list(_private_files())
+    for tensor in copied:
+        first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if any(start <= first < stop for start, stop in files):
+            page = first // mmap.PAGESIZE * mmap.PAGESIZE
+            # an older kernel refuses, and nothing is lost
+            libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(end - page), _MADV_PAGEOUT)
+    copied.clear()
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
-def _is_mapped_from_file(address: int) -> bool:
-    """Tell whether memory is a private mapping of a file, in which this process sees its own writes."""
+def _private_files() -> Iterator[tuple[int, int]]:
+    """Yield the bounds of memory that is mapped from files, and in which only this process sees its own writes."""
     for line in _read(_PROCESSES / "self" / "maps").splitlines():
         bounds, access, _, _, inode, *_ = line.split()
-        first, end = (int(bound, 16) for bound in bounds.split("-"))
-        if first <= address < end:
-            return inode != "0" and access.endswith("p")
-    return False
+        if inode != "0" and access.endswith("p"):
+            start, stop = bounds.split("-")
+            yield int(start, 16), int(stop, 16)
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:

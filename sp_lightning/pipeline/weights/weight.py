@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.host_memory import release_file_pages
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
 from sp_lightning.pipeline.weights.lowered import LoweredParameter
@@ -173,7 +172,6 @@ class Weight:
     def adopt(self, host: Tensor) -> None:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
         host.copy_(self.master.data)
-        release_file_pages(self.master.data)
         self.master.data = host
         self.host = self.home = host
 
