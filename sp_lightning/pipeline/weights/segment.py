@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
@@ -194,9 +195,10 @@ class HostMemory:
 
 def _move_into_new_memory(weights: Sequence[Weight], backend: Backend) -> HostBuffer:
     offsets, nbytes = lay_out([weight.nbytes for weight in weights])
-    memory = HostBuffer(nbytes, backend, pin=False)
+    memory, copied = HostBuffer(nbytes, backend, pin=False), [weight.master.data for weight in weights]
     for weight, offset in zip(weights, offsets, strict=True):
         weight.adopt(tensor_in(memory.bytes, offset, weight.layout, weight.dtype))
+    release(copied)
     memory.tensors = [weight.host for weight in weights]
     return memory
 
