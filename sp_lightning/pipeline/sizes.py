@@ -21,15 +21,15 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
         size = None if match is None else int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
-    is_fraction = isinstance(size, float)
-    if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0 or (is_fraction and size > 1):
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
         raise ValueError(
             f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above zero), a fraction of the "
             "device's memory (a float up to 1.0) or text such as '12GB'."
         )
-    if not is_fraction:
-        return size
-    return None if device_bytes is None else int(size * device_bytes)
+    if isinstance(size, float):
+        return None if device_bytes is None else int(size * device_bytes)
+    return int(size)
 
 
 def readable_bytes(count: int) -> str:
