@@ -178,7 +178,7 @@ class Window:
         copies = [ticket for group in groups for ticket in group.uploads if not ticket.done]
         self.stats.host_syncs += bool(copies)
         for ticket in copies:
-            self.backend.synchronize(ticket)
+            ticket.join()
 
     @property
     def settled(self) -> bool:
@@ -264,7 +264,8 @@ class Window:
                 unit.leave(is_over=False)
         self._discard(group)
         group.clear_place()
-        self.backend.invalidate(group.place)
+        if self.backend.poison:
+            self.backend.invalidate(group.place)
 
     # ------------------------------------------------------------------------------------- what the device has written
 
@@ -293,7 +294,7 @@ class Window:
     def _write_to_master(self, weight: Weight) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
-            self.backend.synchronize(self.backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            self.backend.download(as_bytes(arrived), as_bytes(weight.twin.data)).join()
             weight.unit.group.finish_step(self.stats)
             self.stats.host_syncs += 1
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
