@@ -138,7 +138,6 @@ class Arrangement:
                     weight.twin = weight.make_twin(group, data, self.compiled)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            member.twins = self.twins
             member.find_groups()
 
     def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> Group:
