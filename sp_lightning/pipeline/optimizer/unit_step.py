@@ -54,7 +54,7 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         settings: The param group without its parameters, as it was when the user's `step` was called.
         updates: Those of weights that have a gradient.
     """
-    updates = [update._replace(scaling=update.scaling.without_ones()) for update in updates]
+    updates = [each._replace(scaling=each.scaling.without_ones()) if each.scaling else each for each in updates]
     # parts for two threads at least: in smaller ones the time that Python takes between them would show
     limit = _PART * max(2, torch.get_num_threads())
     if settings.get("fused") and all(update.is_plain for update in updates):
@@ -109,14 +109,17 @@ class _Batch:
         self._limit = limit
         self._updates: list[Update] = []
         self._size = 0  # elements
+        self._are_first = True
         self._scratch: dict[torch.dtype, Tensor] = {}  # for one batch after the other: it stays cached
 
     def add(self, update: Update) -> None:
         """Add an update, after making those before it if there is no room, or it is of another kind."""
         size = update.parameter.numel()
         # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-        if self._updates and (self._size + size > self._limit or _is_first(update) != _is_first(self._updates[0])):
+        is_first = all(value is None for value in update.state.values())
+        if self._size + size > self._limit or is_first != self._are_first:
             self.run()
+            self._are_first = is_first
         self._updates.append(update)
         self._size += size
 
@@ -144,7 +147,3 @@ class _Batch:
         if dtype not in self._scratch:
             self._scratch[dtype] = torch.empty(self._limit, dtype=dtype)
         return self._scratch[dtype].as_strided(gradient.size(), gradient.stride(), begin)
-
-
-def _is_first(update: Update) -> bool:
-    return all(value is None for value in update.state.values())
