@@ -84,7 +84,7 @@ class GroupSteps:
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
         updates: dict[int, list[Update]] = {}  # by the numbers of param groups
-        stepped: dict[Weight, Ticket | None] = {}
+        tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
         moved = 0
         for segment in group.segments:
             for weight, copy in zip(segment.weights, segment.copies, strict=True):
@@ -94,30 +94,32 @@ class GroupSteps:
                     state = optimizer.state.get(weight.master, {})
                     update = Update(weight.master.data, tensor, gradient.scaling, state, copy)
                     updates.setdefault(plan.gradients[gradient], []).append(update)
-                    stepped[weight] = gradient.unit.ticket
+                    tickets[weight] = gradient.unit.ticket
                     moved += 2 * weight.home.nbytes + tensor.nbytes
-        if not stepped:
+        if not tickets:
             return
-        group.finish_step(self.stats)
+        self._window.finish_optimizer(group)
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                group.refresh_other_copies(stepped)
+                for segment in group.segments:
+                    segment.refresh_copies(tickets.keys())
                 for number, of_group in updates.items():
                     update_weights(optimizer, settings[number], of_group)
-                increment_version(weight.master for weight in stepped)
-                group.note_stepped()
+                increment_version(weight.master for weight in tickets)
+                for segment in group.segments:
+                    segment.note_stepped()
 
         def release_buffers() -> None:
             for buffer in buffers:
                 buffer.release()
 
-        self._window.outdate(group, stepped)
-        after = [*self._window.copies_of(group), *filter(None, dict.fromkeys(stepped.values()))]
+        self._window.outdate(group, tickets.keys())
+        after = [*self._window.copies_of([group]), *filter(None, dict.fromkeys(tickets.values()))]
         rank = 0 if group.resident else group.index + 1
         group.being_stepped = self._backend.work(step, after, moved, release_buffers, rank=rank)
         self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
-        self.stats.overlapped_steps += group.unit_count
+        self.stats.overlapped_steps += len(group.units)
         if group.apart:
             # weights made resident are in groups that do not wait for this one's step
             self.finish([group])
@@ -132,7 +134,7 @@ class GroupSteps:
         errors = []
         for group in self._window.groups if groups is None else groups:
             try:
-                group.finish_step(self.stats)
+                self._window.finish_optimizer(group)
             except Exception as error:
                 errors.append(error)
         if errors and groups is not None:
@@ -150,7 +152,7 @@ class GroupSteps:
         try:
             self.finish()
         finally:
-            self._window.settle()
+            self._window.finish_copies(self._window.groups)
 
     def note_finished(self) -> bool:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""
@@ -232,7 +234,7 @@ class EarlyStep:
         if not self.keeps_gradients:
             for gradient in arrived:
                 gradient.forget()
-        self._steps.stats.steps_in_backward += group.unit_count
+        self._steps.stats.steps_in_backward += len(group.units)
 
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
