@@ -41,7 +41,6 @@ class Arranger:
         self._engine = engine
         self._planner = planner
         self._is_arranged = False
-        self._arrange(None)
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
         """Arrange anew if there is a reason to.
@@ -151,9 +150,9 @@ class Arranger:
         self._engine.uninstall()
         module = self._engine.module
         self._engine.learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
-        self._arrange(autocast)
+        self.arrange(autocast)
 
-    def _arrange(self, autocast: torch.dtype | None) -> None:
+    def arrange(self, autocast: torch.dtype | None) -> None:
         engine = self._engine
         arrangement = Arrangement(
             engine.module, engine.options, engine.learned, engine.memory, engine.backend, autocast, engine.replicas

@@ -18,7 +18,6 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
 from sp_lightning.pipeline.gradients.buffers import Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
@@ -97,17 +96,6 @@ class Engine:
             self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
         )
         self.guard = self.outside.guard
-        self.calls = Calls(
-            arrangement,
-            self.graphs,
-            self.saved,
-            self.activations,
-            self.offloader,
-            self.window,
-            self.backward,
-            self.outside,
-            at_work,
-        )
 
     def _make_stream(self) -> GradientStream:
         arrangement, share = self.arrangement, self.arrangement.host_share
@@ -188,6 +176,7 @@ class Engine:
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement = self.arrangement
+        self.graphs.let_go()
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
@@ -231,7 +220,9 @@ class Engine:
 
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
-        self.calls.abandon()
+        for member in self.arrangement.members:
+            member.running_calls = 0
+            member.put_back_masters()
         self.optimizers.restore_param_groups()
         self.backward.abandon()
         self.saved.abandon()

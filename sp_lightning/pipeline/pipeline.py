@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.arranger import Planner
+from sp_lightning.pipeline.arranger import Arranger, Planner
+from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -20,7 +21,6 @@ from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.scopes import StepScopes
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
@@ -99,7 +99,9 @@ class Pipeline:
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._graphs = engine.graphs
         try:
-            self._scopes = StepScopes(engine, planner)
+            self._arranger = Arranger(engine, planner)
+            self._calls = Calls(engine, self._arranger)
+            self._arranger.arrange(None)
         except BaseException:
             engine.memory.keep([])
             self.backend.close()
@@ -118,7 +120,7 @@ class Pipeline:
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with optimizer_waits(), self._scopes.scope(look_for_new_parameters=True):
+        with optimizer_waits(), self._calls.step(look_for_new_parameters=True):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -150,11 +152,11 @@ class Pipeline:
         """
         if self._graphs.scopes or self._engine.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._scopes.arranger.rearrange()
+        self._arranger.rearrange()
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
-        self._scopes.abandon()
+        self._calls.abandon()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -169,12 +171,11 @@ class Pipeline:
             self.reset()
         _attached.remove(self)
         atexit.unregister(self._end_threads)
-        self._scopes.arranger.stop_planning()
+        self._arranger.stop_planning()
         stop_listening(self.optimizers)
         forget_optimizer_steps()
         self._engine.uninstall()
         self.optimizers.close()
-        self._graphs.let_go()
         self._engine.saved.close()
         self._engine.activations.second_forwards.close()
         self._engine.offloader.close()
@@ -209,7 +210,7 @@ class Pipeline:
     @contextmanager
     def step_goes_on(self) -> Iterator[None]:
         """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with optimizer_waits(), self._scopes.scope(goes_on=True):
+        with optimizer_waits(), self._calls.step(goes_on=True):
             yield
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
