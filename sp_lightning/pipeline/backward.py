@@ -32,8 +32,8 @@ from sp_lightning.pipeline.weights.window import Window
 class FollowsBackward(Protocol):
     """What follows backward passes."""
 
-    def begin_backward(self) -> None:
-        """Follow the beginning of a backward pass."""
+    def arm_guard(self) -> None:
+        """Guard masters from now on."""
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
@@ -79,7 +79,7 @@ class BackwardPass:
     def _begin(self) -> None:
         self.running = True
         self.task = graph_task()
-        self._follower.begin_backward()
+        self._follower.arm_guard()
         callback = partial(self._end)
         self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
         when_backward_ends(callback)

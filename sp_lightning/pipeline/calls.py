@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.activations.offload import Bundle
-from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -36,9 +35,8 @@ from sp_lightning.pipeline.weights.units import Group, Member
 class Calls:
     """Opens and closes steps, and runs the calls of modules in them."""
 
-    def __init__(self, engine: Engine, arranger: Arranger) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._arranger = arranger
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
         engine.keeper = self
 
@@ -91,7 +89,7 @@ class Calls:
         if engine.backward.running or self._inside:
             self.abandon()  # a backward outside of any scope ended with an exception
         goes_on = goes_on or engine.graphs.waiting()  # this is the backward of the previous step
-        self._arranger.before_step(look_for_new_parameters, goes_on)
+        engine.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
             engine.optimizers.begin_step()
             engine.stats.steps += 1
@@ -112,7 +110,6 @@ class Calls:
             engine.stats.resets += 1
             self._inside.clear()
             engine.abandon()
-            self._arranger.stop_planning()
             engine.graphs.scopes = 0
             engine.graphs.begin()
             forget_optimizer_steps()
@@ -145,7 +142,7 @@ class Calls:
             return self._run_around_units(member, forward, args, kwargs)
         device = engine.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if autocast != engine.arrangement.autocast and self._arranger.adapt_to_autocast(member, autocast):
+        if autocast != engine.arrangement.autocast and engine.adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled

@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.arranger import Arranger, Planner
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
@@ -23,13 +22,11 @@ from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_lis
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.quantized import bring_states_home
-
-_HOST = torch.device("cpu")
 
 _attached: set[Pipeline] = set()
 
@@ -82,7 +79,7 @@ class Pipeline:
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         _check_not_attached(module)
-        move_parameters(weights_on_accelerators(module), _HOST)
+        move_parameters(weights_on_accelerators(module), HOST)
         if replicas is not None:
             if self.options.resident_optimizer:
                 raise ValueError(
@@ -95,13 +92,11 @@ class Pipeline:
         _check_share(self.options, self.backend)
         keep_out_of_graphs()
         finish_before_compiling(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, replicas)
+        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner, replicas)
         self.stats, self.optimizers = engine.stats, engine.optimizers
-        self._graphs = engine.graphs
+        self._calls = Calls(engine)
         try:
-            self._arranger = Arranger(engine, planner)
-            self._calls = Calls(engine, self._arranger)
-            self._arranger.arrange(None)
+            engine.arrange()
         except BaseException:
             engine.memory.keep([])
             self.backend.close()
@@ -150,9 +145,9 @@ class Pipeline:
         Raises:
             RuntimeError: If it is called in the middle of a step.
         """
-        if self._graphs.scopes or self._engine.backward.running:
+        if self._engine.graphs.scopes or self._engine.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._arranger.rearrange()
+        self._engine.rearrange(self.arrangement.autocast)
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
@@ -167,11 +162,11 @@ class Pipeline:
             self.settle()
         except Exception as error:  # a pending optimizer step failed: give the module back first, then raise
             failed = error
-        if self._graphs.scopes or self._engine.backward.running or failed is not None:
+        if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
         atexit.unregister(self._end_threads)
-        self._arranger.stop_planning()
+        self._engine.stop_planning()
         stop_listening(self.optimizers)
         forget_optimizer_steps()
         self._engine.uninstall()
@@ -180,9 +175,9 @@ class Pipeline:
         self._engine.activations.second_forwards.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
-        move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
+        move_unmanaged(self.arrangement.unmanaged.values(), HOST)
         bring_states_home(self.arrangement.weights)
-        move_all_but_parameters(self.module, _HOST)
+        move_all_but_parameters(self.module, HOST)
         self.backend.close()
         if failed is not None:
             raise failed

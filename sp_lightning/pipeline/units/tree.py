@@ -110,21 +110,18 @@ class Tree:
 
 
 class Shape:
-    """Which children each module of a tree has, and how many parameters of its own: whether it is the same tree."""
+    """The children of each module of a tree, and how many parameters it has: whether it is the same tree."""
 
     def __init__(self, root: nn.Module) -> None:
-        modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._dicts = [each for module in modules for each in (module._modules, module._parameters)]
-        self._sizes = [*map(len, self._dicts)]
-        self._parents = [module._modules for module in modules if module._modules]
-        self._children = self._identities()
+        self._modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._seen = self._look()
 
     def has_changed(self) -> bool:
         """Tell whether the tree is another one now: asked in every step, so without a look at the parameters."""
-        return [*map(len, self._dicts)] != self._sizes or self._identities() != self._children
+        return self._look() != self._seen
 
-    def _identities(self) -> list[int]:
-        return [id(child) for children in self._parents for child in children.values()]
+    def _look(self) -> list[int]:
+        return [each for m in self._modules for each in (len(m._parameters), *map(id, m._modules.values()))]
 
 
 def is_called(module: nn.Module) -> bool:
