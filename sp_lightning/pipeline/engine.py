@@ -294,7 +294,7 @@ class Engine:
         buffers.
         """
         return self._shape.has_changed() or any(
-            type(found := entry.current) in (entry.weight.kind, nn.Parameter, type(None))
+            type(found := entry.parameters.get(entry.key)) in (entry.weight.kind, nn.Parameter, type(None))
             and found is not entry.weight.master
             for member in self.arrangement.members
             for entry in member.entries
@@ -302,11 +302,7 @@ class Engine:
 
     def _has_replaced_weights(self) -> bool:
         with self.at_work:
-            for group in self.arrangement.groups:
-                for segment in group.segments:
-                    if segment.is_elsewhere and any(weight.is_converted for weight in segment.weights):
-                        return True
-        return False
+            return any(segment.has_converted() for segment in self.arrangement.segments)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
@@ -321,7 +317,8 @@ class Engine:
         if self.graphs.in_step or self.backward.running:
             return
         self.guard.in_step = False
-        self.guard.settled = self.optimizers.settled and self.stream.settled and self.window.settled
+        copies = self.window.copies_of(self.arrangement.groups)
+        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""
