@@ -1,4 +1,4 @@
-"""The engine: the parts that stream a module, in the module tree from attach to detach, and when units are arranged anew.
+"""The engine: the parts that stream a module, from attach to detach, and when its units are arranged anew.
 
 Its parts are made in the order in which they build on each other, and each has those that it needs by name. Some know
 the units and where their weights lie, so there are new ones for each arrangement. That changes only between steps,
@@ -8,7 +8,7 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +168,8 @@ class Engine:
         for member in arrangement.streamed_members if self.options.compile else ():
             member.compiled = compiled_call(member.module)
         self.guard.install()
-        self.install_gates()
+        for member in arrangement.members:
+            install_gate(member, self.keeper)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -179,7 +180,7 @@ class Engine:
         self.steps.settle()
         for member in arrangement.members:
             member.put_back_masters()  # the call of a module that looks into a unit may still be running
-        self.remove_gates()
+            remove_gate(member)
         for twin in arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
@@ -193,16 +194,6 @@ class Engine:
         move_parameters(moving, HOST)
         self.optimizers.move_state(moving)
         arrangement.close()
-
-    def install_gates(self) -> None:
-        """Have modules surround their calls."""
-        for member in self.arrangement.members:
-            install_gate(member, self.keeper)
-
-    def remove_gates(self) -> None:
-        """Undo `install_gates`."""
-        for member in self.arrangement.members:
-            remove_gate(member)
 
     @property
     def budget(self) -> int | None:
@@ -283,7 +274,8 @@ class Engine:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
         for member in self.arrangement.members:
             for entry in member.entries:
-                if type(entry.parameters.get(entry.key)) is Tensor:
+                lent: Any = entry.parameters.get(entry.key)
+                if type(lent) is Tensor:
                     return True
         return False
 

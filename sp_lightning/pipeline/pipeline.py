@@ -25,6 +25,7 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
+from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
@@ -218,11 +219,14 @@ class Pipeline:
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
         """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
-        self._engine.remove_gates()
+        members = self.arrangement.members
+        for member in members:
+            remove_gate(member)
         try:
             yield
         finally:
-            self._engine.install_gates()
+            for member in members:
+                install_gate(member, self._calls)
 
     def share_buffers(self) -> None:
         """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
