@@ -186,7 +186,7 @@ def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
     groups = []
     for index in range(count):
         segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
-        group = Group(index, [Unit(str(index))], [segment], resident=False)  # type: ignore[list-item]
+        group = Group(index, [Unit(str(index))], [segment])  # type: ignore[list-item]
         slot = index % window
         group.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
         groups.append(group)
@@ -227,7 +227,7 @@ def place(
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
     segment = Segment(unit.weights, backend, pin=False)
-    group = unit.group = Group(0, [unit], [segment], resident=False)
+    group = unit.group = Group(0, [unit], [segment])
     group.lie_in(backend.allocate(group.nbytes))
     segment.refresh_copies()
     group.place.copy_(segment.source.bytes)

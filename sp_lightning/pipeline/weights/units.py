@@ -36,27 +36,17 @@ class Group:
 
     place: Tensor  # the device memory that it is copied to
 
-    def __init__(
-        self,
-        index: int,
-        units: Sequence[Unit],
-        segments: Sequence[Segment],
-        *,
-        resident: bool,
-        has_own_place: bool = False,
-        name: str = "",
-    ) -> None:
+    def __init__(self, index: int, units: Sequence[Unit], segments: Sequence[Segment], name: str = "") -> None:
         self.index = index  # its number among the streamed groups, in expected order
         self.units = list(units)  # none for a weight that was made resident
         self.segments = list(segments)  # the host memory that it is copied from
         # the weights, in the order in which they lie in its place
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
         self.nbytes = sum(segment.nbytes for segment in segments)  # bytes it takes on the device
-        self.resident = resident
-        self.name = name  # the names of its units, for recordings
-        # whether it has a place of its own, so that it is loaded only when its masters have changed
-        self.has_own_place = resident or has_own_place
-        self.conflicts: frozenset[Group] = frozenset()  # groups whose places overlap its own
+        self.resident = not units or units[0].resident
+        self.name = name or ", ".join(unit.name for unit in units)  # for recordings
+        # groups whose places overlap its own; if there are none, it is loaded only when its masters have changed
+        self.conflicts: frozenset[Group] = frozenset()
         self.users = 0  # forward calls that are inside one of its units now; while there are any, it may not be evicted
         self.residency = Residency.ABSENT  # whether its bytes are on the device
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
