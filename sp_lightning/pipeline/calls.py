@@ -164,15 +164,13 @@ class Calls:
     def _run_around_units(
         self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if member.looks_into is None:
-            return forward(*args, **kwargs)
         # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
         with self._engine.at_work:
-            member.looks_into.put_in_twins(self._engine.backward.follow_requires_grad)
+            member.put_in_twins(self._engine.backward.follow_requires_grad)
         try:
             return forward(*args, **kwargs)
         finally:
-            member.looks_into.put_back_masters()
+            member.put_back_masters()
 
     def _run(
         self,

@@ -32,7 +32,7 @@ from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
-from sp_lightning.pipeline.units.tree import Shape, weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
@@ -112,7 +112,6 @@ class Engine:
         except BaseException:
             arrangement.release_copies()
             raise
-        self._shape = Shape(self.module)
         self._is_arranged = True
         self.stats.arrangements += 1
         auto = None  # who chooses what becomes of activations: measured anew for other units
@@ -156,7 +155,8 @@ class Engine:
         move_parameters(arrangement.parameters_on_device, self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
-        self.parameters = frozenset(map(id, self.module.parameters()))
+        self._names = self._named_parameters()
+        self.parameters = frozenset(self._names.values())
         self.optimizers.work_with(self, arrangement.weights_by_master)
         move_all_but_parameters(self.module, self.device)
         move_unmanaged(arrangement.unmanaged.values(), self.device)
@@ -222,7 +222,7 @@ class Engine:
         self.optimizers.restore_param_groups()
         if waiting or self._is_lent_out():
             return
-        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
+        if self._has_replaced_weights() or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         arrangement = self.arrangement
         if torch.is_grad_enabled():
@@ -279,18 +279,9 @@ class Engine:
                     return True
         return False
 
-    def _has_new_parameters(self) -> bool:
-        """Tell whether modules were added or removed, or Parameters replaced (`load_state_dict(assign=True)`).
-
-        Pruning moves a parameter to another name in its module and adds a mask, which belongs on the device, to its
-        buffers.
-        """
-        return self._shape.has_changed() or any(
-            type(found := entry.parameters.get(entry.key)) in (entry.weight.kind, nn.Parameter, type(None))
-            and found is not entry.weight.master
-            for member in self.arrangement.members
-            for entry in member.entries
-        )
+    def _named_parameters(self) -> dict[str, int]:
+        """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
+        return {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
 
     def _has_replaced_weights(self) -> bool:
         with self.at_work:

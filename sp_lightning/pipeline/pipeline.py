@@ -136,20 +136,6 @@ class Pipeline:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
         self._engine.window.suspect_all()
 
-    def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done. Reading a weight does this by itself."""
-        self._engine.settle()
-
-    def rebuild(self) -> None:
-        """Adopt a changed module tree: other Parameter objects, added or removed modules.
-
-        Raises:
-            RuntimeError: If it is called in the middle of a step.
-        """
-        if self._engine.graphs.scopes or self._engine.backward.running:
-            raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._engine.rearrange(self.arrangement.autocast)
-
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         self._calls.abandon()
@@ -160,7 +146,7 @@ class Pipeline:
             return
         failed = None
         try:
-            self.settle()
+            self._engine.settle()
         except Exception as error:  # a pending optimizer step failed: give the module back first, then raise
             failed = error
         if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:

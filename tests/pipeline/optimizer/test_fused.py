@@ -39,7 +39,7 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         with mock.patch.object(UnitStep, "run", run):
             yield settings
             optimizer.step()
-            pipeline.settle()
+            pipeline._engine.settle()
     finally:
         pipeline.detach()
 
