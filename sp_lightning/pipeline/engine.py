@@ -199,13 +199,13 @@ class Engine:
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
         arrangement = self.arrangement
-        free = None if arrangement.budget is not None else self.backend.free_memory()
-        if free is None:
+        memory = None if arrangement.budget is not None else self.backend.memory()
+        if memory is None:
             return arrangement.budget
         streaming = arrangement.streaming_bytes()
-        if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
+        if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
             streaming = min(streaming, arrangement.device_bytes() + self.stream.device_bytes())
-        return streaming + int(SHARE_OF_FREE_MEMORY * free)
+        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 

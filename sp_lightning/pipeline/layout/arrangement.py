@@ -58,7 +58,8 @@ class Arrangement:
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True  # whether nothing of it has been used yet in this step
         self._backend = backend
-        total = backend.total_memory()
+        device = backend.memory()
+        total = None if device is None else device.total
         # the user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         division = find_units(
@@ -137,7 +138,6 @@ class Arrangement:
                     weight.twin = weight.make_twin(group, data, self.compiled)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            member.twins = self.twins
             member.find_groups()
 
     def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> Group:
