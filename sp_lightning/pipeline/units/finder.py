@@ -60,7 +60,7 @@ def find_units(
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
     tree = Tree(root, resident, split, used_outside, on_meta)
-    largest = max_unit_bytes or sys.maxsize
+    largest = sys.maxsize if max_unit_bytes is None else max_unit_bytes
     atoms = _atoms_by_structure(tree, largest) if policy is None else _atoms_by_policy(tree, policy)
     parts, shared = _join_sharing(tree, atoms)
     if policy is None:
