@@ -1,7 +1,6 @@
 """The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
 
-from sp_lightning.pipeline.arranger import Planner
-from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend

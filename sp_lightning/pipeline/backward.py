@@ -32,8 +32,8 @@ from sp_lightning.pipeline.weights.window import Window
 class FollowsBackward(Protocol):
     """What follows backward passes."""
 
-    def begin_backward(self) -> None:
-        """Follow the beginning of a backward pass."""
+    def arm_guard(self) -> None:
+        """Guard masters from now on."""
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
@@ -52,8 +52,6 @@ class BackwardPass:
         at_work: EngineAtWork,
     ) -> None:
         self.running = False  # whether a pass is open
-        # whether another arrangement has taken over, so that announcements from this one's graphs are ignored
-        self.closed = False
         self.task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._order = window.order
@@ -81,7 +79,7 @@ class BackwardPass:
     def _begin(self) -> None:
         self.running = True
         self.task = graph_task()
-        self._follower.begin_backward()
+        self._follower.arm_guard()
         callback = partial(self._end)
         self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
         when_backward_ends(callback)
@@ -134,28 +132,26 @@ class BackwardPass:
             self._stream.send(complete, is_last=graph_task() == self.task)
 
     def close(self) -> None:
-        """Ignore announcements from graphs, as another arrangement takes over, or none."""
-        self.closed = True
+        """Let masters have gradients of their own again."""
         while self._direct:
             self._direct.pop()[1].remove()
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
+    def reach(self, member: Member, graph: Graph, groups: Sequence[Group]) -> None:
         """Prepare for the nodes of a member's call, which backward is about to run.
 
         Args:
             member: The member that was called.
             graph: The graph that the call built.
             groups: The groups whose weights the call computed with.
-            around: Groups of the calls that enclosed it, whose backward is not over either.
         """
         unit = member.unit
-        if unit is None:
-            return
         with self._at_work:
             self.note()
             self._graphs.add(graph)
+            if unit is None or unit.resident:
+                return
             self._order.visit(member.index, Pass.BACKWARD)
             for left in self._stream.left_behind([unit, self._resident]):
                 self._stream.send(left, is_last=False)
@@ -167,16 +163,8 @@ class BackwardPass:
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
                     other.put_in_twins(self.follow_requires_grad)
-            self.in_use = [*groups, *around]
+            self.in_use = [*groups, *member.called_in]  # the backward of calls around it is not over either
             self._window.prefetch(self.in_use)
-
-    def note_graph(self, graph: Graph, _gradients: object) -> None:
-        """Note that backward is about to run nodes of `graph` that a resident module's call has made."""
-        if self.closed:
-            return
-        with self._at_work:
-            self.note()
-            self._graphs.add(graph)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""

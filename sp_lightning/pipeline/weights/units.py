@@ -97,8 +97,6 @@ class Member:
         self.entered = 0  # how many times it has been called since it was attached
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
-        # a member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`)
-        self.looks_into: Member | None = None
         # parameters that its call may use and that live on the device
         self.parameters_on_device: list[nn.Parameter] = []
 
