@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -212,7 +213,8 @@ class Calls:
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
             if engine.arrangement.compiled and autocast is not None:
                 engine.outside.note_compiled_call(member)
-            engine.outside.unblock(member)
+            if self._inside:
+                engine.outside.unblock(member)
             for group in member.groups:
                 engine.window.bring(group)
             engine.window.prefetch([*member.groups, *backward.in_use])
@@ -263,25 +265,33 @@ class Calls:
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
             bundle = None if engine.activations.are_kept else engine.offloader.current
-            reach = partial(self._reach, member, graphs.watch_current(), self._inside[-1], bundle)
-            before_backward(watched, graphs.announce(reach), number, graphs.calls)
+            reach = partial(_reach, ref(engine), ref(member), graphs.watch_current(), self._inside[-1], bundle)
+            before_backward(watched, reach, number, graphs.calls)
         return output
 
-    def _reach(
-        self, member: Member, graph: Graph, groups: list[Group], bundle: Bundle | None, _gradients: tuple[Tensor, ...]
-    ) -> None:
-        """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in graphs.py)."""
-        engine = self._engine
-        if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
-            raise RuntimeError(
-                "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
-                "with `with pipeline.step():`."
-            )
-        engine.backward.reach(member, graph, groups)
-        if not member.is_streamed:
-            return
-        if engine.activations.auto is not None:
-            engine.activations.auto.reach()
-        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
-        if bundle is not None:
-            engine.offloader.reach(bundle)
+
+def _reach(
+    engine_ref: ref[Engine],
+    member_ref: ref[Member],
+    graph: Graph,
+    groups: list[Group],
+    bundle: Bundle | None,
+    _gradients: tuple[Tensor, ...],
+) -> None:
+    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in graphs.py)."""
+    engine, member = engine_ref(), member_ref()
+    if engine is None or member is None or graph.outdated:
+        return  # if it matters, unpacking raises
+    if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
+        raise RuntimeError(
+            "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
+            "with `with pipeline.step():`."
+        )
+    engine.backward.reach(member, graph, groups)
+    if not member.is_streamed:
+        return
+    if engine.activations.auto is not None:
+        engine.activations.auto.reach()
+    engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+    if bundle is not None:
+        engine.offloader.reach(bundle)

@@ -174,7 +174,7 @@ class Engine:
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement = self.arrangement
-        self.graphs.let_go()
+        self.graphs.outdate()
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
@@ -297,7 +297,7 @@ class Engine:
 
     def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
-        if self.graphs.in_step or self.backward.running:
+        if self.graphs.scopes or self.backward.running:
             return
         self.guard.in_step = False
         copies = self.window.copies_of(self.arrangement.groups)
@@ -334,7 +334,7 @@ class Engine:
         self.graphs.has_served = False
         self.backend.trace.end()
         self.activations.end_backward()
-        if not self.graphs.in_step:
+        if not self.graphs.scopes:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         self.relax_guard()

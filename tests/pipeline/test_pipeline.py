@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -264,27 +263,6 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
         actual = story(model, pipeline.step)
         assert pipeline.stats.steps == 3
     assert all(map(torch.equal, expected, actual))
-
-
-def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:
-    """It would keep everything as it is, for good and without a word."""
-    model = layers(2)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            model(torch.ones(2, 8)).sum().backward()
-
-    with attached(model, debug=False) as pipeline:
-        kept = model(torch.ones(2, 8))
-        with pytest.warns(UserWarning, match=r"kept for 100 steps with its graph.* Keep `loss.detach\(\)`"):
-            train(110)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(10)
-        assert pipeline.stats.steps == 1
-        del kept
-        train(1)
-        assert pipeline.stats.steps == 2
 
 
 def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:

@@ -192,7 +192,7 @@ class Arrangement:
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in self.all_units:
-            unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
+            unit.members.clear()  # saved weights lead to units, and must not lead to the module (see graphs.py)
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
