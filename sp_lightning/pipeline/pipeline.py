@@ -109,14 +109,17 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- for users
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *, goes_on: bool = False) -> Iterator[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
+
+        Args:
+            goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with optimizer_waits(), self._calls.step(look_for_new_parameters=True):
+        with optimizer_waits(), self._calls.step(look_for_new_parameters=True, goes_on=goes_on):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -170,12 +173,8 @@ class Pipeline:
             raise failed
 
     def _end_threads(self, process: int) -> None:
-        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process.
-
-        Args:
-            process: The process that has the threads. A fork of it has none.
-        """
-        if os.getpid() == process:
+        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process."""
+        if os.getpid() == process:  # a fork of it has no threads
             self.backend.close()
 
     def summary(self) -> Summary:
@@ -188,12 +187,6 @@ class Pipeline:
         return self._engine.arrangement
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
-
-    @contextmanager
-    def step_goes_on(self) -> Iterator[None]:
-        """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with optimizer_waits(), self._calls.step(goes_on=True):
-            yield
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
@@ -213,11 +206,6 @@ class Pipeline:
         finally:
             for member in members:
                 install_gate(member, self._calls)
-
-    def share_buffers(self) -> None:
-        """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
-        if self.replicas is not None:
-            self.replicas.share_buffers(self.module)
 
     @property
     def budget(self) -> int | None:
