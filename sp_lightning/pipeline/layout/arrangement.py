@@ -15,12 +15,7 @@ from torch import nn
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import (
-    HostShare,
-    choose_device_layout,
-    largest_unit_bytes,
-    sent_bytes,
-)
+from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
@@ -93,10 +88,9 @@ class Arrangement:
         # all weights, by the identity of their masters
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine
-        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
+        at_once = 1 if memory else processes
+        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes, at_once)
         parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
-        sizes = [sent_bytes(weight for unit in part for weight in unit.weights) for part in parts]
-        self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
