@@ -61,7 +61,6 @@ class Arranger:
         if torch.is_grad_enabled():
             with without_torch_function():
                 learned.note_trained(engine.arrangement.parameters)
-        engine.outside.conclude_watching()
         members = engine.arrangement.streamed_members
         called = [members[number].unit_name for number in engine.order.used()] if learned.order is None else []
         if learned.conclude(engine.arrangement.units, called):

@@ -96,7 +96,7 @@ class Engine:
         self.outside = OutsideUse(
             self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
         )
-        self.guard = self.outside.guard
+        self.guard = self.outside
         self.calls = Calls(
             arrangement,
             self.graphs,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.ways import Policy
-from sp_lightning.pipeline.weights.lowering import is_lowered_layer
+from sp_lightning.pipeline.weights.autocast import is_lowered_layer
 
 from ...zoo.blocks import Product
 
