@@ -19,6 +19,7 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
 from sp_lightning.pipeline.weights.operands import instances_in
+from sp_lightning.pipeline.weights.units import Residency
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -48,7 +49,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_twin(self, operand: Tensor, func: Any) -> None:
         twin = self._engine.arrangement.twins.get(storage_key(operand))
-        if twin is not None and not twin.group.readable:
+        if twin is not None and twin.group.residency is not Residency.READABLE:
             raise AssertionError(
                 f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
             )

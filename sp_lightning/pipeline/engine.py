@@ -220,7 +220,8 @@ class Engine:
         if self.graphs.in_step or self.backward.running:
             return
         self.guard.in_step = False
-        self.guard.settled = self.optimizers.settled and self.stream.settled and self.window.settled
+        copies = self.window.copies_of(self.arrangement.groups)
+        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.lanes.lanes import Job, Ticket
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -146,12 +146,13 @@ class FakeSegment:
     """Host memory without weights; a test says by `edited` that somebody has written to it."""
 
     bytes: Tensor
+    place: Tensor = field(init=False)
     epoch: int = 0
+    lying: int = NOTHING
     edited: bool = False
     looks: int = 0
     sends_copies: bool = False
     weights: Sequence[Weight] = ()
-    offsets: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
@@ -169,16 +170,14 @@ class FakeSegment:
         self.epoch += 1
         self.edited = False
 
-    begin_stepping = note_change
-
     def refresh_copies(self) -> None:
         """There are none."""
 
     def take_sample(self) -> None:
         """`edited` shows every change."""
 
-    def ranges(self) -> list[tuple[int, Tensor]]:
-        return [(0, self.bytes)]
+    def pieces(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.place, self.bytes)]
 
 
 def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
@@ -189,7 +188,7 @@ def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
         segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
         group = Group(index, [Unit(str(index))], [segment], resident=False)  # type: ignore[list-item]
         slot = index % window
-        group.place = arena[slot * nbytes : (slot + 1) * nbytes]
+        group.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
         groups.append(group)
     for group in groups:
         group.conflicts = frozenset(
@@ -229,10 +228,10 @@ def place(
         unit.weights.append(weight)
     segment = Segment(unit.weights, backend, pin=False)
     group = unit.group = Group(0, [unit], [segment], resident=False)
-    group.place = backend.allocate(group.nbytes)
+    group.lie_in(backend.allocate(group.nbytes))
     segment.refresh_copies()
     group.place.copy_(segment.source.bytes)
-    for weight, offset in zip(unit.weights, group.offsets, strict=True):
+    for weight, offset in zip(unit.weights, segment.offsets, strict=True):
         data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
         weight.twin = Twin(weight, group, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)

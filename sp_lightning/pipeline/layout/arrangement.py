@@ -27,8 +27,8 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.autocast import weights_of_fast_paths, weights_of_known_layers
+from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -99,6 +99,7 @@ class Arrangement:
         sizes = [sent_bytes(weight for unit in part for weight in unit.weights) for part in parts]
         self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
         self.groups: list[Group] = []  # all groups, resident ones included
+        self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(parts, memory)
         # the same, by the identity of their masters' memory
@@ -114,7 +115,7 @@ class Arrangement:
         except BaseException:
             self.release_copies()
             raise
-        memory.keep([segment for group in self.groups for segment in group.segments])
+        memory.keep(self.segments)
         self._make_twins()
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
@@ -145,6 +146,7 @@ class Arrangement:
         ]
         name, is_kept = ", ".join(unit.name for unit in units), units[0] in self._layout.kept
         group = Group(len(self.groups), units, segments, resident=units[0].resident, has_own_place=is_kept, name=name)
+        self.segments += segments
         self.groups.append(group)
         for unit in units:
             unit.group = group
@@ -155,17 +157,18 @@ class Arrangement:
         self._backend.gather_free_memory()
         arena = self._backend.allocate(self._layout.arena_bytes)
         for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
-            group.place = arena[offset : offset + group.nbytes]
+            group.lie_in(arena[offset : offset + group.nbytes])
             group.conflicts = frozenset(streamed[other] for other in others)
         for group in [group for group in self.groups if group.has_own_place]:
-            group.place = self._backend.allocate(group.nbytes)
+            group.lie_in(self._backend.allocate(group.nbytes))
 
     def _make_twins(self) -> None:
         for group in self.groups:
-            for weight, offset in zip(group.weights, group.offsets, strict=True):
-                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-                weight.twin = weight.make_twin(group, data, self.compiled)
-                self.twins[weight.twin.key] = weight.twin
+            for segment in group.segments:
+                for weight, offset in zip(segment.weights, segment.offsets, strict=True):
+                    data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
+                    weight.twin = weight.make_twin(group, data, self.compiled)
+                    self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
@@ -179,7 +182,7 @@ class Arrangement:
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
         group = Group(-1, units=[], segments=[own], resident=True, name=weight.name)
         beside.apart.append(group)
-        group.place = self._backend.allocate(group.nbytes)
+        group.lie_in(self._backend.allocate(group.nbytes))
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
@@ -195,8 +198,8 @@ class Arrangement:
 
     def release_copies(self) -> None:
         """Let go of host memory, except for that in which masters lie."""
-        for group in self.groups:
-            group.release_copies()
+        for segment in self.segments:
+            segment.release_copies()
 
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
@@ -209,7 +212,7 @@ class Arrangement:
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:
-            group.place = nothing
+            group.lie_in(nothing)
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
@@ -221,7 +224,7 @@ class Arrangement:
     @property
     def is_pinned(self) -> bool:
         """Whether all host memory that is sent is pinned; units that live on the device have none."""
-        return all(segment.source.pinned for group in self.groups if group.nbytes for segment in group.segments)
+        return all(segment.source.pinned for segment in self.segments if segment.nbytes)
 
     def device_bytes(self) -> int:
         """Return the device memory for weights, and for all state of units that live on the device."""

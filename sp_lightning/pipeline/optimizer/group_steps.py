@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Plan:
         }
 
     def _steps_of(self, group: Group, kind: type[Optimizer], stream: GradientStream) -> list[PlannedStep]:
-        in_order = list(zip(map(stream.of, group.weights), group.copies(), strict=True))
+        in_order = list(zip(map(stream.of, group.weights), chain(*(s.copies for s in group.segments)), strict=True))
         steps = []
         for number in dict.fromkeys(self.gradients[g] for g, _ in in_order if g in self.gradients):
             chosen = [(g, copy) for g, copy in in_order if self.gradients.get(g) == number]
@@ -131,22 +132,24 @@ class GroupSteps:
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                group.refresh_other_copies(weights)
+                for segment in group.segments:
+                    segment.refresh_copies(weights)
                 for run in runs:
                     run()
-                group.note_stepped()
+                for segment in group.segments:
+                    segment.note_stepped()
 
         def release_buffers() -> None:
             for buffer in buffers:
                 buffer.release()
 
         self._window.outdate(group, weights)
-        after = [*self._window.copies_of(group), *filter(None, landing)]
+        after = [*self._window.copies_of([group]), *filter(None, landing)]
         rank = 0 if group.resident else group.index + 1
         group.being_stepped = self._backend.work(step, after, moved, release_buffers, rank=rank)
         self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
         self._under_way.append(group)
-        self.stats.overlapped_steps += group.unit_count
+        self.stats.overlapped_steps += len(group.units)
         if group.apart:
             # weights made resident are in groups that do not wait for this one's step
             self.finish([group])
@@ -179,7 +182,7 @@ class GroupSteps:
         try:
             self.finish()
         finally:
-            self._window.settle()
+            self._window.finish_copies(self._window.groups)
 
     def note_finished(self) -> bool:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""
@@ -276,7 +279,7 @@ class EarlyStep:
                 gradient.forget()
             elif tensor.dtype == gradient.weight.dtype:  # these are clipped in place
                 gradient.scaling = NO_SCALING
-        self._steps.stats.steps_in_backward += group.unit_count
+        self._steps.stats.steps_in_backward += len(group.units)
 
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
