@@ -27,7 +27,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.autocast import weights_of_fast_paths, weights_of_known_layers
+from sp_lightning.pipeline.weights.autocast import weights_of_known_layers, weights_to_leave
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
@@ -128,7 +128,7 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
         if self.autocast is None:
             return
-        as_is = learned.used_as_is | weights_of_fast_paths(module, self._backend.device.type)
+        as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
         lowered = (weights_of_known_layers(module) if self.compiled else learned.lowered) - as_is
         for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]

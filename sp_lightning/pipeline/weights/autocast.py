@@ -69,14 +69,16 @@ def forward_of_class(module: nn.Module) -> Any:
     return next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
-def weights_of_fast_paths(module: nn.Module, device_type: str) -> set[int]:
-    """Return which Parameters of a module must be ordinary ones, by identity.
+def weights_to_leave(module: nn.Module, device_type: str) -> set[int]:
+    """Return which Parameters of torch's layers are not lowered whatever their leaves would tell, by identity.
 
     In evaluation, some layers are a single operation, which gets the weights as they are. Only CUDA's autocast turns it
     off; with leaves that tell how they are used, torch would compute other numbers without it.
     """
-    parts = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)] if device_type != "cuda" else []
-    return {id(parameter) for part in parts for parameter in part.parameters()}
+    parts = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)]
+    appended = [p for part in parts if isinstance(part, nn.MultiheadAttention) for p in (part.bias_k, part.bias_v)]
+    in_fast_path = [p for part in parts for p in part.parameters()] if device_type != "cuda" else []
+    return set(map(id, [*appended, *in_fast_path]))
 
 
 guarded: dict[int, tuple[Any, Weight]] = {}
@@ -88,7 +90,7 @@ class LoweredParameter(EagerLeaf):
 
     __slots__ = ()
 
-    @TwinParameter.data.getter  # type: ignore[attr-defined]
+    @TwinParameter.data.getter  # type: ignore[attr-defined, untyped-decorator]
     def data(self) -> Tensor:
         """The values in the weight's own dtype: they may be written to, which the weight counts."""
         with without_torch_function():

@@ -108,7 +108,7 @@ class Guard(ABC):
         if func is torch.autograd.grad:
             return _differentiate(*args, **kwargs)
         if func is torch.autograd.backward:
-            return func(*args, **{**kwargs, "inputs": _leaves_for(kwargs["inputs"])})
+            return func(*args, **{**kwargs, "inputs": [edge for each in kwargs["inputs"] for edge in stand_ins(each)]})
         with without_torch_function():
             args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.serve(_weight_of(p)))
         return func(*args, **kwargs)
@@ -195,7 +195,7 @@ def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = _differentiate(outputs, list(inputs.values()), *args, **kwargs)
         return dict(zip(inputs, found, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    gradients = list(torch.autograd.grad(outputs, _leaves_for(inputs), *args, **kwargs))
+    gradients = list(torch.autograd.grad(outputs, [_stand_in(each) for each in inputs], *args, **kwargs))
     for index, each in enumerate(inputs):
         if isinstance(each, HostParameter) and gradients[index] is not None:
             with without_torch_function():
@@ -203,22 +203,29 @@ def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(gradients)
 
 
-def _leaves_for(inputs: Any) -> Any:
-    with without_torch_function():
-        return replace_instances(inputs, HostParameter, lambda master: _leaf_of(_weight_of(master)))
-
-
-def _leaf_of(weight: Weight) -> Any:
-    """Return what stands for a weight in the graph: an edge if the leaf has a `__torch_function__` of its own."""
-    leaf, *others = weight.leaves()
+def _stand_in(tensor: Any) -> Any:
+    """Return what one gradient is taken with respect to."""
+    first, *others = stand_ins(tensor)
     if others:
         raise RuntimeError(
-            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
-            "used it both as autocast casts it and as it is. From the next step on it can."
+            f"`torch.autograd.grad` cannot differentiate with respect to weight {_weight_of(tensor).name!r} in this "
+            "step, which used it both as autocast casts it and as it is. From the next step on it can."
         )
-    if leaf is weight.master:  # no graph has the weight
-        return weight.twin.data.detach().requires_grad_(leaf.requires_grad)
-    return get_gradient_edge(leaf) if weight.lowered and leaf.requires_grad else leaf
+    return first
+
+
+def stand_ins(tensor: Any) -> list[Any]:
+    """Return what stands for a tensor in graphs. Of a master these are edges: leaves may have a class of their own."""
+    if not isinstance(tensor, HostParameter):
+        return [tensor]
+    with without_torch_function():
+        weight = _weight_of(tensor)
+        return [
+            get_gradient_edge(leaf)
+            if leaf.requires_grad and leaf is not tensor
+            else weight.twin.data.detach().requires_grad_(leaf.requires_grad)  # no graph has it
+            for leaf in weight.leaves()
+        ]
 
 
 # ------------------------------------------------------------------------------------- who is exempt from the guard
