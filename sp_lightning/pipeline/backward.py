@@ -181,7 +181,7 @@ class BackwardPass:
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         group = twin.group
-        is_expected = group.has_own_place or group in self.in_use
+        is_expected = not group.conflicts or group in self.in_use
         if self.running and is_expected and _is_valid(group):
             return
         with self._at_work:

@@ -123,13 +123,13 @@ class Engine:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
         if self.arrangement.budget is not None:
             return self.arrangement.budget
-        free = self.backend.free_memory()
-        if free is None:
+        memory = self.backend.memory()
+        if memory is None:
             return None
         streaming = self.arrangement.streaming_bytes()
-        if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
+        if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
             streaming = min(streaming, self.arrangement.device_bytes() + self.stream.device_bytes())
-        return streaming + int(SHARE_OF_FREE_MEMORY * free)
+        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     def room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
