@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,11 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits, stand_ins
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _attached: set[Pipeline] = set()
@@ -188,12 +188,9 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
-    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
-        with without_torch_function():
-            weights = self.arrangement.weights_by_master
-            leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
-        return [leaf for each in leaves for leaf in each]
+    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return what to pass to `backward(inputs=...)`: each master replaced by what stands for it in the graph."""
+        return [edge for tensor in tensors for edge in stand_ins(tensor)]
 
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
