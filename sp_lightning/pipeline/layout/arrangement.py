@@ -18,7 +18,7 @@ from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
-from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
+from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.autocast import weights_of_known_layers, weights_to_leave
 from sp_lightning.pipeline.weights.buffers import tensor_in
@@ -95,6 +95,8 @@ class Arrangement:
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(parts, memory)
+        # all weights, by the identity of their masters' memory
+        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
@@ -193,6 +195,7 @@ class Arrangement:
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
+        self.weights_by_memory.clear()  # others may get that memory
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:
