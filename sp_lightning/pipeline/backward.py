@@ -52,7 +52,7 @@ class BackwardPass:
         at_work: EngineAtWork,
     ) -> None:
         self.running = False  # whether a pass is open
-        self.task = -1  # autograd's number of the pass (its graph task)
+        self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._order = window.order
         self._stream = stream
@@ -72,17 +72,14 @@ class BackwardPass:
         """Note a sign of a backward pass; the first one opens the pass."""
         self.forget_failed()
         if not self.running and in_backward():
-            with self._at_work:  # the host's part of a graph and the device's run in threads of their own
-                if not self.running:
-                    self._begin()
-
-    def _begin(self) -> None:
-        self.running = True
-        self.task = graph_task()
-        self._follower.arm_guard()
-        callback = partial(self._end)
-        self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
-        when_backward_ends(callback)
+            with self._at_work:
+                if not self.running:  # the host's part of a graph and the device's run in threads of their own
+                    self.running = True
+                    self._task = graph_task()
+                    self._follower.arm_guard()
+                    callback = partial(self._end)
+                    self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
+                    when_backward_ends(callback)
 
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
@@ -100,20 +97,14 @@ class BackwardPass:
                 self._watch(twin)
 
     def adopt_requires_grad(self, twin: Twin) -> None:
-        """Let a master require a gradient, or no longer, if a forward has changed that of its twin."""
-        if twin.parameter.requires_grad != twin.required_gradient:
-            twin.weight.master.requires_grad_(twin.parameter.requires_grad)
-            self.follow_requires_grad(twin)
+        """Let a master require a gradient, or no longer, as its twin does: a forward has changed that."""
+        twin.weight.master.requires_grad_(twin.parameter.requires_grad)
+        self.follow_requires_grad(twin)
 
     def _watch(self, twin: Twin) -> None:
         """Collect the gradients of a twin from now on; those of graphs on the master itself are an error."""
-
-        def collect(_: Tensor) -> None:
-            with without_torch_function():
-                self._collect(twin)
-
         register = twin.parameter.register_post_accumulate_grad_hook
-        twin.gradient_hook = register(collect)  # type: ignore[no-untyped-call]
+        twin.gradient_hook = register(partial(self._collect, twin))  # type: ignore[no-untyped-call]
         weight = twin.weight
         if weight not in self._watched:
             self._watched.add(weight)
@@ -121,15 +112,16 @@ class BackwardPass:
                 node = get_gradient_edge(weight.master).node
             self._direct.append((node, node.register_prehook(partial(_refuse, weight))))
 
-    def _collect(self, twin: Twin) -> None:
-        self.note()
-        gradient = take_gradient(twin.parameter)
-        if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
-            return
-        complete = self._stream.gather(twin.weight, gradient)
-        if complete is not None:
-            # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
-            self._stream.send(complete, is_last=graph_task() == self.task)
+    def _collect(self, twin: Twin, _leaf: Tensor) -> None:
+        with without_torch_function():
+            self.note()
+            gradient = take_gradient(twin.parameter)
+            if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
+                return
+            complete = self._stream.gather(twin.weight, gradient)
+            if complete is not None:
+                # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
+                self._stream.send(complete, is_last=graph_task() == self._task)
 
     def close(self) -> None:
         """Let masters have gradients of their own again."""
@@ -161,7 +153,7 @@ class BackwardPass:
                 unit.is_reached = True
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
-                if all(group in groups or _is_valid(group) for group in other.groups):
+                if all(map(_is_valid, set(other.groups).difference(groups))):
                     other.put_in_twins(self.follow_requires_grad)
             self.in_use = [*groups, *member.called_in]  # the backward of calls around it is not over either
             self._window.prefetch(self.in_use)

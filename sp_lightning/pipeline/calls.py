@@ -242,7 +242,9 @@ class Calls:
             if not self._inside and not is_backward:
                 engine.backend.trace.end()
             for entry in member.entries:
-                backward.adopt_requires_grad(entry.weight.twin)
+                twin = entry.weight.twin
+                if twin.parameter.requires_grad != twin.required_gradient:
+                    backward.adopt_requires_grad(twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:

@@ -148,7 +148,7 @@ class Engine:
         self.outside = OutsideUse(
             self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
         )
-        self.guard = self.outside.guard
+        self.guard = self.outside
 
     def _install(self) -> None:
         arrangement = self.arrangement
@@ -228,7 +228,6 @@ class Engine:
         if torch.is_grad_enabled():
             with without_torch_function():
                 learned.note_trained(arrangement.parameters)
-        self.outside.conclude_watching()
         members = arrangement.streamed_members
         called = [members[number].unit_name for number in self.order.used()] if learned.order is None else []
         if learned.conclude(arrangement.units, called):

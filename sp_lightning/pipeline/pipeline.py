@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,11 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits, stand_ins
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _attached: set[Pipeline] = set()
@@ -109,14 +109,17 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- for users
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *, goes_on: bool = False) -> Iterator[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
+
+        Args:
+            goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with optimizer_waits(), self._calls.step(look_for_new_parameters=True):
+        with optimizer_waits(), self._calls.step(look_for_new_parameters=True, goes_on=goes_on):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -170,12 +173,8 @@ class Pipeline:
             raise failed
 
     def _end_threads(self, process: int) -> None:
-        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process.
-
-        Args:
-            process: The process that has the threads. A fork of it has none.
-        """
-        if os.getpid() == process:
+        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process."""
+        if os.getpid() == process:  # a fork of it has no threads
             self.backend.close()
 
     def summary(self) -> Summary:
@@ -189,18 +188,9 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
-    @contextmanager
-    def step_goes_on(self) -> Iterator[None]:
-        """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with optimizer_waits(), self._calls.step(goes_on=True):
-            yield
-
-    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
-        with without_torch_function():
-            weights = self.arrangement.weights_by_master
-            leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
-        return [leaf for each in leaves for leaf in each]
+    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return what to pass to `backward(inputs=...)`: each master replaced by what stands for it in the graph."""
+        return [edge for tensor in tensors for edge in stand_ins(tensor)]
 
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
@@ -213,11 +203,6 @@ class Pipeline:
         finally:
             for member in members:
                 install_gate(member, self._calls)
-
-    def share_buffers(self) -> None:
-        """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
-        if self.replicas is not None:
-            self.replicas.share_buffers(self.module)
 
     @property
     def budget(self) -> int | None:

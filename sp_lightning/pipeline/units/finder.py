@@ -125,7 +125,7 @@ def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
 
 
 def _atoms_by_structure(tree: Tree, largest: int) -> list[Atom]:
-    """Find the modules that are not divided further, in the order of the tree; larger ones are where they can be."""
+    """Find the modules that are not divided further, in the order of the tree; `largest` is in bytes."""
     root = Atom("", tree.root)
     atoms = _divide(tree, root, largest, min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES), set())
     keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
@@ -206,7 +206,7 @@ def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], 
 
 
 def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int) -> list[list[Atom]]:
-    """Join neighbors while the sum stays below the size of a typical unit, in which half of all bytes lie at least."""
+    """Join neighbors while the sum stays below the size of a typical unit: half of all bytes are in smaller parts."""
     sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
     below = itertools.accumulate(sorted(sizes))
     median = next((size for size, seen in zip(sorted(sizes), below, strict=True) if 2 * seen >= sum(sizes)), 0)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sp_lightning.pipeline.torch_private import parts_of, without_compile
+from sp_lightning.pipeline.weights.autocast import forward_of_class
 from sp_lightning.pipeline.weights.buffers import is_dense
-from sp_lightning.pipeline.weights.lowering import forward_of_class
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
 
