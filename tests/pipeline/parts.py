@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.lanes.lanes import Job, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
@@ -67,7 +67,7 @@ class RecordingBackend(Backend):
     """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
 
     def __init__(self, can_pin: bool = False) -> None:
-        super().__init__(torch.device("cpu"), poison=True)
+        super().__init__(torch.device("cpu"), poison=True, host=Worker("unused"))
         self.calls: list[tuple[str, Any]] = []
         self._failing: dict[str, BaseException] = {}
         self._can_pin = can_pin
@@ -159,12 +159,9 @@ class FakeSegment:
         return self.bytes.nbytes
 
     def check(self) -> None:
-        self.looks += 1
+        self.looks += self.lying != NOTHING
         if self.edited:
             self.note_change()
-
-    def look_anew(self) -> None:
-        self.edited = False
 
     def note_change(self) -> None:
         self.epoch += 1
@@ -186,7 +183,7 @@ def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
     groups = []
     for index in range(count):
         segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
-        group = Group(index, [Unit(str(index))], [segment], resident=False)  # type: ignore[list-item]
+        group = Group(index, [Unit(str(index))], [segment])  # type: ignore[list-item]
         slot = index % window
         group.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
         groups.append(group)
@@ -227,7 +224,7 @@ def place(
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
     segment = Segment(unit.weights, backend, pin=False)
-    group = unit.group = Group(0, [unit], [segment], resident=False)
+    group = unit.group = Group(0, [unit], [segment])
     group.lie_in(backend.allocate(group.nbytes))
     segment.refresh_copies()
     group.place.copy_(segment.source.bytes)

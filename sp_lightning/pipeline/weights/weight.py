@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.weights.autocast import LoweredParameter
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
-from sp_lightning.pipeline.weights.lowered import LoweredParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -119,9 +119,10 @@ class Weight:
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (lowered.py)
+        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (autocast.py)
         self.averaged = False  # whether its gradient is averaged over several processes
-        self.last_graph = -1  # the number of the graph that last used it in code that torch compiles
+        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
+        self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory
         # the leaf of an earlier twin, if it was lowered until something used it as it is
         self.lowered_leaves: list[nn.Parameter] = []

@@ -201,7 +201,7 @@ class Window:
         copies = self.copies_of(groups)
         self.stats.host_syncs += bool(copies)
         for ticket in copies:
-            self.backend.synchronize(ticket)
+            ticket.join()
 
     def _is_being_stepped(self, group: Group) -> bool:
         if group.being_stepped is not None and group.being_stepped.done:
@@ -214,12 +214,9 @@ class Window:
             return
         group.suspect = is_outdated = False
         for segment in group.segments:
-            if segment.lying == NOTHING and not segment.sends_copies:
-                segment.look_anew()
-            else:
-                segment.check()
-                is_outdated |= segment.lying != segment.epoch
-        if is_outdated:
+            segment.check()
+            is_outdated |= segment.lying != segment.epoch
+        if is_outdated and group.residency is not Residency.ABSENT:
             self._discard(group)
 
     def _discard(self, group: Group) -> None:
@@ -269,7 +266,8 @@ class Window:
                 if unit.is_reached:
                     unit.leave(is_over=False)
             self._discard(group)
-            self.backend.invalidate(group.place)
+            if self.backend.poison:
+                self.backend.invalidate(group.place)
         self._lying.discard(group)
         for segment in group.segments:
             segment.lying = NOTHING
@@ -303,7 +301,7 @@ class Window:
         twin = weight.twin
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
-            self.backend.synchronize(self.backend.download(as_bytes(arrived), as_bytes(twin.data)))
+            self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
             self.finish_optimizer(weight.unit.group)
             self.stats.host_syncs += 1
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
@@ -321,4 +319,4 @@ class Window:
         if not twin.group.suspect:  # else a change of another weight, which is still to be found, would look checked
             for segment in twin.group.segments:
                 if not segment.sends_copies:
-                    segment.look_anew()
+                    segment.note_written_back()
