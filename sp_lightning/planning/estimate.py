@@ -9,7 +9,7 @@ token, and a unit saves half as much again as its matrices read and write: trans
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -41,6 +41,12 @@ STATE = {
 COMPACT = ("AdamW", "Adam", "SGD", "Lion")
 """Optimizers that `sp_lightning.optim` has, too."""
 
+_LADDER: tuple[tuple[Master, Moments], ...] = (
+    ("split", "fp32"),
+    ("split", "bf16"),
+    ("split", "int8"),
+    ("split24", "int8"),
+)
 _LOW_BYTES = {None: 0.0, "split": 2.0, "split24": 1.0}  # of a master, beside the bf16 weight
 _MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 32}  # with a scale for each group
 
@@ -133,6 +139,13 @@ class Assumptions:
         """Whether the optimizer is one of `sp_lightning.optim`."""
         return self.master is not None or self.moments != "fp32"
 
+    @property
+    def optimizer_words(self) -> str:
+        """The optimizer, and how it keeps what."""
+        kept = [] if self.master is None else [f"master={self.master!r}"]
+        kept += [] if self.moments == "fp32" else [f"moments={self.moments!r}"]
+        return f"{self.optimizer}({', '.join(kept)})" if kept else str(self.optimizer)
+
     def state_bytes(self, numbers: int, nbytes: int) -> int:
         """Return what the optimizer keeps for trained weights of so many numbers, and so many bytes."""
         if not isinstance(self.optimizer, str):
@@ -140,6 +153,13 @@ class Assumptions:
         if not self.is_compact:
             return STATE[self.optimizer] * nbytes
         return int(numbers * (_LOW_BYTES[self.master] + STATE[self.optimizer] * _MOMENT_BYTES[self.moments]))
+
+
+def more_compact(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways of `sp_lightning.optim` to keep masters and moments, if it has the optimizer, most exact first."""
+    if given.optimizer in COMPACT:
+        for master, moments in _LADDER:
+            yield replace(given, precision="bf16-true", master=master, moments=moments)
 
 
 def _bytes_in(amount: int | str) -> int:

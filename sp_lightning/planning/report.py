@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -17,15 +17,9 @@ from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Choice, Prediction, Workload, predict
-from sp_lightning.planning.estimate import COMPACT, Assumptions, Master, Moments, estimate
+from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
 
 _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
-_COMPACT: tuple[tuple[Master, Moments], ...] = (
-    ("split", "fp32"),
-    ("split", "bf16"),
-    ("split", "int8"),
-    ("split24", "int8"),
-)
 _HOSTS = tuple(size * 2**30 for size in (32, 64, 128))
 _SYSTEM_BYTES = 6 * 2**30  # of host memory, for the system, Python, torch and data
 
@@ -41,10 +35,7 @@ class Rung:
     @property
     def label(self) -> str:
         """The optimizer, how it keeps what, and the precision."""
-        given = self.given
-        kept = [] if given.master is None else [f"master={given.master!r}"]
-        kept += [] if given.moments == "fp32" else [f"moments={given.moments!r}"]
-        return f"{given.optimizer}{'(' + ', '.join(kept) + ')' if kept else ''}, {given.precision}"
+        return f"{self.given.optimizer_words}, {self.given.precision}"
 
     def fits(self, host_bytes: int) -> bool:
         """Tell whether a machine with so much host memory has room for it."""
@@ -139,9 +130,7 @@ def _as_row(label: str, row: Prediction) -> str:
 
 def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]:
     """Return the ways to keep masters and moments that the optimizer has, from what is assumed to the most compact."""
-    ways = [given]
-    if given.optimizer in COMPACT and not given.is_compact:
-        ways += [replace(given, precision="bf16-true", master=master, moments=kept) for master, kept in _COMPACT]
+    ways = [given, *([] if given.is_compact else more_compact(given))]
     rungs = []
     for way in ways:
         workload, machine = estimate(module, way)
