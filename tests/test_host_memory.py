@@ -169,6 +169,16 @@ def test_a_run_that_will_not_fit_is_refused(free: int, advice: str, monkeypatch:
         trainer.fit(module, DataLoader(torch.randn(2, WIDTH), batch_size=2))
 
 
+def test_a_more_compact_optimizer_is_named() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    named = host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.AdamW(weights)])
+    assert named is not None
+    assert named.startswith("`sp_lightning.optim.AdamW(master='split', moments='int8')` under")
+    assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
+    assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
+    assert host_memory.name_more_compact([]) is None
+
+
 class PinningBackend(HostBackend):
     """Takes itself for a device whose copies to memory that is not page-locked hold up who launches them."""
 
