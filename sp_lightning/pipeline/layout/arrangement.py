@@ -131,7 +131,7 @@ class Arrangement:
             for segment in group.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.make_twin(group, data, self.compiled)
+                    weight.twin = weight.twin_class(weight, group, data, self.compiled)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
@@ -175,7 +175,9 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-        weight.twin = weight.make_twin(group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
+            weight.twin = weight.twin_class(weight, group, data, self.compiled)
+        else:
+            weight.twin = weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
