@@ -57,8 +57,8 @@ class BackwardPass:
         self._order = window.order
         self._stream = stream
         self._optimizers = optimizers
-        self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
-        self._watched: set[Weight] = set()
+        # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
+        self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
         self._resident = resident
         self._stats = window.stats
         self._at_work = at_work
@@ -106,11 +106,10 @@ class BackwardPass:
         register = twin.parameter.register_post_accumulate_grad_hook
         twin.gradient_hook = register(partial(self._collect, twin))  # type: ignore[no-untyped-call]
         weight = twin.weight
-        if weight not in self._watched:
-            self._watched.add(weight)
+        if weight not in self._refusing:
             with without_torch_function():
                 node = get_gradient_edge(weight.master).node
-            self._direct.append((node, node.register_prehook(partial(_refuse, weight))))
+            self._refusing[weight] = node, node.register_prehook(partial(_refuse, weight))
 
     def _collect(self, twin: Twin, _leaf: Tensor) -> None:
         with without_torch_function():
@@ -125,8 +124,9 @@ class BackwardPass:
 
     def close(self) -> None:
         """Let masters have gradients of their own again."""
-        while self._direct:
-            self._direct.pop()[1].remove()
+        for _, handle in self._refusing.values():
+            handle.remove()
+        self._refusing.clear()
 
     # -------------------------------------------------------------------------------------------------- units
 

@@ -148,7 +148,6 @@ class Engine:
         self.outside = OutsideUse(
             self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
         )
-        self.guard = self.outside
 
     def _install(self) -> None:
         arrangement = self.arrangement
@@ -167,7 +166,7 @@ class Engine:
             self.backward.follow_requires_grad(twin)
         for member in arrangement.streamed_members if self.options.compile else ():
             member.compiled = compiled_call(member.module)
-        self.guard.install()
+        self.outside.install()
         for member in arrangement.members:
             install_gate(member, self.keeper)
 
@@ -188,7 +187,7 @@ class Engine:
         self.backend.drain()
         arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
-        self.guard.remove()
+        self.outside.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
         move_parameters(moving, HOST)
@@ -261,7 +260,7 @@ class Engine:
             Whether everything was arranged anew for it.
         """
         if self.arrangement.unused_in_step and not (self.graphs.waiting() or self._is_lent_out()):
-            self.guard.in_step = False
+            self.outside.in_step = False
             self.rearrange(autocast)
             self.arm_guard()
             return True
@@ -290,17 +289,17 @@ class Engine:
 
     def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
-        if not self.guard.in_step:
+        if not self.outside.in_step:
             self.window.suspect_all()
-            self.guard.in_step = True
+            self.outside.in_step = True
 
     def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self.graphs.scopes or self.backward.running:
             return
-        self.guard.in_step = False
+        self.outside.in_step = False
         copies = self.window.copies_of(self.arrangement.groups)
-        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
+        self.outside.settled = self.optimizers.settled and self.stream.settled and not copies
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

@@ -138,7 +138,7 @@ def _divide(tree: Tree, here: Atom, largest: int, small: int, seen: set[int], is
     """Find atoms at and below a module; leaves outside of lists with less than `small` bytes are left out."""
     module, inner = here.module, without_compile(here.module)
     nbytes = tree.bytes_of(module)
-    if nbytes == 0 or id(module) in tree.resident_modules or id(inner) in seen:
+    if nbytes == 0 or id(inner) in seen:
         return []
     seen.add(id(inner))
     children = tree.streamable_children(module)

@@ -44,13 +44,13 @@ class Tree:
         self.root = root
         self.weights: dict[int, Weight] = {}  # weights that the engine can manage, by the identity of the parameter
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
-        self.resident_modules: set[int] = set()  # modules that stay on the device, by identity
         # weights that stay on the device, by the identity of the parameter
         self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
         self._collect_weights(on_meta)
         self._keep_resident(resident)
-        self._bytes = {id(module): sum(map(self._streamed_bytes, module.parameters())) for module in root.modules()}
+        sizes = {key: weight.nbytes for key, weight in self.weights.items() if key not in self.resident_weights}
+        self._bytes = {id(m): sum(sizes.get(id(p), 0) for p in m.parameters()) for m in root.modules()}
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def bytes_of(self, module: nn.Module) -> int:
@@ -90,7 +90,6 @@ class Tree:
         parameters = dict(self.root.named_parameters(remove_duplicate=False))
         for name in names:
             if name in modules:
-                self.resident_modules.add(id(modules[name]))
                 self.resident_weights |= {id(parameter) for parameter in modules[name].parameters()}
             elif name in parameters:
                 self.resident_weights.add(id(parameters[name]))
@@ -103,10 +102,6 @@ class Tree:
             if isinstance(weight, QuantizedWeight):  # nobody notices uses outside of its module, so it is all there
                 del self.weights[id(weight.master)]
                 self.unmanaged[weight.name] = weight.master
-
-    def _streamed_bytes(self, parameter: nn.Parameter) -> int:
-        is_streamed = id(parameter) in self.weights and id(parameter) not in self.resident_weights
-        return self.weights[id(parameter)].nbytes if is_streamed else 0
 
 
 def is_called(module: nn.Module) -> bool:
