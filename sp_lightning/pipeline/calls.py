@@ -24,7 +24,7 @@ from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.weights.graphs import Announcement, Graph, Graphs, before_backward
 from sp_lightning.pipeline.weights.guard import EngineAtWork
-from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
+from sp_lightning.pipeline.weights.operands import replace_instances, tensors_in
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
 from sp_lightning.pipeline.weights.window import Window
@@ -189,7 +189,7 @@ class Calls:
         """Have backward announce itself when it reaches this call, and clone outputs that lie in a slot."""
         tensors = tensors_in(output)
         if any(map(self._lies_in_a_slot, tensors)):
-            output = replace_tensors(output, lambda tensor: tensor.clone() if self._lies_in_a_slot(tensor) else tensor)
+            output = replace_instances(output, Tensor, lambda it: it.clone() if self._lies_in_a_slot(it) else it)
             tensors = tensors_in(output)
             if any(map(self._lies_in_a_slot, tensors)):
                 raise RuntimeError(

@@ -25,8 +25,8 @@ from sp_lightning.pipeline.scopes import StepScopes
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits, stand_ins
+from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits, stand_ins
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _HOST = torch.device("cpu")
@@ -93,8 +93,7 @@ class Pipeline:
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
         _check_share(self.options, self.backend)
-        keep_out_of_graphs()
-        finish_before_compiling(self.backend)
+        keep_out_of_graphs(self.backend)
         self._engine = engine = Engine(module, self.device, self.options, self.backend, replicas)
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._graphs = engine.graphs
@@ -171,7 +170,7 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         self._scopes.arranger.stop_planning()
         stop_listening(self.optimizers)
-        forget_optimizer_steps()
+        optimizer_steps.depth = 0
         self._engine.uninstall()
         self.optimizers.close()
         self._graphs.let_go()

@@ -22,7 +22,7 @@ from sp_lightning.pipeline.arranger import Arranger, Planner
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping, optimizer_waits
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.units import Member
 
 
@@ -47,7 +47,7 @@ class StepScopes:
             self.arranger.stop_planning()
             self._graphs.scopes = 0
             self._graphs.begin()
-            forget_optimizer_steps()
+            optimizer_steps.depth = 0
             self._engine.relax_guard()
 
     @contextmanager
@@ -96,7 +96,7 @@ class StepScopes:
             self.abandon()  # a backward outside of any scope ended with an exception
 
     def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
-        forget_optimizer_steps()
+        optimizer_steps.depth = 0
         if in_backward():
             self._engine.backward.note()
             return
@@ -133,7 +133,7 @@ class StepScopes:
                 "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
                 "`torch.autograd.grad`."
             )
-        if optimizer_is_stepping():
+        if optimizer_steps.depth:
             with optimizer_waits():
                 return self.call(member, forward, args, kwargs)
         return self._call(member, forward, args, kwargs)
