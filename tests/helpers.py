@@ -325,9 +325,9 @@ class Run:
         return list(parameters) if self.pipe is None else self.pipe.backward_inputs(parameters)
 
     def rebuild(self) -> None:
-        """Tell the engine that Parameter objects changed."""
+        """Have the engine arrange units anew."""
         if self.pipe is not None:
-            self.pipe.rebuild()
+            self.pipe._engine.rearrange(self.pipe.arrangement.autocast)
 
     def note(self, label: str, value: Any) -> None:
         """Write down one tensor."""
