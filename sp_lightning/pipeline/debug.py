@@ -31,8 +31,6 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine
         self._device_type = engine.device.type
-        # masters, by the identity of their memory
-        self._masters = {storage_key(weight.host): weight for weight in engine.arrangement.weights}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,8 +55,9 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _check_masters(self, operands: list[Tensor], func: Any) -> None:
-        masters = [self._masters[key] for key in map(storage_key, operands) if key in self._masters]
-        others = [operand for operand in operands if storage_key(operand) not in self._masters and operand.dim() > 0]
+        by_memory = self._engine.arrangement.weights_by_memory
+        masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
+        others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
         if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
             raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")
 

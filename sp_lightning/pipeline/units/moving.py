@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.torch_private import contains_others
 from sp_lightning.pipeline.weights.quantized import is_quantized, move_parameter
 
+HOST = torch.device("cpu")
+
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""

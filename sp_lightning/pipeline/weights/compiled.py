@@ -25,7 +25,7 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.torch_private import call_before_compiling, hide_from_dynamo, without_compile
-from sp_lightning.pipeline.weights import leaf, lowered
+from sp_lightning.pipeline.weights import autocast, leaf
 
 _ENGINE = "sp_lightning.pipeline."
 _by_kind: dict[Any, Callable[..., Any]] = {}
@@ -51,7 +51,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 @functools.cache
 def keep_out_of_graphs() -> None:
     """Have `torch.compile` leave the engine's code alone, except for what lies in graphs of units and of hooks."""
-    in_graphs = (__name__, lowered.__name__, leaf.__name__)
+    in_graphs = (__name__, autocast.__name__, leaf.__name__)
     visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
 

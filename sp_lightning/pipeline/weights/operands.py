@@ -17,6 +17,8 @@ _METADATA = {
     "ndimension", "numel", "nelement", "stride", "storage_offset", "storage_type", "element_size", "register_hook",
     "register_post_accumulate_grad_hook", "requires_grad_", "__len__", *ON_DEVICE,
 }  # fmt: skip
+OF_THE_DTYPE = {"dtype", "element_size", "itemsize", "nbytes"}
+"""What a weight that is sent in another dtype answers as its master does."""
 _CONTAINERS = (list, tuple, dict)
 
 

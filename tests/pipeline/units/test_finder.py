@@ -273,7 +273,7 @@ def test_an_encoder_looks_into_its_first_layer() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
     division = find_units(model, nn.TransformerEncoderLayer)
     (encoder,) = [member for member in division.callers if isinstance(member.module, nn.TransformerEncoder)]
-    assert encoder.looks_into is division.units[0].members[0]
+    assert encoder.entries == division.units[0].members[0].entries
 
 
 @pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])

@@ -26,12 +26,13 @@ from sp_lightning.pipeline.weights.weight import Weight
 from ..parts import place
 
 
-class Owner:
+class Owner(Guard):
     """A pipeline that writes down what it was asked for."""
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, weights: list[Weight]) -> None:
+        super().__init__(weights)
         self.served: list[str] = []
         self.written: list[str] = []
         self.looked_at: list[str] = []
@@ -42,8 +43,6 @@ class Owner:
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         self.gradients.append(f"{weight.name} {'read' if reads else 'dropped'}")
-
-    graph_number = 0
 
     def serve(self, weight: Weight) -> nn.Parameter:
         self.served.append(weight.name)
@@ -60,9 +59,8 @@ class Scene:
         self.placed = place([torch.ones(3, 3), torch.ones(3)])
         for twin in self.placed.twins:
             twin.data.fill_(2)
-        self.owner = Owner()
         self.w, self.b = (weight.master for weight in self.placed.weights)
-        self.guard = Guard(self.owner, self.placed.weights)
+        self.guard = self.owner = Owner(self.placed.weights)
         self.guard.install()
         self.guard.in_step = True
 
