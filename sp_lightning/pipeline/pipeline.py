@@ -79,7 +79,7 @@ class Pipeline:
         self.replicas = replicas
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        _check_not_attached(module)
+        _check_parameters(module)
         move_parameters(weights_on_accelerators(module), HOST)
         if replicas is not None:
             if self.options.resident_optimizer:
@@ -218,10 +218,20 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
         )
 
 
-def _check_not_attached(module: nn.Module) -> None:
+def _check_parameters(module: nn.Module) -> None:
     taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:
             raise ValueError(
                 f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the "
+                "model is given to superpipeline."
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
+                "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
             )
