@@ -283,7 +283,7 @@ class Engine:
 
     def _has_replaced_weights(self) -> bool:
         with self.at_work:
-            return any(segment.has_converted() for segment in self.arrangement.segments)
+            return any(weight.is_converted for weight in self.arrangement.weights)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 

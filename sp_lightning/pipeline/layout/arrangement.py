@@ -73,9 +73,7 @@ class Arrangement:
         self.streamed_members = [member for unit in division.units for member in unit.members]
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(module, learned)
-        for weight in [weight for unit in self.all_units for weight in unit.weights]:
-            weight.averaged = replicas is not None
+        self._choose_dtypes(module, learned, is_averaged=replicas is not None)
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k, self.k_prime = layout.window.k, layout.window.k_prime
         self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
@@ -90,31 +88,28 @@ class Arrangement:
         processes = 1 if replicas is None else replicas.on_this_machine
         at_once = 1 if memory else processes
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes, at_once)
-        parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
-        self._lay_out(parts, memory)
+        self._lay_out(memory)
         # all weights, by the identity of their masters' memory
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
-        if self.host_share.pin and not self.is_pinned:
-            warnings.warn(
-                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
-                "Copies of it are slow.",
-                stacklevel=2,
-            )
 
     # --------------------------------------------------------------------------------------------------- how it is made
 
-    def _lay_out(self, parts: Sequence[Sequence[Unit]], memory: HostMemory) -> None:
+    def _lay_out(self, memory: HostMemory) -> None:
         """Make groups, each with its place on the device and its weights' twins there."""
         self._backend.gather_free_memory()
         arena, offsets = self._backend.allocate(self._layout.arena_bytes), iter(self._layout.offsets)
         in_arena: list[tuple[Group, int]] = []
         try:
-            for units in parts:
-                group = self._make_group(units, memory)
-                if group.resident or units[0] in self._layout.kept:
+            for units in self._layout.parts:
+                parts = [part for unit in units for part in _parts_of(unit)]
+                segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
+                self.segments += segments
+                group = Group(len(self.groups), units, segments)
+                self.groups.append(group)
+                if units[0] in self._layout.kept:
                     group.lie_in(self._backend.allocate(group.nbytes))
                 else:
                     in_arena.append((group, offset := next(offsets)))
@@ -127,27 +122,25 @@ class Arrangement:
             others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
             group.conflicts = frozenset(others)
         memory.keep(self.segments)
+        if self.host_share.pin and not self.is_pinned:
+            warnings.warn(
+                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
+                "Copies of it are slow.",
+                stacklevel=2,
+            )
         for group in self.groups:
             for segment in group.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.make_twin(group, data, self.compiled)
+                    weight.twin = weight.twin_class(weight, group, data, self.compiled)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
 
-    def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> Group:
-        parts = [part for unit in units for part in _parts_of(unit)]
-        segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
-        group = Group(len(self.groups), units, segments)
-        self.segments += segments
-        self.groups.append(group)
-        for unit in units:
-            unit.group = group
-        return group
-
-    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
+    def _choose_dtypes(self, module: nn.Module, learned: Learned, is_averaged: bool) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
+        for weight in [weight for unit in self.all_units for weight in unit.weights]:
+            weight.averaged = is_averaged
         if self.autocast is None:
             return
         as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
@@ -175,7 +168,9 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-        weight.twin = weight.make_twin(group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
+            weight.twin = weight.twin_class(weight, group, data, self.compiled)
+        else:
+            weight.twin = weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()

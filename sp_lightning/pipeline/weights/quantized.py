@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
-from sp_lightning.pipeline.weights.weight import Group, Twin, Weight
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 _HOST = torch.device("cpu")
 
@@ -102,27 +102,20 @@ class QuantizedTwin(Twin):
 class QuantizedWeight(Weight):
     """A quantized weight of the model, whose memory is a tensor of bytes."""
 
+    twin_class = QuantizedTwin
+
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)
         parts = parts_of(master)
         self._form = _form_of(parts)
         nbytes = lay_out([part.nbytes for part in parts])[1]
-        self._layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
-
-    @property
-    def layout(self) -> Tensor:
-        """A tensor of as many bytes."""
-        return self._layout
 
     @property
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
-
-    def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
-        """Make a twin over memory on the device."""
-        return QuantizedTwin(self, group, data, compiled)
 
     def adopt(self, host: Tensor) -> None:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""

@@ -38,6 +38,8 @@ class Group:
     def __init__(self, index: int, units: Sequence[Unit], segments: Sequence[Segment], name: str = "") -> None:
         self.index = index  # its number among the streamed groups, in expected order
         self.units = list(units)  # none for a weight that was made resident
+        for unit in units:
+            unit.group = self
         self.segments = list(segments)  # the host memory that it is copied from
         # the weights, in the order in which they lie in its place
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]

@@ -110,12 +110,13 @@ class Weight:
 
     unit: Unit
     twin: Twin
+    twin_class = Twin
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
-        self.kind = type(master)  # the master's class, while it is not guarded
         self.host = self.home = master.data
+        self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
@@ -128,11 +129,6 @@ class Weight:
         self.lowered_leaves: list[nn.Parameter] = []
 
     @property
-    def layout(self) -> Tensor:
-        """A plain tensor that lies where the weight does, with its shape and strides."""
-        return self.master
-
-    @property
     def nbytes(self) -> int:
         """The bytes of its memory on the host."""
         return self.layout.numel() * self.dtype.itemsize
@@ -141,10 +137,6 @@ class Weight:
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return self.master._version + self.replacements
-
-    def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
-        """Make a twin over memory on the device."""
-        return Twin(self, group, data, compiled)
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
@@ -202,7 +194,7 @@ class Weight:
     @property
     def is_converted(self) -> bool:
         """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
-        return _form(self.master) != _form(self.home)
+        return self.master.data_ptr() != self.home.data_ptr() and _form(self.master) != _form(self.home)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
