@@ -107,7 +107,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     """Estimate the workload of a model, which is neither changed nor called, and the machine that is assumed."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed else dtype)
-    division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
+    division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes))
     if is_mixed and dtype is not None:
         lowered = weights_of_known_layers(module)
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in lowered]:

@@ -43,7 +43,6 @@ def find_units(
     max_unit_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
-    on_meta: bool = False,
 ) -> Division:
     """Find the units of a module tree.
 
@@ -54,12 +53,11 @@ def find_units(
         max_unit_bytes: Blocks above this size are descended into.
         split: Modules that turned out not to be called themselves; they are descended into.
         used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
-        on_meta: Whether parameters may be on the meta device, because nothing will be computed with them.
 
     Raises:
-        ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
+        ValueError: If there is nothing to stream, or a name or policy matches nothing.
     """
-    tree = Tree(root, resident, split, used_outside, on_meta)
+    tree = Tree(root, resident, split, used_outside)
     largest = sys.maxsize if max_unit_bytes is None else max_unit_bytes
     atoms = _atoms_by_structure(tree, largest) if policy is None else _atoms_by_policy(tree, policy)
     parts, shared = _join_sharing(tree, atoms)

@@ -30,7 +30,7 @@ class Tree:
     """A module with everything below it; the arguments are those of `find_units`.
 
     Raises:
-        ValueError: If there is nothing to stream, a name is unknown, or a parameter has no values on the CPU.
+        ValueError: If there is nothing to stream, or a name is unknown.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Tree:
         resident: Sequence[str],
         split: Collection[nn.Module] = (),
         used_outside: Collection[int] = (),
-        on_meta: bool = False,
     ) -> None:
         self.root = root
         self.weights: dict[int, Weight] = {}  # weights that the engine can manage, by the identity of the parameter
@@ -47,7 +46,7 @@ class Tree:
         # weights that stay on the device, by the identity of the parameter
         self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
-        self._collect_weights(on_meta)
+        self._collect_weights()
         self._keep_resident(resident)
         sizes = {key: weight.nbytes for key, weight in self.weights.items() if key not in self.resident_weights}
         self._bytes = {id(m): sum(sizes.get(id(p), 0) for p in m.parameters()) for m in root.modules()}
@@ -67,13 +66,11 @@ class Tree:
         """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
         return is_called(module) and id(module) not in self._split
 
-    def _collect_weights(self, on_meta: bool) -> None:
+    def _collect_weights(self) -> None:
         named = list(named_own_parameters(self.root))
         if not named:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
-        for name, _, parameter in named:
-            check_parameter(name, parameter, on_meta)
-        tied = set() if on_meta else _tied_by_memory(self.root)
+        tied = _tied_by_memory(self.root)
         seen: set[int] = set()
         for name, owner, parameter in named:
             if id(parameter) in seen:
@@ -115,24 +112,6 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{module_name}.{key}" if module_name else key, module, parameter
-
-
-def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
-    """Refuse a parameter that has no shape, or, unless it may be on the meta device, no values.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the model is "
-            "given to superpipeline."
-        )
-    if parameter.device.type == "meta" and not on_meta:
-        raise ValueError(
-            f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
-            "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
-        )
 
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:

@@ -305,7 +305,7 @@ def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
-    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30), on_meta=True)
+    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30))
     blocks = [f"model.layers.{number}" for number in range(80)]
     assert names(division) == ["model.embed_tokens", *blocks, "lm_head"]
     assert [weight.name for weight in division.resident.weights] == ["model.norm.weight"]
