@@ -27,8 +27,8 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
 from sp_lightning.pipeline.weights.graphs import Graph, before_backward
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping, optimizer_waits
-from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.weights.operands import replace_instances, tensors_in
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
 
@@ -83,7 +83,7 @@ class Calls:
 
     def _begin_step(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         engine = self._engine
-        forget_optimizer_steps()
+        optimizer_steps.depth = 0
         if in_backward():
             engine.backward.note()
             return
@@ -113,7 +113,7 @@ class Calls:
             engine.abandon()
             engine.graphs.scopes = 0
             engine.graphs.begin()
-            forget_optimizer_steps()
+            optimizer_steps.depth = 0
             engine.relax_guard()
 
     # --------------------------------------------------------------------------------------------------------- a call
@@ -133,7 +133,7 @@ class Calls:
                 "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
                 "`torch.autograd.grad`."
             )
-        if optimizer_is_stepping():
+        if optimizer_steps.depth:
             with optimizer_waits():
                 return self.call(member, forward, args, kwargs)
         if engine.graphs.scopes == 0:
@@ -250,7 +250,7 @@ class Calls:
         engine, graphs, places = self._engine, self._engine.graphs, self._engine.arrangement.twins.keys()
         tensors = tensors_in(output)
         if not places.isdisjoint(map(storage_key, tensors)):
-            output = replace_tensors(output, lambda tensor: tensor.clone() if storage_key(tensor) in places else tensor)
+            output = replace_instances(output, Tensor, lambda it: it.clone() if storage_key(it) in places else it)
             tensors = tensors_in(output)
             if not places.isdisjoint(map(storage_key, tensors)):
                 raise RuntimeError(

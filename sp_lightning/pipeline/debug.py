@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
+from sp_lightning.pipeline.weights.guard import optimizer_steps
 from sp_lightning.pipeline.weights.operands import instances_in
 from sp_lightning.pipeline.weights.units import Residency
 
@@ -39,7 +39,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""
-        if not (_is_view(func) or self._engine.at_work or optimizer_is_stepping()):
+        if not (_is_view(func) or self._engine.at_work or optimizer_steps.depth):
             operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
             for operand in operands:
                 self._check_twin(operand, func)

@@ -84,10 +84,10 @@ class OutsideUse(Guard):
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
-        blocked = [group for group in member.groups if self._window.is_blocked(group)]
-        for weight in dict.fromkeys(entry.weight for entry in member.entries) if blocked else ():
-            if weight.twin.group in blocked:
-                self._keep_on_device(weight)
+        for group in member.groups:
+            if self._window.is_blocked(group):
+                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
+                    self._keep_on_device(weight)
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)

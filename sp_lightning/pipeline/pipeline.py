@@ -24,9 +24,9 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
+from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits, stand_ins
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits, stand_ins
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _attached: set[Pipeline] = set()
@@ -91,8 +91,7 @@ class Pipeline:
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
         _check_share(self.options, self.backend)
-        keep_out_of_graphs()
-        finish_before_compiling(self.backend)
+        keep_out_of_graphs(self.backend)
         self._engine = engine = Engine(module, self.device, self.options, self.backend, planner, replicas)
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._calls = Calls(engine)
@@ -158,7 +157,7 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         self._engine.stop_planning()
         stop_listening(self.optimizers)
-        forget_optimizer_steps()
+        optimizer_steps.depth = 0
         self._engine.uninstall()
         self.optimizers.close()
         self._engine.saved.close()

@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
+from sp_lightning.pipeline.weights.guard import optimizer_steps
 
 from .parts import RecordingBackend
 
@@ -93,7 +93,7 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         with scope():
-            assert scope is nullcontext or not optimizer_is_stepping()
+            assert scope is nullcontext or not optimizer_steps.depth
             loss = model(torch.ones(1, 8)).square().mean() + sum(p.square().sum() for p in model.parameters())
             loss.backward()
         return [p.grad for p in model.parameters()]

@@ -91,10 +91,9 @@ class Guard(ABC):
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
         name = name_of(func)
-        serves = self.in_step and not optimizer_is_stepping()
-        if serves and (name in ON_DEVICE or (name == "type" and len(args) == 1)):
-            probe = torch.empty(0, dtype=_weight_of(args[0]).host.dtype, device=self.device)
-            return func(probe, *args[1:])
+        serves = self.in_step and not optimizer_steps.depth
+        if serves and name in ON_DEVICE:
+            return func(torch.empty(0, device=self.device), *args[1:])
         if not is_metadata(name):
             writes = name in _OF_THE_MASTER or _is_written_to(name, args, kwargs)
             if serves and not writes:
@@ -259,40 +258,23 @@ class EngineAtWork:
         return self._depth > 0
 
 
-class _Stepping(threading.local):
-    """How many optimizer steps this thread is in, one inside of the other."""
+class _OptimizerSteps(threading.local):
+    """The optimizer steps that this thread is in, one inside of the other; they operate on the masters themselves.
+
+    Torch tells nobody of a step that ended with an exception, so the depth is zero again when the next scope opens.
+    """
 
     depth = 0
 
 
-_stepping = _Stepping()
-
-
-def optimizer_is_stepping() -> bool:
-    """Tell whether an optimizer is stepping in this thread: it operates on the masters themselves."""
-    return _stepping.depth > 0
-
-
-def begin_optimizer_step() -> None:
-    """Note that an optimizer begins to step."""
-    _stepping.depth += 1
-
-
-def end_optimizer_step() -> None:
-    """Note that an optimizer has stepped."""
-    _stepping.depth = max(0, _stepping.depth - 1)
-
-
-def forget_optimizer_steps() -> None:
-    """Note that no optimizer is stepping: torch tells nobody of a step that ended with an exception."""
-    _stepping.depth = 0
+optimizer_steps = _OptimizerSteps()
 
 
 @contextmanager
 def optimizer_waits() -> Iterator[None]:
     """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again."""
-    depth, _stepping.depth = _stepping.depth, 0
+    depth, optimizer_steps.depth = optimizer_steps.depth, 0
     try:
         yield
     finally:
-        _stepping.depth = depth
+        optimizer_steps.depth = depth

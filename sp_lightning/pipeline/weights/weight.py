@@ -115,7 +115,6 @@ class Weight:
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
-        self.kind = type(master)  # the master's class, while it is not guarded
         self.host = self.home = master.data
         self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype

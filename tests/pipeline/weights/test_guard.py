@@ -15,10 +15,7 @@ from torch.nn import functional as F
 from sp_lightning.pipeline.weights.guard import (
     EngineAtWork,
     Guard,
-    begin_optimizer_step,
-    end_optimizer_step,
-    forget_optimizer_steps,
-    optimizer_is_stepping,
+    optimizer_steps,
     optimizer_waits,
 )
 from sp_lightning.pipeline.weights.weight import Weight
@@ -67,12 +64,12 @@ class Scene:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    forget_optimizer_steps()  # of a test before that was interrupted in one
+    optimizer_steps.depth = 0  # of a test before that was interrupted in one
     made = Scene()
     yield made
     made.guard.remove()
     assert {type(made.w), type(made.b)} == {nn.Parameter}
-    assert not optimizer_is_stepping()
+    assert not optimizer_steps.depth
 
 
 @pytest.fixture
@@ -213,14 +210,14 @@ def test_gradients_are_asked_of_the_leaf_in_the_graph(scene: Scene) -> None:
 
 def test_masters_are_masters_while_an_optimizer_steps(scene: Scene) -> None:
     """Also one that steps by another (SAM, Lookahead); a closure computes on the device again."""
-    begin_optimizer_step()
-    begin_optimizer_step()
-    end_optimizer_step()
+    optimizer_steps.depth += 1
+    optimizer_steps.depth += 1
+    optimizer_steps.depth -= 1
     assert (scene.w + 1).eq(2).all()
     with optimizer_waits():
         assert (scene.w + 1).eq(3).all()
     assert (scene.w + 1).eq(2).all()
-    end_optimizer_step()
+    optimizer_steps.depth -= 1
     assert (scene.w + 1).eq(3).all()
 
 
