@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
+from sp_lightning.pipeline.lanes.backend import DeviceMemory
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain
@@ -319,14 +320,14 @@ class Run:
         """The scope that a training or evaluation step runs in."""
         return nullcontext() if self.pipe is None else self.pipe.step()
 
-    def inputs(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+    def inputs(self, parameters: list[nn.Parameter]) -> list[Any]:
         """What to pass as ``inputs`` to backward for these parameters."""
         return list(parameters) if self.pipe is None else self.pipe.backward_inputs(parameters)
 
     def rebuild(self) -> None:
-        """Tell the engine that Parameter objects changed."""
+        """Have the engine arrange units anew."""
         if self.pipe is not None:
-            self.pipe.rebuild()
+            self.pipe._engine.rearrange(self.pipe.arrangement.autocast)
 
     def note(self, label: str, value: Any) -> None:
         """Write down one tensor."""
@@ -395,6 +396,11 @@ def slow_host(seconds: float = 0.02) -> Iterator[None]:
 
     with patch.object(HostBackend, "work", slow):
         yield
+
+
+def memory_with(free: int | None) -> DeviceMemory | None:
+    """The memory of a device that has so much to spare, and tells nothing else; None if it does not tell that."""
+    return None if free is None else DeviceMemory(1 << 40, free, 0, 0, 0, 0)
 
 
 def assert_same_story(story: Callable[[Run], None], build: Callable[[], nn.Module], **options: Any) -> None:

@@ -64,19 +64,18 @@ class Meter:
     def measure(self, inputs: Iterable[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
-        in_use = self._backend.reset_peak_memory()
-        if in_use is not None:
+        memory = self._backend.count_peak_anew()
+        if memory is not None:
             keys = [self.add(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
-            self._baseline = in_use - self.bytes
+            self._baseline = memory.allocated - self.bytes
             for key in keys:
                 self.remove(key)
 
     def end_stretch(self) -> Stretch:
         """End a stretch, and begin another."""
         taken = 0
-        if self._baseline is not None:
-            taken = max(0, (self._backend.peak_since_reset() or 0) - self._baseline - self._peak)
-            self._backend.reset_peak_memory()
+        if self._baseline is not None and (memory := self._backend.count_peak_anew()) is not None:
+            taken = max(0, memory.peak - self._baseline - self._peak)
         stretch = Stretch(self._held_before, self._peak - self._held_before, taken)
         self._peak_before = self.step_peak
         self._held_before = self._peak = self.bytes

@@ -65,15 +65,15 @@ class Link(NamedTuple):
     @staticmethod
     def measured(backend: Backend, pin: bool) -> Link:
         """Measure the link by small copies, from and to host memory that is pinned if that for activations is."""
-        free = backend.free_memory()
-        nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
+        memory = backend.memory()
+        nbytes = _PROBE_BYTES if memory is None else min(_PROBE_BYTES, max(1, memory.free // 4))
         device = backend.allocate(nbytes)
         host = HostBuffer(nbytes, backend, pin)
 
         def rate(copy: Callable[[], Any]) -> float:
-            backend.synchronize(copy())
+            copy().join()
             begin = perf_counter()
-            backend.synchronize(copy())
+            copy().join()
             return nbytes / (perf_counter() - begin)
 
         try:

@@ -44,6 +44,7 @@ class Learned:
         self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
         self.lowered: set[int] = set()  # masters that autocast lowers
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype
+        self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
         self.plan: WindowPlan | None = None  # the planner's choice for the window
         # weights that were used outside of their unit since the arrangement was made
         self.touched_outside: list[Weight] = []
@@ -55,14 +56,15 @@ class Learned:
 
         If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
         """
-        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if self._trained and not trained <= self._trained:
-            self.outdated = True
-        self._trained |= trained
+        known = len(self._trained)
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._trained.add(id(parameter))
+        self.outdated |= 0 < known < len(self._trained)
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters: new objects may reuse the others' ids."""
-        for known in (self.used_outside, self.lowered, self.used_as_is, self._trained):
+        for known in (self.used_outside, self.lowered, self.used_as_is, self._sent_lowered, self._trained):
             known.intersection_update(alive)
 
     def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
@@ -79,6 +81,9 @@ class Learned:
             self.order = list(dict.fromkeys(called))
             # Consecutive units must not share a place, or the later one cannot be fetched ahead.
             self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
+        lowered = self.lowered - self.used_as_is
+        self.outdated |= not lowered <= self._sent_lowered
+        self._sent_lowered = lowered
         if not self.outdated:
             return False
         members = [member for unit in units for member in unit.members]

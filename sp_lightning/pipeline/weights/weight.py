@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.weights.autocast import LoweredParameter
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
-from sp_lightning.pipeline.weights.lowered import LoweredParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -35,6 +35,9 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
 
+    # the leaf's version when its values were last those of the master; None if that does not tell
+    version_seen: int | None
+
     def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:
         self.weight = weight
         self.group = group  # the group that has to be on the device for its values to be valid
@@ -46,8 +49,8 @@ class Twin:
         self.key = storage_key(data)  # the identity of its memory
         self.required_gradient = False  # whether the leaf required a gradient when the engine last set that
         self.gradient_hook: RemovableHandle | None = None  # collects its gradients, once it requires one
-        self._version_seen = self._version_of_leaf()
-        self._write_backs = 0
+        self.note_unchanged()
+        self.write_backs = 0  # writes of a forward that the master got by a write in place: these count once
 
     def _make_leaf(self, compiled: bool) -> nn.Parameter:
         weight = self.weight
@@ -74,7 +77,16 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        return self.weight.version + self._version_of_leaf() - self._write_backs
+        weight = self.weight
+        return weight.master._version + weight.replacements + self.parameter._version - self.write_backs
+
+    def is_touched(self) -> bool:
+        """Tell whether a forward may have written to it, where its version is not the one that was seen."""
+        return True
+
+    def note_unchanged(self) -> None:
+        """Note that the values are those of the master."""
+        self.version_seen = self.parameter._version
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
@@ -87,23 +99,6 @@ class Twin:
             if self.parameter.requires_grad:
                 self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
 
-    @property
-    def is_touched(self) -> bool:
-        """Whether a forward may have written to it since the last look, as `nn.Embedding(max_norm=...)` does."""
-        return self._version_of_leaf() != self._version_seen
-
-    def note_written_back(self) -> None:
-        """Note that the master got the change by an in-place write, which must not count a second time."""
-        self.note_unchanged()
-        self._write_backs += 1
-
-    def note_unchanged(self) -> None:
-        """Note that the values are those of the master."""
-        self._version_seen = self._version_of_leaf()
-
-    def _version_of_leaf(self) -> int:
-        return self.parameter._version
-
 
 class Weight:
     """A weight of the model.
@@ -115,26 +110,23 @@ class Weight:
 
     unit: Unit
     twin: Twin
+    twin_class = Twin
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
-        self.kind = type(master)  # the master's class, while it is not guarded
         self.host = self.home = master.data
+        self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (lowered.py)
+        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (autocast.py)
         self.averaged = False  # whether its gradient is averaged over several processes
-        self.last_graph = -1  # the number of the graph that last used it in code that torch compiles
+        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
+        self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory
         # the leaf of an earlier twin, if it was lowered until something used it as it is
         self.lowered_leaves: list[nn.Parameter] = []
-
-    @property
-    def layout(self) -> Tensor:
-        """A plain tensor that lies where the weight does, with its shape and strides."""
-        return self.master
 
     @property
     def nbytes(self) -> int:
@@ -145,10 +137,6 @@ class Weight:
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return self.master._version + self.replacements
-
-    def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
-        """Make a twin over memory on the device."""
-        return Twin(self, group, data, compiled)
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
@@ -182,13 +170,7 @@ class Weight:
 
     def lies_in(self, memory: Tensor) -> bool:
         """Tell whether the master lies just where this tensor does."""
-        master = self.master
-        return (master.data_ptr(), master.dtype, master.shape, master.stride()) == (
-            memory.data_ptr(),
-            memory.dtype,
-            memory.shape,
-            memory.stride(),
-        )
+        return self.master.data_ptr() == memory.data_ptr() and _form(self.master) == _form(memory)
 
     def follow(self) -> bool:
         """Find the master where `p.data = ...` has put it, and tell whether it has, or had, other memory than ours.
@@ -212,10 +194,8 @@ class Weight:
     @property
     def is_converted(self) -> bool:
         """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
-        master, home = self.master, self.home
-        return (master.dtype, master.shape, master.device, master.stride()) != (
-            home.dtype,
-            home.shape,
-            home.device,
-            home.stride(),
-        )
+        return self.master.data_ptr() != self.home.data_ptr() and _form(self.master) != _form(self.home)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.device, tensor.stride()
