@@ -140,47 +140,39 @@ class Calls:
             with self.step():
                 return member.module(*args, **kwargs)  # perhaps as a member of another arrangement
         if member.unit is None:
-            return self._run_around_units(member, forward, args, kwargs)
+            return self._run_around_units(member, partial(forward, *args, **kwargs))
         device = engine.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if autocast != engine.arrangement.autocast and engine.adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
+        compute = partial(forward, *args, **kwargs)
         activations = engine.activations
         if activations.are_kept or not activations.manages(member):
-            return self._run(member, forward, args, kwargs, autocast)
+            return self._run(member, compute, autocast)
         # the outermost call of a unit, whose saved tensors have a policy of their own
         with engine.at_work:
             for group in member.groups:
                 engine.window.finish_optimizer(group)  # later, its end would look like a write by the forward
         try:
             activations.begin(member, args, kwargs)
-            output = self._run(member, forward, args, kwargs, autocast)
+            output = self._run(member, compute, autocast)
             activations.conclude(output)
             return output
         finally:
             activations.end()
 
-    def _run_around_units(
-        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_around_units(self, member: Member, compute: Callable[[], Any]) -> Any:
         # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
         with self._engine.at_work:
             member.put_in_twins(self._engine.backward.follow_requires_grad)
         try:
-            return forward(*args, **kwargs)
+            return compute()
         finally:
             member.put_back_masters()
 
-    def _run(
-        self,
-        member: Member,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        autocast: torch.dtype | None,
-    ) -> Any:
+    def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
         uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
         number = self._enter(member, autocast)
@@ -190,7 +182,7 @@ class Calls:
             if uncached:
                 torch.set_autocast_cache_enabled(False)
             # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-            return self._announce(member, forward(*args, **kwargs), number)
+            return self._announce(member, compute(), number)
         finally:
             if uncached:
                 torch.set_autocast_cache_enabled(True)
@@ -267,7 +259,7 @@ class Calls:
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
             bundle = None if engine.activations.are_kept else engine.offloader.current
-            reach = partial(_reach, ref(engine), ref(member), graphs.watch_current(), self._inside[-1], bundle)
+            reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
             before_backward(watched, reach, number, graphs.calls)
         return output
 

@@ -41,25 +41,21 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Check the operands, then run the operation."""
         if not (_is_view(func) or self._engine.at_work or optimizer_steps.depth):
             operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
-            for operand in operands:
-                self._check_twin(operand, func)
-            if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
-                self._check_masters(operands, func)
+            self._check(func, [(operand, storage_key(operand)) for operand in operands])
         return func(*args, **(kwargs or {}))
 
-    def _check_twin(self, operand: Tensor, func: Any) -> None:
-        twin = self._engine.arrangement.twins.get(storage_key(operand))
-        if twin is not None and twin.group.residency is not Residency.READABLE:
-            raise AssertionError(
-                f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
-            )
-
-    def _check_masters(self, operands: list[Tensor], func: Any) -> None:
-        by_memory = self._engine.arrangement.weights_by_memory
-        masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
-        others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
-        if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
-            raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")
+    def _check(self, func: Any, operands: list[tuple[Tensor, int]]) -> None:
+        twins, masters = self._engine.arrangement.twins, self._engine.arrangement.weights_by_memory
+        for _, memory in operands:
+            if memory in twins and twins[memory].group.residency is not Residency.READABLE:
+                name = twins[memory].weight.name
+                raise AssertionError(f"{func} reads weight {name!r}, whose copy to the device was not waited for.")
+        if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
+            return
+        mixed = [masters[memory].name for _, memory in operands if memory in masters]
+        others = [operand for operand, memory in operands if memory not in masters and operand.dim() > 0]
+        if mixed and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
+            raise AssertionError(f"{func} mixes the master of {mixed[0]!r}, on the host, with a device tensor.")
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) ->
     with torch.inference_mode(False), torch.no_grad():
         for parameter in parameters:
             if is_quantized(parameter):
-                move_parameter(parameter, device, copy=True)
+                move_parameter(parameter, device)
                 continue
             # copied even if it is there already, so that memory shared with other weights is freed; and both before
             # either is set, as memory may run out here: no gradient must be lost

@@ -69,8 +69,3 @@ def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
             seen.add(id(leaf))
             items = leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else ()
             _collect([*items, *getattr(leaf, "__dict__", {}).values()], found, seen)
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, zeros of a sparse one included, which has no `nbytes`."""
-    return tensor.numel() * tensor.element_size()

@@ -32,15 +32,12 @@ def is_quantized(parameter: nn.Parameter) -> bool:
     return all(type(p.data) is Tensor and p.layout is torch.strided and is_dense(p) and p.numel() for p in parts)
 
 
-def move_parameter(parameter: nn.Parameter, device: torch.device, copy: bool = False) -> None:
+def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter as `Module.to` does, which knows tensors that contain others, and calls a class's own `to`.
 
-    Args:
-        parameter: The parameter.
-        device: Where to.
-        copy: Whether it gets memory of its own even if it is there already.
+    It gets memory of its own even if it is there already.
     """
-    if copy and parameter.device == device:
+    if parameter.device == device:
         _lay(parameter, [part.clone() for part in parts_of(parameter)])
     owner = nn.Module()
     owner.register_parameter("parameter", parameter)
@@ -82,8 +79,8 @@ class QuantizedTwin(Twin):
         if has_moved or self._version_of_leaf() != self._parts_seen:
             _lay(self.parameter, self._places)
             raise RuntimeError(
-                f"A forward {'gave' if has_moved else 'wrote to'} the quantized weight {self.weight.name!r}"
-                f"{' other memory' if has_moved else ''}. Change or convert it before training, or between steps."
+                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. Change or "
+                "convert it before training, or between steps."
             )
         return False
 
