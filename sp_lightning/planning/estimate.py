@@ -48,7 +48,7 @@ _LADDER: tuple[tuple[Master, Moments], ...] = (
     ("split24", "int8"),
 )
 _LOW_BYTES = {None: 0.0, "split": 2.0, "split24": 1.0}  # of a master, beside the bf16 weight
-_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 32}  # with a scale for each group
+_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 64}  # with a scale for each group
 
 _KNOWN: dict[str, tuple[object, ...]] = {
     "precision": get_args(Precision),
