@@ -186,13 +186,14 @@ def main() -> None:
             elements = max(1, round(arguments.parameters / tensors / 128)) * 128
             rows += measure(tensors, elements, threads, arguments.rounds)
     print("bf16 weights with sp_lightning.optim, master and moments: milliseconds, and how many times as fast as torch")
+    compact = []
     for threads in arguments.threads:
         for tensors in arguments.tensors:
             elements = max(1, round(arguments.parameters / tensors / 128)) * 128
-            rows += measure_compact(tensors, elements, threads, arguments.rounds)
+            compact += measure_compact(tensors, elements, threads, arguments.rounds)
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"torch": torch.__version__, "rows": rows}, file, indent=2)
+            json.dump({"torch": torch.__version__, "rows": rows, "fewer bytes": compact}, file, indent=2)
 
 
 if __name__ == "__main__":
