@@ -12,10 +12,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.memory import HostPool, Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
-from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls

@@ -176,7 +176,6 @@ class Pipeline:
         self.optimizers.close()
         self._graphs.let_go()
         self._engine.saved.close()
-        self._engine.activations.second_forwards.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
