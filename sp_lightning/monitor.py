@@ -68,7 +68,7 @@ class Monitor:
         return recording
 
     def _count(self) -> dict[str, int]:
-        stats = self.pipeline.stats
+        stats, memory = self.pipeline.stats, self.pipeline.backend.memory()
         return {
             "steps": stats.steps,
             "to_device_bytes": stats.bytes_to_device,
@@ -76,7 +76,7 @@ class Monitor:
             "loads": stats.loads,
             "late_loads": stats.misses,
             "heals": stats.heals,
-            "allocation_retries": self.pipeline.backend.allocation_retries(),
+            "allocation_retries": memory.retries if memory else 0,
         }
 
     def read(self) -> dict[str, float]:
@@ -123,11 +123,11 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
 
     On a device whose memory torch does not count, the peak is what the engine itself has counted.
     """
-    peak = pipeline.backend.peak_memory()
-    if peak is None:
-        summary = pipeline.summary()
-        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
-    return peak, pipeline.backend.usable_memory()
+    memory = pipeline.backend.memory()
+    if memory is not None:
+        return memory.peak_so_far, memory.free + memory.allocated
+    summary = pipeline.summary()
+    return summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes, None
 
 
 def diagnose(numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None) -> list[str]:

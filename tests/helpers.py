@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
+from sp_lightning.pipeline.lanes.backend import DeviceMemory
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain
@@ -395,6 +396,11 @@ def slow_host(seconds: float = 0.02) -> Iterator[None]:
 
     with patch.object(HostBackend, "work", slow):
         yield
+
+
+def memory_with(free: int | None) -> DeviceMemory | None:
+    """The memory of a device that has so much to spare, and tells nothing else; None if it does not tell that."""
+    return None if free is None else DeviceMemory(1 << 40, free, 0, 0, 0, 0)
 
 
 def assert_same_story(story: Callable[[Run], None], build: Callable[[], nn.Module], **options: Any) -> None:

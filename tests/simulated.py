@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.emulated import copy_memory
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
+from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 
 
 class Lane(enum.Enum):
@@ -99,7 +99,7 @@ class SimulatedTicket(Ticket):
 
     def join(self) -> None:
         """The main thread waits."""
-        self._backend.synchronize(self)
+        self._backend.main = max(self._backend.main, self.end)
 
     @property
     def done(self) -> bool:
@@ -151,7 +151,7 @@ class SimulatedBackend(Backend):
     """
 
     def __init__(self, up: float, down: float, host: float) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), False, Worker("unused"))
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
@@ -244,9 +244,6 @@ class SimulatedBackend(Backend):
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
         if isinstance(ticket, SimulatedTicket):
             self.main = max(self.main, ticket.issued)
-
-    def synchronize(self, ticket: Ticket) -> None:
-        self.main = max(self.main, *ends([ticket]))
 
     def drain(self) -> None:
         self.put_in_order()

@@ -42,6 +42,7 @@ from .helpers import (
     attached,
     lightning_reference,
     lightning_run,
+    memory_with,
     note_state,
 )
 from .zoo import CASES
@@ -606,7 +607,7 @@ def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
 
 def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
     """Let the emulated device tell how much memory is free; activations may take 90 % of it."""
-    monkeypatch.setattr(HostBackend, "free_memory", lambda self: nbytes)
+    monkeypatch.setattr(HostBackend, "memory", lambda self: memory_with(nbytes))
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 100_000, 10**9])

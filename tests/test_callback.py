@@ -20,6 +20,7 @@ from lightning.pytorch.tuner import Tuner
 from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.monitor import PREFIX, diagnose
 from sp_lightning.pipeline import Stats, Summary
+from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.timeline import break_down
 from sp_lightning.trainer import narrator
 from sp_lightning.trainer.narrator import outcome
@@ -342,10 +343,11 @@ def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
     begin, end = recording.steps[-1]
     recording.steps[-1] = begin, end + idle
     peak, total = changes.pop("peak", 9 << 30), changes.pop("total", 10 << 30)
+    memory = None if total is None else DeviceMemory(total, total, 0, peak, peak, 0)
     summary = replace(SUMMARY, **changes.pop("summary", {}))
     pipeline = SimpleNamespace(
         stats=Stats(steps=10, recomputed=changes.pop("recomputed", 0)),
-        backend=SimpleNamespace(peak_memory=lambda: peak, usable_memory=lambda: total),
+        backend=SimpleNamespace(memory=lambda: memory),
         summary=lambda: summary,
         options=PipelineOptions(**changes),
     )

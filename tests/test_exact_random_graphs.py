@@ -18,7 +18,7 @@ from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.optimizer import unit_step
 
-from .helpers import Fingerprint, Plan, Trace, assert_exact, reference_of, slow_host
+from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
 from .random_graphs import Example, examples, units_are_leaves, units_are_nodes
 
 # Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
@@ -73,7 +73,7 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # too little room
-        stack.enter_context(patch.object(HostBackend, "free_memory", return_value=example.room))
+        stack.enter_context(patch.object(HostBackend, "memory", return_value=memory_with(example.room)))
         stack.enter_context(patch.object(unit_step, "_PART", example.part))
         stack.enter_context(slow_host(example.lag))
         if example.mixed:

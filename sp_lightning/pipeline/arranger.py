@@ -117,7 +117,7 @@ class Arranger:
         buffers.
         """
         return self._shape.has_changed() or any(
-            type(found := entry.current) in (entry.weight.kind, nn.Parameter, type(None))
+            type(found := entry.parameters.get(entry.key)) in (entry.weight.kind, nn.Parameter, type(None))
             and found is not entry.weight.master
             for member in self._engine.arrangement.members
             for entry in member.entries
@@ -125,10 +125,7 @@ class Arranger:
 
     def _has_replaced_weights(self) -> bool:
         with self._engine.at_work:
-            segments = [segment for group in self._engine.arrangement.groups for segment in group.segments]
-            return any(
-                weight.is_converted for segment in segments if segment.is_elsewhere for weight in segment.weights
-            )
+            return any(segment.has_converted() for segment in self._engine.arrangement.segments)
 
     # ----------------------------------------------------------------------------------------- from one to the next
 

@@ -24,7 +24,7 @@ from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Pass
-from sp_lightning.pipeline.weights.units import Group, Member, Unit
+from sp_lightning.pipeline.weights.units import Group, Member, Residency, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -181,12 +181,12 @@ class BackwardPass:
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         group = twin.group
-        is_expected = group.has_own_place or group in self.in_use
+        is_expected = not group.conflicts or group in self.in_use
         if self.running and is_expected and _is_valid(group):
             return
         with self._at_work:
             self.note()
-            self._stats.heals += not group.loaded
+            self._stats.heals += group.residency is Residency.ABSENT
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
                 self._order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
@@ -240,4 +240,4 @@ def _refuse(weight: Weight, gradients: Sequence[Tensor | None]) -> None:
 
 def _is_valid(group: Group) -> bool:
     """Tell whether a group's twins have their values, without bringing it."""
-    return group.readable and not group.suspect
+    return group.residency is Residency.READABLE and not group.suspect

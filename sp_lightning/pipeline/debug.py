@@ -19,6 +19,7 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
 from sp_lightning.pipeline.weights.operands import instances_in
+from sp_lightning.pipeline.weights.units import Residency
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,6 +31,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine
         self._device_type = engine.device.type
+        # masters, by the identity of their memory
+        self._masters = {storage_key(weight.host): weight for weight in engine.arrangement.weights}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -48,15 +51,14 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_twin(self, operand: Tensor, func: Any) -> None:
         twin = self._engine.arrangement.twins.get(storage_key(operand))
-        if twin is not None and not twin.group.readable:
+        if twin is not None and twin.group.residency is not Residency.READABLE:
             raise AssertionError(
                 f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
             )
 
     def _check_masters(self, operands: list[Tensor], func: Any) -> None:
-        by_memory = self._engine.arrangement.weights_by_memory
-        masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
-        others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
+        masters = [self._masters[key] for key in map(storage_key, operands) if key in self._masters]
+        others = [operand for operand in operands if storage_key(operand) not in self._masters and operand.dim() > 0]
         if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
             raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")
 

@@ -122,13 +122,13 @@ class Engine:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
         if self.arrangement.budget is not None:
             return self.arrangement.budget
-        free = self.backend.free_memory()
-        if free is None:
+        memory = self.backend.memory()
+        if memory is None:
             return None
         streaming = self.arrangement.streaming_bytes()
-        if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
+        if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
             streaming = min(streaming, self.arrangement.device_bytes() + self.stream.device_bytes())
-        return streaming + int(SHARE_OF_FREE_MEMORY * free)
+        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     def room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
@@ -219,7 +219,8 @@ class Engine:
         if self.graphs.in_step or self.backward.running:
             return
         self.guard.in_step = False
-        self.guard.settled = self.optimizers.settled and self.stream.settled and self.window.settled
+        copies = self.window.copies_of(self.arrangement.groups)
+        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

@@ -21,7 +21,7 @@ from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
 from sp_lightning.pipeline.weights.lowered import LoweredParameter, Lowering
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -84,7 +84,7 @@ class OutsideUse:
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
                 self._backward.follow_requires_grad(weight.twin)
             group = weight.twin.group
-            is_there = group.loaded and (group.users > 0 or weight.unit.is_reached)
+            is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
             if not (group.resident or is_there):
                 self._keep_on_device(weight)
             self._window.bring(weight.twin.group)
@@ -106,7 +106,7 @@ class OutsideUse:
         if self.guard.in_step:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
-                self._window.finish_copies(weight.unit.group)
+                self._window.finish_copies([weight.unit.group])
                 self._window.write_back([weight])
         else:
             self._settles.settle()

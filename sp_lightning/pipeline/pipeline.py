@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.arranger import Planner
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.lanes.accelerator import full_device, make_backend
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
@@ -239,7 +239,7 @@ class Pipeline:
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:
-    if isinstance(options.memory_budget, float) and backend.total_memory() is None:
+    if isinstance(options.memory_budget, float) and backend.memory() is None:
         warnings.warn(
             f"`memory_budget={options.memory_budget}` is a share of the device's memory, and {backend.device} does not "
             "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",

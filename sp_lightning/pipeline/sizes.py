@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _UNITS_OF_BYTES = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", 1):
@@ -16,21 +17,19 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
     Raises:
         ValueError: If the budget is not positive, not a size, or a fraction above 1.
     """
-    advice = "Give bytes (an int), a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
-    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
+    size: Any = budget
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
-        if match is None or match[2].lower() not in _UNITS_OF_BYTES:
-            raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
-        budget = int(float(match[1]) * _UNITS_OF_BYTES[match[2].lower()])
-    if not budget > 0:
-        raise ValueError(f"`memory_budget={budget!r}` must be above zero. {advice}")
-    if isinstance(budget, float):
-        if budget > 1:
-            raise ValueError(f"`memory_budget={budget!r}` is a float above 1, which is not a fraction. {advice}")
-        return None if device_bytes is None else int(budget * device_bytes)
-    return budget
+        size = None if match is None else int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
+        raise ValueError(
+            f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above zero), a fraction of the "
+            "device's memory (a float up to 1.0) or text such as '12GB'."
+        )
+    if isinstance(size, float):
+        return None if device_bytes is None else int(size * device_bytes)
+    return int(size)
 
 
 def readable_bytes(count: int) -> str:

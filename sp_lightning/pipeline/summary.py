@@ -87,7 +87,7 @@ def summarize(engine: Engine) -> Summary:
         gradient_bytes=engine.stream.device_bytes(),
         resident=tuple(weight.name for weight in arrangement.resident.weights),
         resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
-        host_bytes=sum(group.host_bytes() for group in arrangement.groups if group.unit_count),
+        host_bytes=sum(segment.host_bytes() for segment in arrangement.segments),
         host_gradient_bytes=engine.stream.host_bytes(),
         optimizer_bytes=engine.optimizers.state_bytes(weight.master for weight in arrangement.weights),
         host_activation_bytes=engine.pool.held,

@@ -96,7 +96,7 @@ class FirstSteps:
         self._steps, self._before = 0, self._counts()
         # sampled at the end of each backward, because somebody may reset the device's peak between steps
         self._engine.activations.watched_peak = 0
-        self._in_use = self._engine.backend.reset_peak_memory()
+        self._memory = self._engine.backend.count_peak_anew()
         self._scope = ExitStack()
         self.recording = self._scope.enter_context(self._engine.backend.trace.record())
 
@@ -113,9 +113,10 @@ class FirstSteps:
         watched, activations.watched_peak = activations.watched_peak or 0, None
         with suppress(Exception):  # a failed copy has raised elsewhere
             self._scope.close()
-        if self._in_use is not None and not any(self.policies):  # or what operations take is in units' ways
-            most_in_use = max(watched, self._engine.backend.peak_since_reset() or 0)
-            self.reserve_bytes = max(0, most_in_use - self._in_use - self.activation_peak)
+        before, memory = self._memory, self._engine.backend.memory()
+        # or what operations take is in units' ways
+        if before is not None and memory is not None and not any(self.policies):
+            self.reserve_bytes = max(0, max(watched, memory.peak) - before.allocated - self.activation_peak)
 
 
 def workload_of(engine: Engine, measured: FirstSteps) -> Workload:

@@ -178,7 +178,7 @@ def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
 
 
 def _taken(pipeline: Pipeline, trains: bool) -> str:
-    summary, peak = pipeline.summary(), pipeline.backend.peak_memory()
+    summary, memory = pipeline.summary(), pipeline.backend.memory()
     parts = [f"{readable_bytes(summary.device_bytes)} for weights (`k={summary.k}` of {summary.units} units)"]
     if trains:
         activations = readable_bytes(pipeline.stats.activation_peak_bytes)
@@ -186,7 +186,7 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
             f"{readable_bytes(summary.gradient_bytes)} for gradients on their way to the host",
             f"up to {activations} for activations (`activations={pipeline.options.activations!r}`)",
         ]
-    used = "" if peak is None else f" The peak of allocated memory was {readable_bytes(peak)}."
+    used = "" if memory is None else f" The peak of allocated memory was {readable_bytes(memory.peak_so_far)}."
     return f"superpipeline: this step had {', '.join(parts)}, and what operations take in between.{used}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.lanes.lanes import Job, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -67,7 +67,7 @@ class RecordingBackend(Backend):
     """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
 
     def __init__(self, can_pin: bool = False) -> None:
-        super().__init__(torch.device("cpu"), poison=True)
+        super().__init__(torch.device("cpu"), poison=True, host=Worker("unused"))
         self.calls: list[tuple[str, Any]] = []
         self._failing: dict[str, BaseException] = {}
         self._can_pin = can_pin
@@ -146,30 +146,26 @@ class FakeSegment:
     """Host memory without weights; a test says by `edited` that somebody has written to it."""
 
     bytes: Tensor
+    place: Tensor = field(init=False)
     epoch: int = 0
+    lying: int = NOTHING
     edited: bool = False
     looks: int = 0
     sends_copies: bool = False
     weights: Sequence[Weight] = ()
-    offsets: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
         return self.bytes.nbytes
 
     def check(self) -> None:
-        self.looks += 1
+        self.looks += self.lying != NOTHING
         if self.edited:
             self.note_change()
-
-    def look_anew(self) -> None:
-        self.edited = False
 
     def note_change(self) -> None:
         self.epoch += 1
         self.edited = False
-
-    begin_stepping = note_change
 
     def refresh_copies(self) -> None:
         """There are none."""
@@ -177,8 +173,8 @@ class FakeSegment:
     def take_sample(self) -> None:
         """`edited` shows every change."""
 
-    def ranges(self) -> list[tuple[int, Tensor]]:
-        return [(0, self.bytes)]
+    def pieces(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.place, self.bytes)]
 
 
 def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
@@ -187,9 +183,9 @@ def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
     groups = []
     for index in range(count):
         segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
-        group = Group(index, [Unit(str(index))], [segment], resident=False)  # type: ignore[list-item]
+        group = Group(index, [Unit(str(index))], [segment])  # type: ignore[list-item]
         slot = index % window
-        group.place = arena[slot * nbytes : (slot + 1) * nbytes]
+        group.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
         groups.append(group)
     for group in groups:
         group.conflicts = frozenset(
@@ -228,11 +224,11 @@ def place(
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
     segment = Segment(unit.weights, backend, pin=False)
-    group = unit.group = Group(0, [unit], [segment], resident=False)
-    group.place = backend.allocate(group.nbytes)
+    group = unit.group = Group(0, [unit], [segment])
+    group.lie_in(backend.allocate(group.nbytes))
     segment.refresh_copies()
     group.place.copy_(segment.source.bytes)
-    for weight, offset in zip(unit.weights, group.offsets, strict=True):
+    for weight, offset in zip(unit.weights, segment.offsets, strict=True):
         data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
         weight.twin = Twin(weight, group, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.layout.memory import overlaps, place_in_arena
+from sp_lightning.pipeline.layout.memory import place_in_arena
 
 SIZES = st.lists(st.integers(1, 50).map(lambda n: 256 * n), max_size=20)
 
@@ -49,8 +49,7 @@ def test_a_large_piece_does_not_inflate_every_slot() -> None:
 def test_the_first_piece_may_come_after_the_last(window: int, blocks: int) -> None:
     """A tied embedding is used again as the head, while the last blocks are there."""
     offsets, arena = place_in_arena([10] + [1] * blocks, window)
-    last = range(blocks + 2 - window, blocks + 1)
-    assert set(overlaps(offsets, [10] + [1] * blocks)[0]).isdisjoint(last)
+    assert min(offsets[1 - window :]) >= offsets[0] + 10
     assert arena == 10 + window - 1
 
 
@@ -74,9 +73,3 @@ def test_one_slot() -> None:
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_no_pieces(window: int) -> None:
     assert place_in_arena([], window) == ([], 0)
-
-
-def test_overlapping_places() -> None:
-    """Pieces that only touch do not overlap, and nothing overlaps a piece without bytes."""
-    assert overlaps([0, 4, 2, 8], [4, 4, 4, 0]) == [[2], [2], [0, 1], []]
-    assert overlaps([], []) == []

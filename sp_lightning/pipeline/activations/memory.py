@@ -96,17 +96,16 @@ class Meter:
     def measure(self, inputs: Iterable[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
-        in_use = self._backend.reset_peak_memory()
+        memory = self._backend.count_peak_anew()
         held = [self.hold(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
-        self._baseline = None if in_use is None else in_use - self.bytes
+        self._baseline = None if memory is None else memory.allocated - self.bytes
         del held
 
     def end_stretch(self) -> Stretch:
         """End a stretch, and begin another."""
         operations = 0
-        if self._baseline is not None:
-            operations = max(0, (self._backend.peak_since_reset() or 0) - self._baseline - self._peak)
-            self._backend.reset_peak_memory()
+        if self._baseline is not None and (memory := self._backend.count_peak_anew()) is not None:
+            operations = max(0, memory.peak - self._baseline - self._peak)
         stretch = Stretch(self._before, self._peak - self._before, operations)
         self._before = self._peak = self.bytes
         return stretch

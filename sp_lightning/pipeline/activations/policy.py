@@ -296,8 +296,8 @@ class Activations:
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         self.backward_passes += 1
-        if self.watched_peak is not None:
-            self.watched_peak = max(self.watched_peak, self.second_forwards.backend.peak_since_reset() or 0)
+        if self.watched_peak is not None and (memory := self.second_forwards.backend.memory()) is not None:
+            self.watched_peak = max(self.watched_peak, memory.peak)
         if self.auto is not None:
             self.auto.end_backward()
         if not self.are_kept:

@@ -68,9 +68,9 @@ class Link(NamedTuple):
         device, host = backend.allocate(_PROBE_BYTES), HostBuffer(_PROBE_BYTES, backend, pin)
         seconds = []
         for copy, target, source in [(backend.upload, device, host.bytes), (backend.download, host.bytes, device)]:
-            backend.synchronize(copy(target, source))
+            copy(target, source).join()
             begin = perf_counter()
-            backend.synchronize(copy(target, source))
+            copy(target, source).join()
             seconds.append(perf_counter() - begin)
         host.release()
         return Link(up=_PROBE_BYTES / seconds[0], down=_PROBE_BYTES / seconds[1])

@@ -204,7 +204,7 @@ class LandingBuffers:
 
     def _few(self) -> int:
         """Return how many buffers there may be on any host; there are more where it has memory to spare."""
-        together: int = max(unit.group.unit_count for unit in self._units)
+        together: int = max(len(unit.group.units) for unit in self._units)
         return max(2, together + 1, -(-len(self._units) // _UNITS_PER_BUFFER))
 
     def abandon(self) -> None:

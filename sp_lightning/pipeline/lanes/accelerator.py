@@ -1,4 +1,4 @@
-"""Accelerators: copies run on streams of their own, ordered by events.
+"""Accelerators, and which device is taken: copies run on streams of their own, ordered by events.
 
 Copies to the device that come after work on the host have a stream of their own: one that was asked for later may be
 issued before, and would make them wait until computing has come as far as it was then.
@@ -7,15 +7,15 @@ issued before, and would make them wait until computing has come as far as it wa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
-from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores, choose_cores
+from sp_lightning.pipeline.lanes.emulated import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
@@ -61,9 +61,9 @@ class AcceleratorBackend(Backend):
     """CUDA, and any other type of device for which torch has streams and events."""
 
     def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
-        super().__init__(device, poison)
+        super().__init__(device, poison, Worker("superpipeline-host", self._begin_work))
         self._cores = cores
-        self._peak_before_reset = 0
+        self._former_peak = 0
         self._api: Any = torch.get_device_module(device)
         if not hasattr(self._api, "Stream"):
             raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
@@ -73,7 +73,6 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
         if device.type == "cuda":
             use_expandable_segments(self._up)
-        self._host = Worker("superpipeline-host", self._begin_work)
 
     def _begin_work(self) -> None:
         self._api.set_device(self.device)  # or waiting for an event would create a context on device 0
@@ -120,17 +119,6 @@ class AcceleratorBackend(Backend):
         if self.timed:
             return self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
         return self._api.Event(), None
-
-    @override
-    def work(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        nbytes: int = 0,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
-        return self._host.submit(job, after, cleanup, rank)
 
     @override
     def wait(self, ticket: Ticket) -> None:
@@ -182,38 +170,23 @@ class AcceleratorBackend(Backend):
             _cudart().cudaHostUnregister(memory.data_ptr())
 
     @override
-    def total_memory(self) -> int:
+    def memory(self) -> DeviceMemory:
+        free, total = self._api.mem_get_info(self.device)
         # the user may have limited the process with `torch.cuda.set_per_process_memory_fraction`
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
-        return int(allowed(self.device) * self._api.mem_get_info(self.device)[1])
+        total = int(allowed(self.device) * total)
+        allocated, peak = self._api.memory_allocated(self.device), self._api.max_memory_allocated(self.device)
+        cached = self._api.memory_reserved(self.device) - allocated
+        retries = self._api.memory_stats(self.device).get("num_alloc_retries", 0)
+        free = min(free + cached, max(0, total - allocated))
+        return DeviceMemory(total, free, allocated, peak, max(self._former_peak, peak), retries)
 
     @override
-    def free_memory(self) -> int:
-        used = int(self._api.memory_allocated(self.device))
-        cached = int(self._api.memory_reserved(self.device)) - used
-        return min(int(self._api.mem_get_info(self.device)[0]) + cached, max(0, self.total_memory() - used))
-
-    @override
-    def usable_memory(self) -> int:
-        return self.free_memory() + int(self._api.memory_allocated(self.device))
-
-    @override
-    def peak_memory(self) -> int:
-        return max(self._peak_before_reset, self.peak_since_reset())
-
-    @override
-    def reset_peak_memory(self) -> int:
-        self._peak_before_reset = self.peak_memory()
+    def count_peak_anew(self) -> DeviceMemory:
+        before = self.memory()
+        self._former_peak = before.peak_so_far
         self._api.reset_peak_memory_stats(self.device)
-        return int(self._api.memory_allocated(self.device))
-
-    @override
-    def peak_since_reset(self) -> int:
-        return int(self._api.max_memory_allocated(self.device))
-
-    @override
-    def allocation_retries(self) -> int:
-        return int(self._api.memory_stats(self.device).get("num_alloc_retries", 0))
+        return before
 
     @override
     def drain(self) -> None:
@@ -221,11 +194,29 @@ class AcceleratorBackend(Backend):
         for stream in (self._up, self._up_behind_work, self._down):
             stream.synchronize()
 
-    @override
-    def close(self) -> None:
-        self.drain()
-        self._host.close()
-
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def full_device(device: torch.device | str | None) -> torch.device:
+    """Return the device with its index; by default the current accelerator if torch has streams for it, or the CPU."""
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        has_streams = found is not None and hasattr(torch.get_device_module(found), "Stream")
+        device = found if found is not None and has_streams else "cpu"
+    device = torch.device(device)
+    if device.type != "cpu" and ":" not in str(device):  # no index given
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def make_backend(device: torch.device, host_threads: int | Literal["auto"], processes: int, debug: bool) -> Backend:
+    """Make the backend for a device, on a machine that so many `processes` share.
+
+    `debug` poisons unused memory, and delays copies on the emulated device.
+    """
+    cores = choose_cores(device, host_threads, processes)
+    if device.type == "cpu":
+        return HostBackend(device, poison=debug, max_delay=0.002 if debug else 0.0, cores=cores)
+    return AcceleratorBackend(device, poison=debug, cores=cores)

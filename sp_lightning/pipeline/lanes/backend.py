@@ -7,7 +7,7 @@ the backend keeps the order right.
 A host-to-device copy starts after all work that was given to the device before it, the slot's last reader included,
 and computing waits for the copy's ticket before it reads the slot. A device-to-host copy starts after all work given
 before it, the kernels that produce the gradients included. Both orders are kept on the device, so `upload` and
-`download` of pinned memory never block the host. `synchronize` blocks it until the copy is done; callers count it.
+`download` of pinned memory never block the host. A ticket's `join` blocks it until the copy is done; callers count it.
 
 Computing is a single queue: once it has waited for a copy, it need not wait again. A model cannot compute on several
 streams of a device at once, because a slot may be overwritten as soon as the stream that asks for it is past the
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.lanes import Kind, Origin, Recording, Span, Ticket
+from sp_lightning.pipeline.lanes.lanes import Kind, Origin, Recording, Span, Ticket, Worker
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
@@ -58,14 +58,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
+class DeviceMemory(NamedTuple):
+    """The memory of a device, in bytes."""
+
+    total: int  # as much as this process may have
+    free: int  # what can be allocated now
+    allocated: int  # what is allocated now
+    peak: int  # the most that was allocated since the peak was counted anew
+    peak_so_far: int  # the most that was allocated at all
+    retries: int  # how often the allocator ran out of memory, freed its cache and tried again
+
+
 class Backend(ABC):
     """A device, as the engine sees it: computing, copies in both directions and work on the host, side by side."""
 
-    def __init__(self, device: torch.device, poison: bool = False) -> None:
+    def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets have to know when they began and ended
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
+        self._host = host  # the thread for work on host memory
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate device memory, as bytes."""
@@ -73,7 +85,7 @@ class Backend(ABC):
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.poison:
-                memory.fill_(_POISON)
+                self.invalidate(memory)
             return memory
 
     @abstractmethod
@@ -84,7 +96,6 @@ class Backend(ABC):
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         """Copy bytes to the host, after everything computed so far."""
 
-    @abstractmethod
     def work(
         self,
         job: Callable[[], None],
@@ -102,14 +113,11 @@ class Backend(ABC):
             cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
             rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
         """
+        return self._host.submit(job, after, cleanup, rank)
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
         """Make everything computed from now on wait for the copy; see [Note: ordering of copies]."""
-
-    def synchronize(self, ticket: Ticket) -> None:
-        """Block the host until the copy is done."""
-        ticket.join()
 
     def mark(self) -> Any:
         """Mark the moment at which the device will have computed all that was given to it so far."""
@@ -131,9 +139,8 @@ class Backend(ABC):
         """Merge free memory into as few and as large blocks as possible, before long-lived memory is allocated."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Declare that nobody may read this memory any more: it is poisoned when debugging."""
-        if self.poison:
-            memory.fill_(_POISON)
+        """Fill memory that nobody may read with poison; only where `poison` is on."""
+        memory.fill_(_POISON)
 
     @property
     def can_pin(self) -> bool:
@@ -148,37 +155,18 @@ class Backend(ABC):
         """Undo a `pin` that returned True."""
         raise NotImplementedError(f"{type(self).__name__} pins nothing.")
 
-    def total_memory(self) -> int | None:
-        """Return the bytes of device memory, or None if unknown."""
+    def memory(self) -> DeviceMemory | None:
+        """Return how much memory the device has, or None if unknown."""
         return None
 
-    def free_memory(self) -> int | None:
-        """Return the bytes of device memory that can be allocated now, or None if unknown."""
-        return None
-
-    def usable_memory(self) -> int | None:
-        """Return the bytes of device memory that are allocated or can be, or None if unknown."""
-        return None
-
-    def peak_memory(self) -> int | None:
-        """Return the peak of allocated bytes so far, or None if unknown."""
-        return None
-
-    def reset_peak_memory(self) -> int | None:
-        """Count the peak of allocated bytes anew; return the bytes that are allocated now, or None if unknown."""
-        return None
-
-    def peak_since_reset(self) -> int | None:
-        """Return the peak of allocated bytes since the last call of `reset_peak_memory`, or None if unknown."""
-        return None
-
-    def allocation_retries(self) -> int:
-        """Return how often the allocator ran out of memory, freed its cache and tried again; 0 if unknown."""
-        return 0
+    def count_peak_anew(self) -> DeviceMemory | None:
+        """Count the peak of allocated memory anew; return the memory as it was before."""
+        return self.memory()
 
     def close(self) -> None:
         """Finish all work, and release what the backend holds."""
         self.drain()
+        self._host.close()
 
 
 class _Entry(NamedTuple):

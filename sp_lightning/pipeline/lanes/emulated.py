@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import random
-import time
-from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,47 +30,23 @@ class HostBackend(Backend):
         seed: int = 0,
         cores: HostCores = ANYWHERE,
     ) -> None:
-        super().__init__(device or torch.device("cpu"), poison)
-        self._max_delay = max_delay
-        self._random = random.Random(seed)
-        self._up = Worker("superpipeline-upload")
-        self._down = Worker("superpipeline-download")
-        self._host = Worker("superpipeline-host", cores.occupy)
+        host = Worker("superpipeline-host", cores.occupy, max_delay, seed)
+        super().__init__(device or torch.device("cpu"), poison, host)
+        self._up = Worker("superpipeline-upload", max_delay=max_delay, seed=seed)
+        self._down = Worker("superpipeline-download", max_delay=max_delay, seed=seed)
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        copy = self._copy(target, source)
+        if self.poison:
+            self.invalidate(target)
+        copy = partial(copy_memory, target, source)
         return self._up.submit(copy) if after is None else self._host.submit(copy, [after], rank=BEFORE_OTHER_WORK)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
-        return self._down.submit(self._copy(target, source))
-
-    def _copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        self.invalidate(target)
-        return self._delayed(lambda: copy_memory(target, source))
-
-    @override
-    def work(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        nbytes: int = 0,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
-        return self._host.submit(self._delayed(job), after, cleanup, rank)
-
-    def _delayed(self, job: Callable[[], None]) -> Callable[[], None]:
-        if not self._max_delay:
-            return job
-        delay = self._random.uniform(0, self._max_delay)
-
-        def delayed() -> None:
-            time.sleep(delay)
-            job()
-
-        return delayed
+        if self.poison:
+            self.invalidate(target)
+        return self._down.submit(partial(copy_memory, target, source))
 
     @override
     def wait(self, ticket: Ticket) -> None:
@@ -87,8 +61,8 @@ class HostBackend(Backend):
 
     @override
     def close(self) -> None:
+        super().close()
         self._down.close()
-        self._host.close()
         self._up.close()
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import random
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -108,6 +109,8 @@ class Ticket(ABC):
 class Job(Ticket):
     """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
 
+    done: bool = False  # an attribute, as it is asked for often
+
     def __init__(
         self,
         action: Callable[[], None],
@@ -120,23 +123,17 @@ class Job(Ticket):
         self._action: Callable[[], None] | None = action
         self._after = after
         self._cleanup = cleanup
-        self._is_done = False
         self._under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
         self._under_way.acquire()
         self._began = self._ended = 0.0
 
     @override
     def join(self) -> None:
-        if not self._is_done:
+        if not self.done:
             with self._under_way:
                 pass
         if self.error is not None:
             raise self.error
-
-    @property
-    @override
-    def done(self) -> bool:
-        return self._is_done
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
@@ -161,11 +158,11 @@ class Job(Ticket):
             for earlier in self._after:
                 earlier.join()
             assert self._action is not None
-            self._began = perf_counter()
+            self._began = time.perf_counter()
             self._action()
         except BaseException as error:
             self.error = error
-        self._ended = perf_counter()
+        self._ended = time.perf_counter()
         if self._cleanup is not None:
             self._cleanup()
         self.finish()
@@ -173,7 +170,7 @@ class Job(Ticket):
     def finish(self) -> None:
         """Mark it as done, and wake whoever waits for it; what it held is free by then."""
         self._action, self._after, self._cleanup = None, (), None
-        self._is_done = True
+        self.done = True
         self._under_way.release()
 
 
@@ -185,9 +182,13 @@ class Worker:
     copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for.
     """
 
-    def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, name: str, on_start: Callable[[], None] = lambda: None, max_delay: float = 0.0, seed: int = 0
+    ) -> None:
         self._name = name
         self._on_start = on_start
+        self._max_delay = max_delay  # before each job comes a random delay of at most so many seconds
+        self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._waiting: list[Job] = []  # in the order of submission
@@ -235,6 +236,8 @@ class Worker:
         except BaseException as error:
             failed = error  # whoever waits for a job has to hear of it
         while (job := self._next()) is not None:
+            if self._max_delay:
+                time.sleep(self._random.uniform(0, self._max_delay))
             job.run(failed)
 
     def _next(self) -> Job | None:

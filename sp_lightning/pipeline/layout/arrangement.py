@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import nn
@@ -16,16 +15,10 @@ from torch import nn
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import (
-    HostShare,
-    choose_device_layout,
-    largest_unit_bytes,
-    overlaps,
-    sent_bytes,
-)
+from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
-from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.lowering import weights_under_autocast
@@ -40,7 +33,6 @@ class Arrangement:
     Attributes:
         units: Streamed units in expected order.
         resident: The unit of resident weights.
-        plan: The planner's choice, if it is in force.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -61,7 +53,8 @@ class Arrangement:
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True  # whether nothing of it has been used yet in this step
         self._backend = backend
-        total = backend.total_memory()
+        device = backend.memory()
+        total = None if device is None else device.total
         # the user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         division = find_units(
@@ -84,7 +77,8 @@ class Arrangement:
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = replicas is not None
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
-        self.k, self.k_prime, self.plan = layout.k, layout.k_prime, layout.plan
+        self.k, self.k_prime = layout.window.k, layout.window.k_prime
+        self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
         division.leave_on_device(layout.units_on_device)
         # parameters of units that live on the device
         self.parameters_on_device = [w.master for unit in layout.units_on_device for w in unit.weights_on_device]
@@ -94,34 +88,61 @@ class Arrangement:
         # all weights, by the identity of their masters
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine
-        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
+        at_once = 1 if memory else processes
+        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes, at_once)
         parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
-        sizes = [sent_bytes(weight for unit in part for weight in unit.weights) for part in parts]
-        self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
         self.groups: list[Group] = []  # all groups, resident ones included
+        self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(parts, memory)
-        # the same, by the identity of their masters' memory
-        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
-
-    # --------------------------------------------------------------------------------------------------- how it is made
-
-    def _lay_out(self, parts: Sequence[Sequence[Unit]], memory: HostMemory) -> None:
-        try:
-            for part in parts:
-                self._make_group(part, memory)
-            self._assign_places()
-        except BaseException:
-            self.release_copies()
-            raise
-        memory.keep([segment for group in self.groups for segment in group.segments])
-        self._make_twins()
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
                 "Copies of it are slow.",
                 stacklevel=2,
             )
+
+    # --------------------------------------------------------------------------------------------------- how it is made
+
+    def _lay_out(self, parts: Sequence[Sequence[Unit]], memory: HostMemory) -> None:
+        """Make groups, each with its place on the device and its weights' twins there."""
+        self._backend.gather_free_memory()
+        arena, offsets = self._backend.allocate(self._layout.arena_bytes), iter(self._layout.offsets)
+        in_arena: list[tuple[Group, int]] = []
+        try:
+            for units in parts:
+                group = self._make_group(units, memory)
+                if group.resident or units[0] in self._layout.kept:
+                    group.lie_in(self._backend.allocate(group.nbytes))
+                else:
+                    in_arena.append((group, offset := next(offsets)))
+                    group.lie_in(arena[offset : offset + group.nbytes])
+        except BaseException:
+            self.release_copies()
+            raise
+        for group, begin in in_arena:
+            end = begin + group.nbytes
+            others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
+            group.conflicts = frozenset(others)
+        memory.keep(self.segments)
+        for group in self.groups:
+            for segment in group.segments:
+                for weight, offset in zip(segment.weights, segment.offsets, strict=True):
+                    data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
+                    weight.twin = weight.make_twin(group, data, self.compiled)
+                    self.twins[weight.twin.key] = weight.twin
+        for member in self.members:
+            member.find_groups()
+
+    def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> Group:
+        parts = [part for unit in units for part in _parts_of(unit)]
+        segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
+        group = Group(len(self.groups), units, segments)
+        self.segments += segments
+        self.groups.append(group)
+        for unit in units:
+            unit.group = group
+        return group
 
     def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
@@ -132,7 +153,7 @@ class Arrangement:
             by_table, unknown = set(), by_table | unknown
         lowered = (by_table | learned.lowered) - learned.used_as_is
         unknown -= lowered | learned.used_as_is
-        for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
+        for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
             if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
@@ -141,38 +162,6 @@ class Arrangement:
             for weight in known:
                 weight.watched = not self.compiled and (weight.lowered or id(weight.master) in unknown)
 
-    def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> None:
-        segments = [
-            Segment(part, self._backend, self.host_share.pin, memory.find(part))
-            for part in chain.from_iterable(map(_parts_of, units))
-        ]
-        name, is_kept = ", ".join(unit.name for unit in units), units[0] in self._layout.kept
-        group = Group(len(self.groups), units, segments, resident=units[0].resident, has_own_place=is_kept, name=name)
-        self.groups.append(group)
-        for unit in units:
-            unit.group = group
-
-    def _assign_places(self) -> None:
-        streamed = [group for group in self.groups if not group.has_own_place]
-        offsets, sizes = self._layout.offsets, [group.nbytes for group in streamed]
-        self._backend.gather_free_memory()
-        arena = self._backend.allocate(self._layout.arena_bytes)
-        for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
-            group.place = arena[offset : offset + group.nbytes]
-            group.conflicts = frozenset(streamed[other] for other in others)
-        for group in [group for group in self.groups if group.has_own_place]:
-            group.place = self._backend.allocate(group.nbytes)
-
-    def _make_twins(self) -> None:
-        for group in self.groups:
-            for weight, offset in zip(group.weights, group.offsets, strict=True):
-                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-                weight.twin = weight.make_twin(group, data, self.compiled)
-                self.twins[weight.twin.key] = weight.twin
-        for member in self.members:
-            member.twins = self.twins
-            member.find_groups()
-
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
@@ -180,9 +169,9 @@ class Arrangement:
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
-        group = Group(-1, units=[], segments=[own], resident=True, name=weight.name)
+        group = Group(-1, [], [own], weight.name)
         beside.apart.append(group)
-        group.place = self._backend.allocate(group.nbytes)
+        group.lie_in(self._backend.allocate(group.nbytes))
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
@@ -190,16 +179,15 @@ class Arrangement:
         weight.twin = weight.make_twin(group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            if any(entry.weight is weight for entry in member.entries):
-                member.find_groups()
+            member.find_groups()
         return weight.twin
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 
     def release_copies(self) -> None:
         """Let go of host memory, except for that in which masters lie."""
-        for group in self.groups:
-            group.release_copies()
+        for segment in self.segments:
+            segment.release_copies()
 
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
@@ -208,11 +196,10 @@ class Arrangement:
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
-        self.weights_by_memory.clear()  # others may get that memory
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:
-            group.place = nothing
+            group.lie_in(nothing)
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
@@ -224,16 +211,18 @@ class Arrangement:
     @property
     def is_pinned(self) -> bool:
         """Whether all host memory that is sent is pinned; units that live on the device have none."""
-        return all(segment.source.pinned for group in self.groups if group.nbytes for segment in group.segments)
+        return all(segment.source.pinned for segment in self.segments if segment.nbytes)
 
     def device_bytes(self) -> int:
         """Return the device memory for weights, and for all state of units that live on the device."""
-        apart = sum(group.nbytes for group in self.groups if group.has_own_place)
-        return self._layout.arena_bytes + apart + self._layout.on_device_bytes
+        return self._layout.device_bytes + self._made_resident_bytes()
 
     def streaming_bytes(self) -> int:
         """Return the device memory for weights, and for gradients on their way to the host."""
-        return self.device_bytes() + self._layout.gradient_bytes
+        return self._layout.streaming_bytes + self._made_resident_bytes()
+
+    def _made_resident_bytes(self) -> int:
+        return sum(group.nbytes for group in self.groups if not group.units)
 
 
 def _parts_of(unit: Unit) -> list[list[Weight]]:

@@ -55,10 +55,11 @@ class Learned:
 
         If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
         """
-        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if self._trained and not trained <= self._trained:
-            self.outdated = True
-        self._trained |= trained
+        known = len(self._trained)
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._trained.add(id(parameter))
+        self.outdated |= 0 < known < len(self._trained)
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters: new objects may reuse the others' ids."""

@@ -47,8 +47,7 @@ def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> li
     """
     parts: list[list[int]] = []
     for unit in range(units):
-        full = not parts or len(parts[-1]) == k_prime or parts[-1][-1] in alone
-        if full or unit in alone:
+        if not parts or unit in alone or parts[-1][0] in alone or len(parts[-1]) == k_prime:
             parts.append([])
         parts[-1].append(unit)
     return parts
@@ -67,12 +66,10 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     Returns:
         The offsets, and the size of the arena: never more than `window` times the largest piece.
     """
-    offsets, arena = _first_fit(sizes, window, cyclic=False)
     slot = max(sizes, default=0)
-    if arena > window * slot:  # unlucky sizes can leave holes; equal slots never do
-        return [index % window * slot for index in range(len(sizes))], window * slot
-    cyclic = _first_fit(sizes, window, cyclic=True)
-    return cyclic if cyclic[1] <= arena else (offsets, arena)
+    in_slots = [index % window * slot for index in range(len(sizes))], window * slot
+    # unlucky sizes can leave holes, which make an arena larger than slots would
+    return min(_first_fit(sizes, window, True), _first_fit(sizes, window, False), in_slots, key=lambda found: found[1])
 
 
 def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[int], int]:
@@ -92,51 +89,35 @@ def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[in
     return offsets, max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
 
 
-def overlaps(offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Return, for each piece of an arena, the numbers of the other pieces that overlap it."""
-    places = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
-    return [
-        [other for other, (begin, end) in enumerate(places) if other != number and begin < last and first < end]
-        for number, (first, last) in enumerate(places)
-    ]
-
-
 _DEFAULT_SLOTS = 2  # one computes, one arrives
 _LARGEST_UNIT_BYTES = 4 << 30
 _UNITS_PER_DEVICE = 6  # blocks above 1/6 of the device are divided
 
 
 class DeviceLayout:
-    """One way for units to share the device.
+    """One way for units to share the device."""
 
-    Attributes:
-        plan: The planner's choice, if this is it.
-        offsets: Where each other part lies in the arena.
-        arena_bytes: The size of the arena.
-    """
-
-    def __init__(self, division: Division, k: int, k_prime: int, plan: WindowPlan | None = None) -> None:
-        self.k, self.k_prime, self.plan = k, k_prime, plan
+    def __init__(self, division: Division, window: WindowPlan) -> None:
+        self.window = window
         units = division.units
-        kept, on_device = ((), ()) if plan is None else (plan.kept, plan.on_device)
-        # device memory for units that live on the device
-        self.on_device_bytes = 0 if plan is None else plan.on_device_bytes
         # kept units that live on the device, with their gradients and optimizer state
-        self.units_on_device = [unit for unit in units if unit.name in on_device]
+        self.units_on_device = [unit for unit in units if unit.name in window.on_device]
         # units that have a place of their own
-        self.kept = {unit for unit in units if unit.name in kept or unit.name in on_device}
+        self.kept = {unit for unit in units if unit.name in window.kept or unit.name in window.on_device}
         alone = [number for number, unit in enumerate(units) if unit in self.kept]
         # lists of units that travel together, or of one that has a place of its own
-        self.parts = [[units[number] for number in part] for part in travel_together(len(units), k_prime, alone)]
+        self.parts = [[units[number] for number in part] for part in travel_together(len(units), window.k_prime, alone)]
         streamed = [[w for unit in part for w in unit.weights] for part in self.parts if part[0] not in self.kept]
-        self.offsets, self.arena_bytes = place_in_arena(list(map(sent_bytes, streamed)), max(1, k // k_prime))
+        # where each part without a place of its own lies in the arena, and the size of that
+        self.offsets, self.arena_bytes = place_in_arena(
+            list(map(sent_bytes, streamed)), max(1, window.k // window.k_prime)
+        )
         apart = [division.resident, *(unit for unit in self.kept if unit not in self.units_on_device)]
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
-        # device memory for gradients on their way to the host
-        self.gradient_bytes = STAGING_BUFFERS * max(map(gradient_bytes, leaving), default=0)
-        in_places = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart)
-        # device memory for all of that, and for weights that have a place of their own
-        self.needed_bytes = in_places + self.on_device_bytes + self.gradient_bytes
+        # device memory for weights, and for all state of units that live on the device
+        self.device_bytes = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart) + window.on_device_bytes
+        # the same, with gradients on their way to the host
+        self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * max(map(gradient_bytes, leaving), default=0)
 
 
 def choose_device_layout(
@@ -157,15 +138,15 @@ def choose_device_layout(
     """
     together = options.k_prime if isinstance(options.k_prime, int) else 1
     k = options.k if isinstance(options.k, int) else _DEFAULT_SLOTS * together
-    windows = [(k, together, None), *([(together, together, None)] if options.k == "auto" else [])]
-    for window in [(plan.k, plan.k_prime, plan), *windows] if plan is not None else windows:
-        layout = DeviceLayout(division, *window)
-        if budget is None or layout.needed_bytes <= budget:
+    windows = [WindowPlan(k, together), *([WindowPlan(together, together)] if options.k == "auto" else [])]
+    for window in windows if plan is None else [plan, *windows]:
+        layout = DeviceLayout(division, window)
+        if budget is None or layout.streaming_bytes <= budget:
             return layout
-    least = DeviceLayout(division, 1, 1).needed_bytes
+    least = DeviceLayout(division, WindowPlan(1, 1)).streaming_bytes
     raise ValueError(
-        f"`memory_budget={options.memory_budget!r}` is too small with `k={layout.k}`: weights, and gradients on their "
-        f"way to the host, take {readable_bytes(layout.needed_bytes)}. It takes at least {least} bytes "
+        f"`memory_budget={options.memory_budget!r}` is too small with `k={window.k}`: weights, and gradients on their "
+        f"way to the host, take {readable_bytes(layout.streaming_bytes)}. It takes at least {least} bytes "
         f"({readable_bytes(least)}), with k=1."
     )
 
@@ -190,54 +171,54 @@ _PINNED_SHARE = 0.8  # of the host's memory, so that the rest of the system does
 class HostShare:
     """The share of the host's memory that an arrangement takes.
 
+    Args:
+        units: All units.
+        backend: Pins memory, if it can.
+        pin_memory: The user's choice.
+        processes: How many processes share the host.
+        at_once: How many of them take their share at this moment.
+
     Attributes:
         pin: Whether to pin weights.
         pin_gradients: Whether to pin gradients.
+        pinnable: Bytes that may be pinned besides these; None if there is no limit.
+
+    Raises:
+        ValueError: If host memory does not suffice.
     """
 
-    def __init__(self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int) -> None:
-        self._processes = processes
-        self._weights = [weight for unit in units for weight in unit.weights]
-        self._gradient_bytes = sum(map(gradient_bytes, units))
-        weight_bytes = sum(weight.compute_bytes for weight in self._weights)
-        both, total = weight_bytes + self._gradient_bytes, total_host_memory()
-        may_pin = backend.can_pin and pin_memory is not False
-        self.pin = self.pin_gradients = may_pin
-        # bytes that may be pinned besides weights and gradients; None if there is no limit
-        self.pinnable = None if may_pin else 0
-        if may_pin and pin_memory is not True and total:
-            limit = int(_PINNED_SHARE * total) // processes
-            self.pin, self.pin_gradients = weight_bytes <= limit, both <= limit
-            self.pinnable = limit - self.pin * weight_bytes - self.pin_gradients * self._gradient_bytes
-            if not self.pin_gradients:
-                warnings.warn(
-                    f"Pinning {readable_bytes(weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} of "
-                    f"gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
-                    f"{'Gradients' if self.pin else 'Both'} are left as they are, which makes copies slow. "
-                    "`pin_memory=True` page-locks everything.",
-                    stacklevel=2,
-                )
+    def __init__(
+        self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int, at_once: int
+    ) -> None:
+        weights = [weight for unit in units for weight in unit.weights]
+        for_weights = sum(weight.compute_bytes for weight in weights)
+        for_gradients = sum(map(gradient_bytes, units))
+        total = total_host_memory()
+        limit = int(_PINNED_SHARE * total) // processes if total and pin_memory is not True else None
+        if not backend.can_pin or pin_memory is False:
+            limit = 0
+        self.pin = limit is None or for_weights <= limit
+        self.pin_gradients = limit is None or for_weights + for_gradients <= limit
+        self.pinnable = limit and limit - self.pin * for_weights - self.pin_gradients * for_gradients
+        if limit and total and not self.pin_gradients:
+            warnings.warn(
+                f"Pinning {readable_bytes(for_weights)} of weights and {readable_bytes(for_gradients)} of gradients "
+                f"would page-lock more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
+                f"{'Gradients' if self.pin else 'Both'} are left as they are, which makes copies slow. "
+                "`pin_memory=True` page-locks everything.",
+                stacklevel=2,
+            )
 
-    def check(self, moving: int, at_once: int) -> None:
-        """Refuse an arrangement that does not fit.
-
-        Args:
-            moving: Bytes that exist twice for a moment, while weights are laid out.
-            at_once: How many processes take their share at this moment.
-
-        Raises:
-            ValueError: If host memory does not suffice.
-        """
+        present = [weight.master.grad for weight in weights if weight.master.grad is not None]
+        coming = max(0, for_gradients - sum(grad.nbytes for grad in present if grad.layout is torch.strided))
+        moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
+        needed = coming + sum(weight.compute_bytes for weight in weights if weight.lowered) + moving
         free = available_host_memory()
-        gradients = [weight.master.grad for weight in self._weights if weight.master.grad is not None]
-        present = sum(gradient.nbytes for gradient in gradients if gradient.layout is torch.strided)
-        coming = max(0, self._gradient_bytes - present)
-        needed = coming + sum(weight.compute_bytes for weight in self._weights if weight.lowered) + moving
         if free is not None and needed * at_once > free:
             each = f" in each of {at_once} processes" if at_once > 1 else ""
             raise ValueError(
                 f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
                 f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
                 f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
-                f"{', or train on fewer devices (`Trainer(devices=1)`)' if self._processes > 1 else ''}."
+                f"{', or train on fewer devices (`Trainer(devices=1)`)' if processes > 1 else ''}."
             )

@@ -143,7 +143,7 @@ class Clipping:
         for unit in units:
             unit.ticket, unit.state = ticket, State.LEAVING
         if others:
-            self._parts.backend.synchronize(ticket)
+            ticket.join()
             _multiply(others, factor)
         return True
 

@@ -15,7 +15,6 @@ are plain modules.
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -39,7 +38,6 @@ _OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
 _gates: dict[int, tuple[Gatekeeper, Member]] = {}
-_gate_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
 def install_gate(member: Member, keeper: Gatekeeper) -> None:
@@ -65,10 +63,14 @@ def remove_gate(member: Member) -> None:
 
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
-    found = _gate_classes.get(plain)
-    if found is None:
-        found = _gate_classes[plain] = _make_gate_class(plain)
-    return found
+    """Return the class of a class's gates, which it remembers among its subclasses while there are any.
+
+    A weak dictionary of ours would be compiled where a model is compiled as a whole, and miss what it has.
+    """
+    for subclass in type.__subclasses__(plain):
+        if vars(subclass).get(_PLAIN) is plain:
+            return subclass
+    return _make_gate_class(plain)
 
 
 def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:

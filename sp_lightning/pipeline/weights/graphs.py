@@ -112,19 +112,16 @@ def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since:
         since: The number of calls when this one began.
         now: The number of calls now.
     """
-    nodes = set(map(_node_that_stays, outputs)) - {None}
-
+    nodes: set[Any] = set()
+    for output in outputs:
+        node, base = output.grad_fn, output._base
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
+        if node is not None:
+            nodes.add(node)
     for node in nodes:
         if node.metadata.setdefault(_WATCHED_AT, now) >= since:
             node.register_prehook(action)
-
-
-def _node_that_stays(output: Tensor) -> Any:
-    """Return the node that made a tensor or its base; None if it has none."""
-    base = output._base
-    if base is None or base.grad_fn is None or isinstance(output.grad_fn, BackwardCFunction):
-        return output.grad_fn
-    return base.grad_fn
 
 
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:

@@ -36,10 +36,8 @@ class Order:
     def begin_step(self) -> None:
         """Note that the next use is the first one of a step."""
         if self._recording is not None:
-            self._records[self._recording[0]] = self._recording
-            if self._position != len(self._followed) - 1:
-                self._followed, self._position = self._recording, len(self._recording) - 1
-            self._recording = None
+            self._records[self._recording[0]] = self._followed = self._recording
+            self._position, self._recording = len(self._recording) - 1, None
 
     def visit(self, member: int, direction: Pass) -> None:
         """Note that `member` is used now."""
@@ -53,18 +51,27 @@ class Order:
         if len(self._recording) < self._longest:
             self._recording.append(use)
         self._position += 1
-        if self._position >= len(self._followed) or self._followed[self._position] != use:
-            self._position = self._find(use)
-
-    def _find(self, use: int) -> int:
-        """Return where a use that was not expected stands in the record; past its end if it does not stand there."""
-        if use in self._followed[self._position :]:
-            return self._followed.index(use, self._position)
-        return self._followed.index(use) if use in self._followed else len(self._followed)
+        record = self._followed
+        if self._position < len(record) and record[self._position] == use:
+            return
+        if use in record[self._position :]:
+            self._position = record.index(use, self._position)
+        else:  # past the end of the record if it does not stand there
+            self._position = record.index(use) if use in record else len(record)
 
     def upcoming(self, count: int) -> list[int]:
         """Return the members that are expected to be used next, in order."""
-        return [use % self._members for use in self._expected(count)] if self._members else []
+        if not self._members:
+            return []
+        record, start = self._followed, self._position + 1
+        uses = record[start : start + count]
+        if start <= len(record) < self._longest:
+            uses += record[: count - len(uses)]  # after the end comes a step like this one
+        last = uses[-1] if uses else self._last
+        while len(uses) < count:
+            last = self._next_in_order(last)
+            uses.append(last)
+        return [use % self._members for use in uses]
 
     def used(self) -> list[int]:
         """Return the members that the step under way, or the last one, has used, in the order of their first uses."""
@@ -74,18 +81,6 @@ class Order:
         """After an exception: what comes next does not follow from what came last."""
         self._recording = None
         self._followed, self._position, self._last = [], 0, -1
-
-    def _expected(self, count: int) -> list[int]:
-        uses: list[int] = []
-        if self._position < len(self._followed):
-            uses = self._followed[self._position + 1 : self._position + 1 + count]
-            if len(uses) < count and len(self._followed) < self._longest:
-                uses += self._followed[: count - len(uses)]  # after the end comes a step like this one
-        last = uses[-1] if uses else self._last
-        while len(uses) < count:
-            last = self._next_in_order(last)
-            uses.append(last)
-        return uses
 
     def _next_in_order(self, use: int) -> int:
         if use < 0:

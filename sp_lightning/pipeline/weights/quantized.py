@@ -70,9 +70,8 @@ class QuantizedTwin(Twin):
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
-    @property
     def is_touched(self) -> bool:
-        """Never, as nobody trains it.
+        """Tell that it is not, as nobody trains it.
 
         Raises:
             RuntimeError: If a forward has written to it, or has given a part other memory, as bitsandbytes does on a
@@ -80,13 +79,21 @@ class QuantizedTwin(Twin):
         """
         pairs = zip(parts_of(self.parameter), self._places, strict=True)
         has_moved = any(part.data_ptr() != place.data_ptr() for part, place in pairs)
-        if has_moved or super().is_touched:
+        if has_moved or self._version_of_leaf() != self._parts_seen:
             _lay(self.parameter, self._places)
             raise RuntimeError(
                 f"A forward {'gave' if has_moved else 'wrote to'} the quantized weight {self.weight.name!r}"
                 f"{' other memory' if has_moved else ''}. Change or convert it before training, or between steps."
             )
         return False
+
+    def version(self) -> int:
+        """Return a version that grows with every change of the weight."""
+        return self.weight.version + self._version_of_leaf()
+
+    def note_unchanged(self) -> None:
+        """Note that the values are those of the master."""
+        self.version_seen, self._parts_seen = None, self._version_of_leaf()
 
     def _version_of_leaf(self) -> int:
         return sum(part._version for part in parts_of(self.parameter))

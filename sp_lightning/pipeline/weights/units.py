@@ -15,12 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-NOTHING = -1  # no epoch
 
 
 class Residency(enum.Enum):
@@ -39,37 +35,19 @@ class Group:
 
     place: Tensor  # the device memory that it is copied to
 
-    def __init__(
-        self,
-        index: int,
-        units: Sequence[Unit],
-        segments: Sequence[Segment],
-        *,
-        resident: bool,
-        has_own_place: bool = False,
-        name: str = "",
-    ) -> None:
+    def __init__(self, index: int, units: Sequence[Unit], segments: Sequence[Segment], name: str = "") -> None:
         self.index = index  # its number among the streamed groups, in expected order
         self.units = list(units)  # none for a weight that was made resident
-        self.unit_count = len(units)  # how many units travel in it
         self.segments = list(segments)  # the host memory that it is copied from
         # the weights, in the order in which they lie in its place
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
-        self.starts: list[int] = []
-        self.offsets: list[int] = []  # where each weight begins in its place
-        self.nbytes = 0  # bytes it takes on the device
-        for segment in segments:
-            self.starts.append(self.nbytes)
-            self.offsets += [self.nbytes + offset for offset in segment.offsets]
-            self.nbytes += segment.nbytes
-        self.resident = resident
-        self.name = name  # the names of its units, for recordings
-        # whether it has a place of its own, so that it is loaded only when its masters have changed
-        self.has_own_place = resident or has_own_place
-        self.conflicts: frozenset[Group] = frozenset()  # groups whose places overlap its own
+        self.nbytes = sum(segment.nbytes for segment in segments)  # bytes it takes on the device
+        self.resident = not units or units[0].resident
+        self.name = name or ", ".join(unit.name for unit in units)  # for recordings
+        # groups whose places overlap its own; if there are none, it is loaded only when its masters have changed
+        self.conflicts: frozenset[Group] = frozenset()
         self.users = 0  # forward calls that are inside one of its units now; while there are any, it may not be evicted
         self.residency = Residency.ABSENT  # whether its bytes are on the device
-        self.lying = [NOTHING] * len(segments)  # for each segment, its epoch when what lies in its place was sent
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
         self.suspect = False  # whether its masters may have changed since they were last checked
         self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
@@ -77,67 +55,12 @@ class Group:
         self.being_stepped: Ticket | None = None
         self.apart: list[Group] = []  # groups of single weights of it, which were made resident
 
-    @property
-    def loaded(self) -> bool:
-        """Whether its bytes are on the device or on their way."""
-        return self.residency is not Residency.ABSENT
-
-    @property
-    def readable(self) -> bool:
-        """Whether everything computed from now on sees its bytes."""
-        return self.residency is Residency.READABLE
-
-    def finish_step(self, stats: Stats) -> None:
-        """Wait until the optimizer is done with the masters.
-
-        Raises:
-            Exception: Whatever the optimizer's step raised.
-        """
-        work = self.being_stepped
-        if work is None:
-            return
-        stats.optimizer_waits += not work.done
-        try:
-            work.join()
-        finally:
-            if work.done:  # not if an interrupt has ended the wait
-                self.being_stepped = None
-
-    def is_outdated(self) -> bool:
-        """Tell whether masters have changed since what lies in its place was sent."""
-        return any(segment.epoch != epoch for segment, epoch in zip(self.segments, self.lying, strict=True))
-
-    def place_of(self, segment_number: int, begin: int, nbytes: int) -> Tensor:
-        """Return the part of its place that bytes of a segment go to."""
-        start = self.starts[segment_number] + begin
-        return self.place if nbytes == self.nbytes else self.place[start : start + nbytes]
-
-    def clear_place(self) -> None:
-        """Note that its place holds nothing of it any more."""
-        self.lying = [NOTHING] * len(self.segments)
-
-    def copies(self) -> list[Tensor | None]:
-        """Return, for each weight, the copy that is sent, to write to; None where the master itself is sent."""
-        return [copy for segment in self.segments for copy in segment.copies]
-
-    def refresh_other_copies(self, stepped: Collection[Weight]) -> None:
-        """Bring copies up to date, if they are not, of weights that are not stepped in the step under way."""
+    def lie_in(self, place: Tensor) -> None:
+        """Have it copied to this device memory."""
+        self.place, begin = place, 0
         for segment in self.segments:
-            segment.refresh_other_copies(stepped)
-
-    def note_stepped(self) -> None:
-        """Note that masters, and the copies that are sent, are as an optimizer's step has left them."""
-        for segment in self.segments:
-            segment.note_stepped()
-
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory held for its weights, without gradients."""
-        return sum(segment.host_bytes() for segment in self.segments)
-
-    def release_copies(self) -> None:
-        """Let go of the copies that are sent."""
-        for segment in self.segments:
-            segment.release_copies()
+            segment.place = place[begin : begin + segment.nbytes]
+            begin += segment.nbytes
 
 
 @dataclass
@@ -149,14 +72,9 @@ class Entry:
     weight: Weight
 
     @property
-    def current(self) -> nn.Parameter | None:
-        """What the module has there now."""
-        return self.parameters.get(self.key)
-
-    @property
     def is_in_place(self) -> bool:
-        """Whether that is the weight, as its master or its twin, and not what `functional_call` has put there."""
-        current = self.current
+        """Whether the module has the weight there, as its master or its twin, and not what `functional_call` lends."""
+        current = self.parameters.get(self.key)
         return current is self.weight.master or current is self.weight.twin.parameter
 
 
@@ -167,12 +85,13 @@ class Member:
         self.name = name
         self.module = module
         self.unit = unit
+        self.unit_name = name  # the name of its unit, or its own if it has none that streams
+        self.is_streamed = False  # whether its unit streams
         self.index = -1  # its number among the members of streamed units; -1 for others
         self.entries: list[Entry] = []  # every entry that holds a weight which its call may use
         # RNN modules at or below it, with the weights in their own list (`_flat_weights`)
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []  # groups that have to be on the device for its call
-        self.twins: dict[int, Twin] = {}  # all twins of the arrangement, by the identity of their memory
         self.called_in: set[Group] = set()  # groups of other calls that its calls were inside of
         self.running_calls = 0  # how many of its calls are under way
         self.entered = 0  # how many times it has been called since it was attached
@@ -182,16 +101,6 @@ class Member:
         self.looks_into: Member | None = None
         # parameters that its call may use and that live on the device
         self.parameters_on_device: list[nn.Parameter] = []
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether its unit streams."""
-        return self.index >= 0
-
-    @property
-    def unit_name(self) -> str:
-        """The name of its unit, or its own if it has none that streams."""
-        return self.name if self.unit is None or self.unit.resident else self.unit.name
 
     def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
         """Put twins in place of the masters. Masters are read, so the guard must not look.
@@ -206,18 +115,17 @@ class Member:
             if entry.parameters.get(entry.key) is master:  # else `functional_call` has put another tensor there
                 entry.parameters[entry.key] = twin.parameter
         for module, weights in self.recurrent:
-            present = {id(entry.weight): entry.current for entry in self.entries}
+            present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.entries}
             module._flat_weights = [present[id(weight)] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
-            current, master = entry.current, entry.weight.master
-            if current is None or current is master or (entry.weight.twin.group.resident and not resident_too):
+            weight, current = entry.weight, entry.parameters.get(entry.key)
+            if current is None or current is weight.master or (weight.twin.group.resident and not resident_too):
                 continue
-            # also an earlier twin's, of a weight that is a device parameter by now
-            if current is entry.weight.twin.parameter or storage_key(current) in self.twins:
-                entry.parameters[entry.key] = master
+            if current is weight.twin.parameter or any(current is leaf for leaf in weight.lowered_leaves):
+                entry.parameters[entry.key] = weight.master
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 
@@ -274,8 +182,9 @@ class Division:
         """Expect units in the order of these names, and units that are not named after them."""
         number = {name: number for number, name in enumerate(names)}
         self.units.sort(key=lambda unit: number.get(unit.name, len(number)))
-        for index, member in enumerate(member for unit in self.units for member in unit.members):
-            member.index = index
+        members = [(unit, member) for unit in self.units for member in unit.members]
+        for index, (unit, member) in enumerate(members):
+            member.index, member.is_streamed, member.unit_name = index, True, unit.name
 
     def leave_on_device(self, units: Collection[Unit]) -> None:
         """Stop managing the weights of these units, and manage only their calls."""

@@ -35,6 +35,9 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
 
+    # the leaf's version when its values were last those of the master; None if that does not tell
+    version_seen: int | None
+
     def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:
         self.weight = weight
         self.group = group  # the group that has to be on the device for its values to be valid
@@ -46,8 +49,8 @@ class Twin:
         self.key = storage_key(data)  # the identity of its memory
         self.required_gradient = False  # whether the leaf required a gradient when the engine last set that
         self.gradient_hook: RemovableHandle | None = None  # collects its gradients, once it requires one
-        self._version_seen = self._version_of_leaf()
-        self._write_backs = 0
+        self.note_unchanged()
+        self.write_backs = 0  # writes of a forward that the master got by a write in place: these count once
 
     def _make_leaf(self, compiled: bool) -> nn.Parameter:
         weight = self.weight
@@ -74,7 +77,16 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        return self.weight.version + self._version_of_leaf() - self._write_backs
+        weight = self.weight
+        return weight.master._version + weight.replacements + self.parameter._version - self.write_backs
+
+    def is_touched(self) -> bool:
+        """Tell whether a forward may have written to it, where its version is not the one that was seen."""
+        return True
+
+    def note_unchanged(self) -> None:
+        """Note that the values are those of the master."""
+        self.version_seen = self.parameter._version
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
@@ -86,23 +98,6 @@ class Twin:
         with without_torch_function():
             if self.parameter.requires_grad:
                 self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether a forward may have written to it since the last look, as `nn.Embedding(max_norm=...)` does."""
-        return self._version_of_leaf() != self._version_seen
-
-    def note_written_back(self) -> None:
-        """Note that the master got the change by an in-place write, which must not count a second time."""
-        self.note_unchanged()
-        self._write_backs += 1
-
-    def note_unchanged(self) -> None:
-        """Note that the values are those of the master."""
-        self._version_seen = self._version_of_leaf()
-
-    def _version_of_leaf(self) -> int:
-        return self.parameter._version
 
 
 class Weight:
@@ -182,13 +177,7 @@ class Weight:
 
     def lies_in(self, memory: Tensor) -> bool:
         """Tell whether the master lies just where this tensor does."""
-        master = self.master
-        return (master.data_ptr(), master.dtype, master.shape, master.stride()) == (
-            memory.data_ptr(),
-            memory.dtype,
-            memory.shape,
-            memory.stride(),
-        )
+        return self.master.data_ptr() == memory.data_ptr() and _form(self.master) == _form(memory)
 
     def follow(self) -> bool:
         """Find the master where `p.data = ...` has put it, and tell whether it has, or had, other memory than ours.
@@ -212,10 +201,8 @@ class Weight:
     @property
     def is_converted(self) -> bool:
         """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
-        master, home = self.master, self.home
-        return (master.dtype, master.shape, master.device, master.stride()) != (
-            home.dtype,
-            home.shape,
-            home.device,
-            home.stride(),
-        )
+        return _form(self.master) != _form(self.home)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.device, tensor.stride()

@@ -25,7 +25,7 @@ discarded, when the step ends, or when somebody looks at them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 
@@ -35,7 +35,8 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.order import Order
-from sp_lightning.pipeline.weights.units import NOTHING, Group, Residency
+from sp_lightning.pipeline.weights.segment import NOTHING
+from sp_lightning.pipeline.weights.units import Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 
 _USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
@@ -59,23 +60,24 @@ class Window:
         self.backend = backend
         self.stats = stats
         self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
-        self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
+        self._lying: set[Group] = set()  # the groups of the arena that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
 
     def begin_step(self) -> None:
         """Start copying what the step needs first: resident weights, and the groups that are used first."""
-        for group in [group for group in self.groups if group.resident]:
-            self._verify(group)
-            if not group.loaded:
-                self._load(group)
+        for group in self.groups:
+            if group.resident:
+                self._verify(group)
+                if group.residency is Residency.ABSENT:
+                    self._load(group)
         self.prefetch()
 
     def end_step(self) -> None:
         """Remember samples of what stays on the device, so that edits past versions show in the next step."""
         self.write_back_all()
         for group in self.groups:
-            if group.loaded and not self._is_being_stepped(group):
+            if group.residency is not Residency.ABSENT and not self._is_being_stepped(group):
                 for segment in group.segments:
                     segment.take_sample()
 
@@ -97,12 +99,15 @@ class Window:
                 weight.twin.note_unchanged()
             group.users, group.suspect = 0, True
             group.residency = Residency.ABSENT
-            group.clear_place()
             group.uploads.clear()
+            for segment in group.segments:
+                segment.lying = NOTHING
 
     def is_blocked(self, group: Group) -> bool:
         """Tell whether the group is absent and cannot be loaded, because a call is inside of a group in its place."""
-        return not group.loaded and any(other.users for other in self._in_the_way_of(group))
+        if group.residency is not Residency.ABSENT:
+            return False
+        return any(other.users and other.residency is not Residency.ABSENT for other in group.conflicts & self._lying)
 
     def bring(self, group: Group) -> None:
         """Make the group's weights readable for everything that is launched on the device from now on."""
@@ -110,10 +115,11 @@ class Window:
             self._verify(group)
         if group.residency is Residency.READABLE:
             return
-        if not group.loaded:
+        if group.residency is Residency.ABSENT:
             self.stats.misses += 1
             self._load(group)
-        self._wait_for_copies(group)
+        for ticket in group.uploads:
+            self.backend.trace.wait(ticket, "weights")
         group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
@@ -122,14 +128,7 @@ class Window:
         Args:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
-        self._fetch_used_next(in_use)
-        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
-            del self._outdated[group]
-            if group.residency is Residency.ABSENT:
-                self._load(group)
-
-    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
-        needed: set[Group] = set(in_use)
+        needed = set(in_use)
         for member in self.order.upcoming(self._horizon):
             group = self._group_of_member[member]
             if group in needed:
@@ -137,141 +136,148 @@ class Window:
             if group.suspect and not group.users:  # a call inside has what it began with, though a step ends meanwhile
                 self._verify(group)
             if group.residency is Residency.ABSENT:
-                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
-                    if other.users or other in needed or self._awaits_step(other):
-                        return
+                if not self._may_take_place(group, needed):
+                    break
                 self._load(group)
             needed.add(group)
+        for group in list(self._outdated):
+            if group not in in_use:
+                del self._outdated[group]
+                if group.residency is Residency.ABSENT:
+                    self._load(group)
 
-    def outdate(self, group: Group, weights: Collection[Weight]) -> None:
+    def _may_take_place(self, group: Group, needed: Set[Group]) -> bool:
+        """Tell whether an absent group may be fetched ahead; see [Note: when a group may be evicted]."""
+        for other in group.conflicts & self._lying:
+            if other.residency is Residency.ABSENT:
+                continue
+            awaits_step = other.residency is Residency.COMING and self._is_being_stepped(other)
+            if awaits_step or other.users or other in needed:
+                return False
+        return True
+
+    def outdate(self, group: Group, stepped: Set[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         self._discard(group)
         if not group.conflicts:
             self._outdated[group] = None
-        stepped = set(weights)
         for segment in group.segments:
             if group.suspect:
                 segment.check()
             if not stepped.isdisjoint(segment.weights):
-                segment.begin_stepping()
+                segment.note_change()
         group.suspect = False
         for other in group.apart:
             self.note_write(other)
 
     def finish_optimizer(self, group: Group) -> None:
-        """Wait until the optimizer is done with the group's masters."""
-        group.finish_step(self.stats)
+        """Wait until the optimizer is done with the group's masters.
 
-    def copies_of(self, group: Group) -> list[Ticket]:
-        """Return the tickets of copies that may still read the group's masters, used or not."""
-        return [ticket for reader in _readers(group) for ticket in reader.uploads if not ticket.done]
+        Raises:
+            Exception: Whatever the optimizer's step raised.
+        """
+        work = group.being_stepped
+        if work is None:
+            return
+        self.stats.optimizer_waits += not work.done
+        try:
+            work.join()
+        finally:
+            if work.done:  # not if an interrupt has ended the wait
+                group.being_stepped = None
 
-    def finish_copies(self, group: Group) -> None:
-        """Wait until no copy reads the group's masters: somebody may write to them."""
-        self._finish_copies(_readers(group))
+    def copies_of(self, groups: Iterable[Group]) -> list[Ticket]:
+        """Return the tickets of copies that may still read these groups' masters, used or not."""
+        copies = []
+        for group in groups:
+            for reader in (group, *group.apart):  # weights that were made resident are copied by themselves
+                for ticket in reader.uploads:
+                    if not ticket.done:
+                        copies.append(ticket)
+        return copies
 
-    def settle(self) -> None:
-        """Wait until no copy reads any masters."""
-        self._finish_copies(self.groups)
-
-    def _finish_copies(self, groups: Iterable[Group]) -> None:
-        copies = [ticket for group in groups for ticket in group.uploads if not ticket.done]
+    def finish_copies(self, groups: Iterable[Group]) -> None:
+        """Wait until no copy reads these groups' masters: somebody may write to them."""
+        copies = self.copies_of(groups)
         self.stats.host_syncs += bool(copies)
         for ticket in copies:
-            self.backend.synchronize(ticket)
-
-    @property
-    def settled(self) -> bool:
-        """Whether no copy reads any masters."""
-        return all(ticket.done for group in reversed(self.groups) for ticket in group.uploads)
+            ticket.join()
 
     def _is_being_stepped(self, group: Group) -> bool:
         if group.being_stepped is not None and group.being_stepped.done:
             self.finish_optimizer(group)
         return group.being_stepped is not None
 
-    def _awaits_step(self, group: Group) -> bool:
-        """Tell whether the group's copy to the device has not begun, as its masters are being stepped."""
-        return group.residency is Residency.COMING and self._is_being_stepped(group)
-
     def _verify(self, group: Group) -> None:
         """If the group's masters may have changed since they were last checked, check; discard an outdated copy."""
         if not group.suspect or self._is_being_stepped(group):
             return
-        group.suspect = False
-        for segment, epoch in zip(group.segments, group.lying, strict=True):
-            if epoch != NOTHING or segment.sends_copies:
-                segment.check()
-            else:
-                segment.look_anew()
-        if group.loaded and group.is_outdated():
+        group.suspect = is_outdated = False
+        for segment in group.segments:
+            segment.check()
+            is_outdated |= segment.lying != segment.epoch
+        if is_outdated and group.residency is not Residency.ABSENT:
             self._discard(group)
 
     def _discard(self, group: Group) -> None:
         """Treat what the device has of a group as gone."""
-        if group.readable:
+        if group.residency is Residency.READABLE:
             self.write_back(group.weights)
-        elif group.loaded:
-            self._wait_for_copies(group)  # nobody has: and copies to the device need not keep their order
+        elif group.residency is Residency.COMING:  # nobody has waited, and copies need not keep their order
+            for ticket in group.uploads:
+                self.backend.trace.wait(ticket, "weights")
         group.residency = Residency.ABSENT
 
-    def _in_the_way_of(self, group: Group) -> list[Group]:
-        """Return the groups on the device that occupy its place, or part of it."""
-        there = group.conflicts & self._last_in_place
-        return [other for other in there if other.residency is not Residency.ABSENT] if there else []
-
     def _load(self, group: Group) -> None:
-        for other in self._in_the_way_of(group):
+        for other in group.conflicts & self._lying:
             self._evict(other)
-        for other in group.conflicts & self._last_in_place:
-            other.clear_place()
         if group.conflicts:
-            self._last_in_place -= group.conflicts
-            self._last_in_place.add(group)
+            self._lying.add(group)
         group.uploads = [ticket for ticket in group.uploads if not ticket.done]
         step = group.being_stepped if self._is_being_stepped(group) else None
-        for number, segment in enumerate(group.segments):
-            if group.lying[number] == segment.epoch:
+        for segment in group.segments:
+            if segment.lying == segment.epoch:
                 continue  # it still lies there: only the others were stepped
             if step is None:
                 segment.refresh_copies()
-            for begin, source in segment.ranges():
-                upload = self.backend.upload(group.place_of(number, begin, source.nbytes), source, step)
+            for place, source in segment.pieces():
+                upload = self.backend.upload(place, source, step)
                 self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, upload)
                 self.stats.bytes_to_device += source.nbytes
                 group.uploads.append(upload)
-            group.lying[number] = segment.epoch
+            segment.lying = segment.epoch
         group.residency = Residency.COMING
         if group.resident:
             self.stats.resident_loads += 1
         else:
-            self.stats.loads += group.unit_count
-
-    def _wait_for_copies(self, group: Group) -> None:
-        for ticket in group.uploads:
-            self.backend.trace.wait(ticket, "weights")
+            self.stats.loads += len(group.units)
 
     def _evict(self, group: Group) -> None:
-        if group.users:
-            raise RuntimeError(
-                "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
-                "larger `k`, or name the inner module in `resident`."
-            )
-        if self._awaits_step(group):
-            self.finish_optimizer(group)
-        for unit in group.units:
-            if unit.is_reached:
-                unit.leave(is_over=False)
-        self._discard(group)
-        group.clear_place()
-        self.backend.invalidate(group.place)
+        """Give a group's place away."""
+        if group.residency is not Residency.ABSENT:
+            if group.users:
+                raise RuntimeError(
+                    "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use "
+                    "a larger `k`, or name the inner module in `resident`."
+                )
+            if group.residency is Residency.COMING and self._is_being_stepped(group):
+                self.finish_optimizer(group)
+            for unit in group.units:
+                if unit.is_reached:
+                    unit.leave(is_over=False)
+            self._discard(group)
+            if self.backend.poison:
+                self.backend.invalidate(group.place)
+        self._lying.discard(group)
+        for segment in group.segments:
+            segment.lying = NOTHING
 
     # ------------------------------------------------------------------------------------- what the device has written
 
     def write_back_all(self) -> None:
         """Write back what was written to any weights on the device."""
         for group in self.groups:
-            if group.readable:
+            if group.residency is Residency.READABLE:
                 self.write_back(group.weights)
 
     def write_back(self, weights: Iterable[Weight]) -> None:
@@ -280,10 +286,11 @@ class Window:
         Raises:
             RuntimeError: One was written to after the optimizer had stepped it in this backward.
         """
-        with without_torch_function():
-            touched = [weight for weight in weights if weight.twin.is_touched]
-        for weight in touched:
-            if not weight.twin.group.readable:
+        for weight in weights:
+            twin = weight.twin
+            if twin.parameter._version == twin.version_seen or not twin.is_touched():
+                continue
+            if twin.group.residency is not Residency.READABLE:
                 raise RuntimeError(
                     f"Weight {weight.name!r} was changed in backward after the optimizer had stepped it there, "
                     "which this change should have preceded. Train with `overlap_optimizer=False`."
@@ -291,13 +298,14 @@ class Window:
             self._write_to_master(weight)
 
     def _write_to_master(self, weight: Weight) -> None:
+        twin = weight.twin
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
-            self.backend.synchronize(self.backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            weight.unit.group.finish_step(self.stats)
+            self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
+            self.finish_optimizer(weight.unit.group)
             self.stats.host_syncs += 1
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
-                weight.twin.note_unchanged()
+                twin.note_unchanged()
                 return
             if weight.lowered:
                 raise RuntimeError(
@@ -305,15 +313,10 @@ class Window:
                     "module out of autocast, or change the weight outside of the forward."
                 )
             weight.master.copy_(arrived)  # as torch counts it
-        weight.twin.note_written_back()
+        twin.note_unchanged()
+        twin.write_backs += 1
         self.stats.write_backs += 1
-        group = weight.twin.group
-        if not group.suspect:  # else a change of another weight, which is still to be found, would look checked
-            for segment in group.segments:
+        if not twin.group.suspect:  # else a change of another weight, which is still to be found, would look checked
+            for segment in twin.group.segments:
                 if not segment.sends_copies:
-                    segment.look_anew()
-
-
-def _readers(group: Group) -> Iterable[Group]:
-    """Return the group and all others that its masters are copied with: weights that were made resident."""
-    return [group, *group.apart]
+                    segment.note_written_back()

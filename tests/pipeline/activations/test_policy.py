@@ -15,7 +15,7 @@ from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.activations.ways import Footprint, Link
-from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend, DeviceMemory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.units import Member
 
@@ -158,12 +158,12 @@ class TellsMemory(RecordingBackend):
         self.allocated += nbytes
         self.most = max(self.most, self.allocated)
 
-    def reset_peak_memory(self) -> int:
-        self.most = self.allocated
-        return self.allocated
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(1 << 40, 1 << 40, self.allocated, self.most, self.most, 0)
 
-    def peak_since_reset(self) -> int:
-        return self.most
+    def count_peak_anew(self) -> DeviceMemory:
+        before, self.most = self.memory(), self.allocated
+        return before
 
 
 def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,10 +278,11 @@ def test_free_memory_of_a_device(fraction: float | None, total: int, free: int) 
         mem_get_info=lambda device: (100, 1000),
         memory_reserved=lambda device: 50,
         memory_allocated=lambda device: 20,
+        max_memory_allocated=lambda device: 20,
+        memory_stats=lambda device: {},
     )
     if fraction is not None:
         api.get_per_process_memory_fraction = lambda device: fraction
     backend = object.__new__(AcceleratorBackend)
-    backend._api, backend.device = api, torch.device("cuda", 0)
-    assert backend.total_memory() == total
-    assert backend.free_memory() == free
+    backend._api, backend.device, backend._former_peak = api, torch.device("cuda", 0), 0
+    assert backend.memory()[:2] == (total, free)

@@ -52,10 +52,12 @@ def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
 def test_device_memory(pretended: MagicMock) -> None:
     """A fraction as `memory_budget` is of all of it; a process may be limited to a fraction of its own."""
     backend = AcceleratorBackend(torch.device("cpu"))
-    assert backend.total_memory() == 7 << 20
-    assert backend.usable_memory() == (3 << 20) + (5 << 10)
+    memory = backend.memory()
+    assert memory.total == 7 << 20
+    assert memory.free + memory.allocated == (3 << 20) + (5 << 10)
     pretended.get_per_process_memory_fraction.return_value = 2 / 7
-    assert backend.usable_memory() == 2 << 20
+    memory = backend.memory()
+    assert memory.free + memory.allocated == memory.total == 2 << 20
     backend.close()
 
 
@@ -63,11 +65,11 @@ def test_the_peak_is_that_of_the_run(pretended: MagicMock) -> None:
     """And not since the engine has last counted it anew."""
     backend = AcceleratorBackend(torch.device("cpu"))
     pretended.max_memory_allocated.return_value = 9 << 10
-    backend.reset_peak_memory()
+    backend.count_peak_anew()
     pretended.max_memory_allocated.return_value = 1 << 10
-    assert backend.peak_memory() == 9 << 10
+    assert backend.memory()[3:5] == (1 << 10, 9 << 10)
     pretended.max_memory_allocated.return_value = 10 << 10
-    assert backend.peak_memory() == 10 << 10
+    assert backend.memory()[3:5] == (10 << 10, 10 << 10)
     backend.close()
 
 

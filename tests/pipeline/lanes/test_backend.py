@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Worker
 
-from ..parts import DoneTicket, PendingTicket, host_backend
+from ..parts import PendingTicket, host_backend
 
 
 def filled(value: int, count: int = 64) -> Tensor:
@@ -91,7 +91,7 @@ def test_copies_of_one_direction_keep_their_order(direction: str) -> None:
     with host_backend(max_delay=0.003) as backend:
         target = filled(0)
         tickets = [getattr(backend, direction)(target, filled(value)) for value in range(6)]
-        backend.synchronize(tickets[-1])
+        tickets[-1].join()
         assert set(target.tolist()) == {5}
         assert all(ticket.done for ticket in tickets)
 
@@ -159,15 +159,14 @@ def test_threads_are_there_from_the_first_copy_until_close() -> None:
 
 
 def test_defaults_of_a_backend() -> None:
-    """Synchronizing is joining; no backend page-locks, or knows its memory, unless it says so."""
+    """No backend page-locks, or knows its memory, unless it says so."""
     with host_backend() as backend:
         assert not backend.can_pin
         assert not backend.pin(filled(0))
-        assert backend.total_memory() is None
+        assert backend.memory() is None
+        assert backend.count_peak_anew() is None
         with pytest.raises(NotImplementedError, match="HostBackend pins nothing"):
             backend.unpin(filled(0))
-        with pytest.raises(OSError, match="lost"):
-            backend.synchronize(DoneTicket(OSError("lost")))
 
 
 def test_a_copy_after_failed_work_fails() -> None:

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
+from sp_lightning.pipeline.optimizer import group_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_WEIGHT
-from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 
 from .parts import (
     WIDTH,
@@ -404,7 +404,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: str) 
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStep, "run", fail_to_step)
+            patch.setattr(group_steps, "update_weights", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 USES[use](model, pipeline)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.weights.units import Residency
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 
@@ -81,7 +82,7 @@ def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
     try:
         yield pipeline
         for group in pipeline.arrangement.groups:
-            for late in group.uploads if group.readable else ():
+            for late in group.uploads if group.residency is Residency.READABLE else ():
                 assert isinstance(late, LateCopy)
                 late.check()
     finally:

@@ -31,17 +31,19 @@ def again(weights: list[Weight], lowered: torch.dtype | None = None, memory: Hos
 def sent(segment: Segment, number: int) -> Tensor:
     """What would arrive of a weight."""
     segment.refresh_copies()
-    place = torch.zeros(segment.nbytes, dtype=torch.uint8)
-    for begin, source in segment.ranges():
-        place[begin : begin + source.nbytes] = source
+    segment.place = torch.zeros(segment.nbytes, dtype=torch.uint8)
+    for place, source in segment.pieces():
+        place.copy_(source)
+    segment.lying = segment.epoch
     weight = segment.weights[number]
-    return tensor_in(place, segment.offsets[number], weight.layout, weight.compute_dtype)
+    return tensor_in(segment.place, segment.offsets[number], weight.layout, weight.compute_dtype)
 
 
 def test_masters_are_sent_from_where_they_lie() -> None:
     """No second copy of the model where nothing is lowered; one contiguous piece."""
     segment = segment_of(torch.arange(3.0), torch.arange(5.0))
-    ((_, source),) = segment.ranges()
+    segment.place = torch.zeros(segment.nbytes, dtype=torch.uint8)
+    ((_, source),) = segment.pieces()
     assert source.data_ptr() == segment.weights[0].master.data_ptr()
     assert source.nbytes == 512 == segment.host_bytes()
     assert segment.memory.pinned
@@ -99,7 +101,7 @@ def test_an_average_that_is_swapped_in_leaves_the_weights_as_they_are() -> None:
     master.data = backup
     segment.check()
     assert torch.equal(sent(segment, 0), torch.ones(5))
-    assert len(segment.ranges()) == 1
+    assert len(segment.pieces()) == 1
 
 
 def test_a_conversion_in_a_step_is_an_error() -> None:
@@ -113,8 +115,8 @@ def test_a_step_changes_what_is_sent() -> None:
     """The step writes the copies of what it steps; those beside it are brought up to date if they are not."""
     segment = segment_of(torch.zeros(5), torch.zeros(5), lowered=torch.bfloat16)
     stepped, beside = segment.weights
-    segment.begin_stepping()
-    segment.refresh_other_copies({stepped})
+    segment.note_change()
+    segment.refresh_copies({stepped})
     stepped.host.add_(1)
     copy = segment.copies[0]
     assert copy is not None

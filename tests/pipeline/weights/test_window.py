@@ -11,7 +11,7 @@ import pytest
 
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.order import Order, Pass
-from sp_lightning.pipeline.weights.units import Group
+from sp_lightning.pipeline.weights.units import Group, Residency
 from sp_lightning.pipeline.weights.window import Window
 
 from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
@@ -39,7 +39,7 @@ class Scene:
         self.window.prefetch()
 
     def loaded(self) -> list[int]:
-        return [group.index for group in self.groups if group.loaded]
+        return [group.index for group in self.groups if group.residency is not Residency.ABSENT]
 
     @staticmethod
     def bytes_of(group: Group) -> set[int]:
@@ -54,7 +54,7 @@ def test_an_absent_group_is_a_miss() -> None:
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
     assert scene.backend.said("upload", "wait") == ["upload", "wait"]
-    assert scene.groups[0].readable
+    assert scene.groups[0].residency is Residency.READABLE
     assert (scene.stats.misses, scene.stats.loads, scene.stats.bytes_to_device) == (1, 1, 4)
 
 
@@ -65,7 +65,7 @@ def test_a_copy_that_failed_has_not_come() -> None:
     for _ in range(2):
         with pytest.raises(OSError, match="the bus is gone"):
             scene.window.bring(scene.groups[0])
-        assert not scene.groups[0].readable
+        assert scene.groups[0].residency is not Residency.READABLE
 
 
 def test_computing_waits_once_for_a_copy() -> None:
@@ -96,17 +96,16 @@ def test_a_prefetched_group_is_not_readable_before_a_wait() -> None:
     scene = Scene(4, 2)
     scene.window.prefetch()
     assert scene.loaded() == [0, 1]
-    assert not scene.groups[0].readable
+    assert scene.groups[0].residency is not Residency.READABLE
     scene.window.bring(scene.groups[0])
-    assert scene.groups[0].readable
+    assert scene.groups[0].residency is Residency.READABLE
 
 
 def test_a_place_is_taken_from_its_owner() -> None:
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
     scene.window.bring(scene.groups[2])
-    assert not scene.groups[0].loaded
-    assert not scene.groups[0].readable
+    assert scene.groups[0].residency is Residency.ABSENT
 
 
 def test_an_evicted_place_is_poisoned() -> None:
@@ -249,8 +248,7 @@ def test_stale_bytes_are_not_readable() -> None:
     scene.change(1)
     scene.window.suspect_all()
     scene.window._verify(scene.groups[1])
-    assert not scene.groups[1].loaded
-    assert not scene.groups[1].readable
+    assert scene.groups[1].residency is Residency.ABSENT
 
 
 def test_resident_loads_are_counted_apart() -> None:
@@ -264,7 +262,7 @@ def test_resident_loads_are_counted_apart() -> None:
 def test_a_group_of_several_units_counts_as_several_loads() -> None:
     """k_prime units travel in one copy, and are counted as what they are."""
     scene = Scene(2, 1)
-    scene.groups[0].unit_count = 3
+    scene.groups[0].units *= 3
     scene.window.bring(scene.groups[0])
     assert scene.stats.loads == 3
     assert scene.backend.said("upload") == ["upload"]
@@ -276,7 +274,7 @@ def test_a_group_of_several_units_counts_as_several_loads() -> None:
 def stepping(scene: Scene, index: int, ticket: PendingTicket | None = None) -> PendingTicket:
     """An optimizer starts to step the masters of a group."""
     ticket = ticket or PendingTicket()
-    scene.window.outdate(scene.groups[index], ())
+    scene.window.outdate(scene.groups[index], set())
     scene.groups[index].being_stepped = ticket
     return ticket
 
@@ -287,7 +285,7 @@ def test_a_step_outdates_the_copy_on_the_device() -> None:
     scene.window.bring(scene.groups[0])
     stepping(scene, 0)
     group = scene.groups[0]
-    assert (group.loaded, group.readable, group.suspect) == (False, False, False)
+    assert (group.residency, group.suspect) == (Residency.ABSENT, False)
 
 
 @pytest.mark.parametrize("by", ["bring", "prefetch", "begin_step"])
@@ -304,7 +302,7 @@ def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
         "begin_step": scene.window.begin_step,
     }[by]()
     assert scene.backend.calls[0] == ("after", ticket)
-    assert scene.groups[0].loaded
+    assert scene.groups[0].residency is not Residency.ABSENT
     assert scene.groups[0].segments[0].looks == 0  # type: ignore[attr-defined]
     assert not ticket.done
 
@@ -314,7 +312,7 @@ def test_a_copy_behind_a_step_is_waited_for_before_its_place_is_given_away() -> 
     scene = Scene(2, 1)
     ticket = stepping(scene, 0)
     scene.window.prefetch()
-    assert scene.groups[0].loaded
+    assert scene.groups[0].residency is not Residency.ABSENT
     scene.backend.calls.clear()
     opener = threading.Timer(0.03, ticket.finish)
     opener.start()
@@ -447,7 +445,7 @@ def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str)
             for use in step:
                 scene.use(*use)
                 if what == "stepping in backward" and use[1] is Pass.BACKWARD:
-                    scene.window.outdate(scene.groups[use[0]], ())
+                    scene.window.outdate(scene.groups[use[0]], set())
 
         for _ in range(3):
             run()
