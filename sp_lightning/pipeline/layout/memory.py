@@ -104,15 +104,17 @@ class DeviceLayout:
         self.units_on_device = [unit for unit in units if unit.name in window.on_device]
         # units that have a place of their own
         self.kept = {unit for unit in units if unit.name in window.kept or unit.name in window.on_device}
+        self.kept.add(division.resident)
         alone = [number for number, unit in enumerate(units) if unit in self.kept]
         # lists of units that travel together, or of one that has a place of its own
         self.parts = [[units[number] for number in part] for part in travel_together(len(units), window.k_prime, alone)]
         streamed = [[w for unit in part for w in unit.weights] for part in self.parts if part[0] not in self.kept]
+        self.parts += [[division.resident]] if division.resident.weights else []
         # where each part without a place of its own lies in the arena, and the size of that
         self.offsets, self.arena_bytes = place_in_arena(
             list(map(sent_bytes, streamed)), max(1, window.k // window.k_prime)
         )
-        apart = [division.resident, *(unit for unit in self.kept if unit not in self.units_on_device)]
+        apart = self.kept.difference(self.units_on_device)
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # device memory for weights, and for all state of units that live on the device
         self.device_bytes = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart) + window.on_device_bytes

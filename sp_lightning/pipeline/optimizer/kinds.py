@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
-from sp_lightning.pipeline.weights.guard import begin_optimizer_step, end_optimizer_step, optimizer_waits
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
@@ -119,7 +119,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    begin_optimizer_step()
+    optimizer_steps.depth += 1
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     if closure is None:
         _tell(optimizer)
@@ -148,6 +148,6 @@ def _tell(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    end_optimizer_step()
+    optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
     for listener in list(_listeners):
         listener.after_step(optimizer)

@@ -105,14 +105,6 @@ class Segment:
         self._seen, self._versions = seen if at_home else [], versions
         return is_changed
 
-    def has_converted(self) -> bool:
-        """Tell whether a master has become another tensor."""
-        for master, weight in zip(self.masters, self.weights, strict=True):
-            may_be = not self._are_plain or master.data_ptr() != weight.home.data_ptr()
-            if may_be and weight.is_converted:
-                return True
-        return False
-
     def note_change(self) -> None:
         """Note that masters have changed, or that an optimizer is about to step them."""
         self.epoch += 1

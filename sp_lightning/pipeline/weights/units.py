@@ -38,6 +38,8 @@ class Group:
     def __init__(self, index: int, units: Sequence[Unit], segments: Sequence[Segment], name: str = "") -> None:
         self.index = index  # its number among the streamed groups, in expected order
         self.units = list(units)  # none for a weight that was made resident
+        for unit in units:
+            unit.group = self
         self.segments = list(segments)  # the host memory that it is copied from
         # the weights, in the order in which they lie in its place
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
@@ -97,8 +99,6 @@ class Member:
         self.entered = 0  # how many times it has been called since it was attached
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
-        # a member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`)
-        self.looks_into: Member | None = None
         # parameters that its call may use and that live on the device
         self.parameters_on_device: list[nn.Parameter] = []
 

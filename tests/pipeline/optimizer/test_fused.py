@@ -39,7 +39,7 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         with mock.patch.object(group_steps, "update_weights", update_weights):
             yield settings
             optimizer.step()
-            pipeline.settle()
+            pipeline._engine.settle()
     finally:
         pipeline.detach()
 

@@ -296,11 +296,11 @@ def test_settling_waits_for_all(interrupted: bool, monkeypatch: pytest.MonkeyPat
                 with monkeypatch.context() as patch:
                     patch.setattr(Job, "join", interrupt)
                     with pytest.raises(KeyboardInterrupt):
-                        pipeline.settle()
+                        pipeline._engine.settle()
                 assert not pipeline._engine.optimizers.settled
             open_soon(gate)
             if pipeline is not None:
-                pipeline.settle()
+                pipeline._engine.settle()
                 assert gate.is_set()
                 assert pipeline._engine.optimizers.settled
         return everything(model, optimizer)
@@ -624,7 +624,7 @@ def test_an_optimizer_that_is_dropped_is_freed() -> None:
             optimizer = adam(model)
             for _ in range(2):
                 plain_step(model, optimizer)
-            pipeline.settle()
+            pipeline._engine.settle()
             alive = weakref.ref(optimizer)
             del optimizer
             gc.collect()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 from sp_lightning.pipeline.weights.graphs import Graphs
 
 
@@ -33,40 +31,11 @@ def test_a_dropped_graph_does_not_wait() -> None:
     assert not graphs.waiting()
 
 
-def test_announcements_are_made_until_they_are_let_go() -> None:
-    """Nodes hold nothing of the engine after that."""
-    graphs, seen = Graphs(), []
-    first, second = (graphs.announce(lambda *args, name=name: seen.append((name, *args))) for name in "ab")
-    second(2)
-    first()
-    assert seen == [("b", 2), ("a",)]
-    graphs.let_go()
-    first()
-    assert len(seen) == 2
-
-
-def test_an_announcement_dies_with_the_nodes_that_hold_it() -> None:
-    """One step may contain any number of forwards and backwards."""
-
-    def action() -> None:
-        """Nothing."""
-
-    graphs, gone = Graphs(), weakref.ref(action)
-    graphs.watch_current()
-    announcement = graphs.announce(action)
-    del action
-    assert gone() is not None
-    del announcement
-    assert gone() is None
-
-
-def test_announcements_do_not_keep_their_graph_alive() -> None:
-    """Else it would wait for a backward until Python collects garbage."""
+def test_a_graph_from_before_a_new_arrangement_is_outdated() -> None:
+    """And what is built from then on is another."""
     graphs = Graphs()
     graph = graphs.watch_current()
-    announcement = graphs.announce(lambda graph=graph: None)
-    graphs.begin()
-    del graph
-    assert graphs.waiting()
-    del announcement
-    assert not graphs.waiting()
+    graphs.outdate()
+    assert graph.outdated
+    assert graphs.watch_current() is not graph
+    assert not graphs.current.outdated
