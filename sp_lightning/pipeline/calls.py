@@ -259,7 +259,7 @@ class Calls:
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
             bundle = None if engine.activations.are_kept else engine.offloader.current
-            reach = partial(_reach, ref(engine), ref(member), graphs.watch_current(), self._inside[-1], bundle)
+            reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
             before_backward(watched, reach, number, graphs.calls)
         return output
 

@@ -35,31 +35,27 @@ class Graphs:
     """The graphs that may still need weights where these lay when the graphs were built."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.current = Graph(0)  # the graph that is being built
         self.calls = 0  # how many calls of units have begun
         self.has_served = False  # whether weights were used outside of units since the last scope or backward
         self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
 
     def begin(self) -> None:
-        """Begin the graph of a new step."""
+        """Begin the graph of a new step; whoever holds nodes of the last one may run a backward through it."""
+        self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
-
-    def watch_current(self) -> Graph:
-        """Return the current graph, which from now on counts as waiting for a backward, unless it has had one."""
-        self._alive.add(self.current)
-        return self.current
 
     def outdate(self) -> None:
         """Note that weights no longer lie where graphs need them."""
-        for graph in self._alive:
-            graph.outdated = True
         self.begin()
+        for graph in self._earlier:
+            graph.outdated = True
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
         waits, self.has_served = self.has_served, False
-        for graph in self._alive:
+        for graph in self._earlier:
             waits |= not graph.done
         return waits
 

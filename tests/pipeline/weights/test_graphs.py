@@ -5,10 +5,11 @@ from __future__ import annotations
 from sp_lightning.pipeline.weights.graphs import Graphs
 
 
-def test_a_graph_waits_from_its_first_use_to_its_backward() -> None:
+def test_a_graph_waits_from_the_end_of_its_step_to_its_backward() -> None:
     graphs = Graphs()
+    graph = graphs.current
     assert not graphs.waiting()
-    graph = graphs.watch_current()
+    graphs.begin()
     assert graphs.waiting()
     graph.done = True
     assert not graphs.waiting()
@@ -17,16 +18,15 @@ def test_a_graph_waits_from_its_first_use_to_its_backward() -> None:
 def test_a_graph_that_has_had_a_backward_does_not_wait_again() -> None:
     """What is computed after that may be kept for ever, such as a preview of a generator's images."""
     graphs = Graphs()
-    graph = graphs.watch_current()
+    graph = graphs.current
     graph.done = True
-    assert graphs.watch_current() is graph
+    graphs.begin()
     assert not graphs.waiting()
 
 
 def test_a_dropped_graph_does_not_wait() -> None:
     """As that of an output that was thrown away."""
     graphs = Graphs()
-    graphs.watch_current()
     graphs.begin()
     assert not graphs.waiting()
 
@@ -34,8 +34,8 @@ def test_a_dropped_graph_does_not_wait() -> None:
 def test_a_graph_from_before_a_new_arrangement_is_outdated() -> None:
     """And what is built from then on is another."""
     graphs = Graphs()
-    graph = graphs.watch_current()
+    graph = graphs.current
     graphs.outdate()
     assert graph.outdated
-    assert graphs.watch_current() is not graph
+    assert graphs.current is not graph
     assert not graphs.current.outdated
