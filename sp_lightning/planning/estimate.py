@@ -225,7 +225,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
     inputs = nbytes * matrices[0][-1] if matrices else 0
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
-    footprint = Footprint(inputs, saved - inputs, saved, saved, repeatable=True, large_inputs=inputs)
+    footprint = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
     link = Link(up=given.to_device * 1e9, down=given.to_host * 1e9)
     ways = footprint.ways(link, work.weight_bytes, forward, backward)
     return replace(
