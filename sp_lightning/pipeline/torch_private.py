@@ -29,6 +29,8 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from sp_lightning import optim
+
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -183,15 +185,16 @@ class StepCode:
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
-    """Tell whether torch's `step` was replaced, in the class or in this object.
+    """Tell whether the `step` of torch's or our own class was replaced, in the class or in this object.
 
     A scheduler wraps it in the object, too, to notice calls, but then the wrapped function is the class's own.
     """
     step, own = type(optimizer).step, vars(optimizer).get("step")
     code = getattr(inspect.unwrap(step), "__code__", None)  # not every callable has code: a mock, a partial
-    of_torch = code is not None and os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__)
+    known = [os.path.dirname(str(package.__file__)) for package in (torch.optim, optim)]
+    is_known = code is not None and os.path.dirname(code.co_filename) in known
     of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
-    return not of_torch or not (own is None or of_a_scheduler)
+    return not is_known or not (own is None or of_a_scheduler)
 
 
 def use_expandable_segments(unused: torch.cuda.Stream) -> None:

@@ -1,4 +1,4 @@
-"""Torch's optimizers: which of them can step units one by one, with the bits of a plain step; hearing of all steps."""
+"""Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step; hearing of steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning import optim
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 
@@ -21,6 +22,9 @@ BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Ad
 
 BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
+
+ON_HOST = (optim.AdamW, optim.Adam, optim.SGD, optim.Lion)
+"""Optimizers of ours, which take care of each weight themselves."""
 
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
@@ -35,8 +39,8 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
         return "a GradScaler has left it to the optimizer's own kernel to skip steps"
     if has_foreign_step_hooks(optimizer):
         return f"a step hook may look at everything that {name} steps"
-    if type(optimizer) not in BY_ELEMENT + BY_WEIGHT:
-        return f"{name} is not one of torch's optimizers that treat each weight by itself"
+    if type(optimizer) not in BY_ELEMENT + BY_WEIGHT + ON_HOST:
+        return f"{name} is not one of torch's optimizers, or of ours, that treat each weight by itself"
     if step_is_replaced(optimizer):
         return f"`step` of {name} was replaced"
     if type(optimizer) in BY_WEIGHT and torch.is_autocast_enabled("cpu"):

@@ -1,0 +1,83 @@
+"""Compact optimizers under the engine: stepped unit by unit, with the bits of plain steps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineStrategy, optim
+
+from ..zoo.blocks import WIDTH, chain
+
+
+class Module(L.LightningModule):
+    def __init__(self, make: partial[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self._make = chain(5), make
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = self._make(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: object) -> tuple[list[Tensor], Strategy]:
+    """Train; weights and all tensors of the optimizer's state."""
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, **arguments)
+    torch.manual_seed(0)
+    module = Module(make)
+    trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
+    state = trainer.optimizers[0].state
+    kept = [value for weight in module.parameters() for value in state[weight].values()]
+    return [*(weight.detach() for weight in module.parameters()), *kept], strategy
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=["plain", "clipped"]
+)
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (partial(optim.AdamW, lr=1e-2), "32-true"),
+        (partial(optim.AdamW, lr=1e-2), "bf16-true"),
+        (partial(optim.AdamW, lr=1e-2, moments="int8"), "bf16-true"),
+        (partial(optim.Adam, lr=1e-2, master="split24", moments="int8"), "bf16-true"),
+        (partial(optim.SGD, lr=1e-2, momentum=0.9), "bf16-true"),
+        (partial(optim.Lion, lr=1e-3, moments="bf16"), "bf16-true"),
+        (partial(optim.AdamW, lr=1e-2), "bf16-mixed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.func.__name__}-{list(value.keywords.values())[1:]}",
+)
+def test_units_are_stepped_with_the_bits_of_a_plain_step(
+    make: partial[torch.optim.Optimizer], precision: str, arguments: dict[str, object]
+) -> None:
+    arguments = {**arguments, "precision": precision}
+    expected, _ = fit(SingleDeviceStrategy(device="cpu"), make, **arguments)
+    got, _ = fit(SuperpipelineStrategy(k=2, k_prime=1), make, **arguments)
+    assert all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))
+
+
+def test_steps_are_taken_in_backward() -> None:
+    """As those of torch's optimizers are."""
+    seen: list[int] = []
+
+    class Counts(Module):
+        def on_train_batch_end(self, *args: object) -> None:
+            seen.append(self.trainer.strategy.pipeline.stats.steps_in_backward)
+
+    module = Counts(partial(optim.AdamW, lr=1e-3))
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=SuperpipelineStrategy(k=2, k_prime=1), precision="bf16-true", max_steps=4,
+        barebones=True,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
+    assert seen[-1] > 0
