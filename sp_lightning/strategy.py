@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -243,13 +242,9 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         materialize(self._module, self.lightning)  # loading into a meta tensor does nothing but warn
-        before = list(self._module.parameters())
         super().load_model_state_dict(checkpoint, strict)
-        after = list(self._module.parameters())
-        if self.pipeline is not None and len(before) == len(after) and all(map(is_, before, after)):
+        if self.pipeline is not None:
             self.pipeline.weights_changed()
-        elif self.pipeline is not None:  # a user's `load_state_dict` that assigns
-            self.pipeline.rebuild()
 
     @override
     def on_train_end(self) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
-from sp_lightning.pipeline.optimizer.unit_step import UnitStep
+from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
 
 FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value
 
@@ -78,13 +78,15 @@ def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
     gradients = unit.arrived if work == "mixed" else unit.gradients
     copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
     scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
-    stepper = UnitStep(type(optimizer), unit.masters, unit.masters, copies)
-    states = [optimizer.state[master] for master in unit.masters]
+    updates = [
+        Update(master.data, gradient, scaling, optimizer.state[master], copy)
+        for master, gradient, copy in zip(unit.masters, gradients, copies, strict=True)
+    ]
 
     @torch.no_grad()
     def step() -> None:
         hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        stepper.run(optimizer, hyper, scaling, gradients, states)
+        update_weights(optimizer, hyper, updates)
 
     return step
 
@@ -104,7 +106,7 @@ def median_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str,
         for name in list(steps)[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
             steps[name]()
-            if turn >= 2:  # the first steps create the state and find out which tensors are adjacent
+            if turn >= 2:  # the first steps create the state
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(each) for name, each in times.items()}
 

@@ -32,8 +32,8 @@ from sp_lightning.pipeline.weights.window import Window
 class FollowsBackward(Protocol):
     """What follows backward passes."""
 
-    def begin_backward(self) -> None:
-        """Follow the beginning of a backward pass."""
+    def arm_guard(self) -> None:
+        """Guard masters from now on."""
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
@@ -52,15 +52,13 @@ class BackwardPass:
         at_work: EngineAtWork,
     ) -> None:
         self.running = False  # whether a pass is open
-        # whether another arrangement has taken over, so that announcements from this one's graphs are ignored
-        self.closed = False
-        self.task = -1  # autograd's number of the pass (its graph task)
+        self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._order = window.order
         self._stream = stream
         self._optimizers = optimizers
-        self._direct: list[tuple[Node, RemovableHandle]] = []  # nodes live for as long as somebody holds them
-        self._watched: set[Weight] = set()
+        # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
+        self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
         self._resident = resident
         self._stats = window.stats
         self._at_work = at_work
@@ -74,17 +72,14 @@ class BackwardPass:
         """Note a sign of a backward pass; the first one opens the pass."""
         self.forget_failed()
         if not self.running and in_backward():
-            with self._at_work:  # the host's part of a graph and the device's run in threads of their own
-                if not self.running:
-                    self._begin()
-
-    def _begin(self) -> None:
-        self.running = True
-        self.task = graph_task()
-        self._follower.begin_backward()
-        callback = partial(self._end)
-        self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
-        when_backward_ends(callback)
+            with self._at_work:
+                if not self.running:  # the host's part of a graph and the device's run in threads of their own
+                    self.running = True
+                    self._task = graph_task()
+                    self._follower.arm_guard()
+                    callback = partial(self._end)
+                    self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
+                    when_backward_ends(callback)
 
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
@@ -102,60 +97,53 @@ class BackwardPass:
                 self._watch(twin)
 
     def adopt_requires_grad(self, twin: Twin) -> None:
-        """Let a master require a gradient, or no longer, if a forward has changed that of its twin."""
-        if twin.parameter.requires_grad != twin.required_gradient:
-            twin.weight.master.requires_grad_(twin.parameter.requires_grad)
-            self.follow_requires_grad(twin)
+        """Let a master require a gradient, or no longer, as its twin does: a forward has changed that."""
+        twin.weight.master.requires_grad_(twin.parameter.requires_grad)
+        self.follow_requires_grad(twin)
 
     def _watch(self, twin: Twin) -> None:
         """Collect the gradients of a twin from now on; those of graphs on the master itself are an error."""
-
-        def collect(_: Tensor) -> None:
-            with without_torch_function():
-                self._collect(twin)
-
         register = twin.parameter.register_post_accumulate_grad_hook
-        twin.gradient_hook = register(collect)  # type: ignore[no-untyped-call]
+        twin.gradient_hook = register(partial(self._collect, twin))  # type: ignore[no-untyped-call]
         weight = twin.weight
-        if weight not in self._watched:
-            self._watched.add(weight)
+        if weight not in self._refusing:
             with without_torch_function():
                 node = get_gradient_edge(weight.master).node
-            self._direct.append((node, node.register_prehook(partial(_refuse, weight))))
+            self._refusing[weight] = node, node.register_prehook(partial(_refuse, weight))
 
-    def _collect(self, twin: Twin) -> None:
-        self.note()
-        gradient = take_gradient(twin.parameter)
-        if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
-            return
-        complete = self._stream.gather(twin.weight, gradient)
-        if complete is not None:
-            # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
-            self._stream.send(complete, is_last=graph_task() == self.task)
+    def _collect(self, twin: Twin, _leaf: Tensor) -> None:
+        with without_torch_function():
+            self.note()
+            gradient = take_gradient(twin.parameter)
+            if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
+                return
+            complete = self._stream.gather(twin.weight, gradient)
+            if complete is not None:
+                # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
+                self._stream.send(complete, is_last=graph_task() == self._task)
 
     def close(self) -> None:
-        """Ignore announcements from graphs, as another arrangement takes over, or none."""
-        self.closed = True
-        while self._direct:
-            self._direct.pop()[1].remove()
+        """Let masters have gradients of their own again."""
+        for _, handle in self._refusing.values():
+            handle.remove()
+        self._refusing.clear()
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
+    def reach(self, member: Member, graph: Graph, groups: Sequence[Group]) -> None:
         """Prepare for the nodes of a member's call, which backward is about to run.
 
         Args:
             member: The member that was called.
             graph: The graph that the call built.
             groups: The groups whose weights the call computed with.
-            around: Groups of the calls that enclosed it, whose backward is not over either.
         """
         unit = member.unit
-        if unit is None:
-            return
         with self._at_work:
             self.note()
             self._graphs.add(graph)
+            if unit is None or unit.resident:
+                return
             self._order.visit(member.index, Pass.BACKWARD)
             for left in self._stream.left_behind([unit, self._resident]):
                 self._stream.send(left, is_last=False)
@@ -165,18 +153,10 @@ class BackwardPass:
                 unit.is_reached = True
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
-                if all(group in groups or _is_valid(group) for group in other.groups):
+                if all(map(_is_valid, set(other.groups).difference(groups))):
                     other.put_in_twins(self.follow_requires_grad)
-            self.in_use = [*groups, *around]
+            self.in_use = [*groups, *member.called_in]  # the backward of calls around it is not over either
             self._window.prefetch(self.in_use)
-
-    def note_graph(self, graph: Graph, _gradients: object) -> None:
-        """Note that backward is about to run nodes of `graph` that a resident module's call has made."""
-        if self.closed:
-            return
-        with self._at_work:
-            self.note()
-            self._graphs.add(graph)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""

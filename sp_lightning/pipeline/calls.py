@@ -1,159 +1,230 @@
-"""The calls of members: what the engine does around each one, and when backward reaches what it computed.
+"""Steps, and the calls of modules in them: what the engine does around each, and when backward reaches what it made.
 
-A call *enters* its unit: the group is brought to the device, twins take the masters' place in the module tree, and
-copies are started for what comes next. It *leaves* it: masters are put back, and the slot may be reused. The node that
-made its output gets a hook that announces its backward.
+[Note: one step]
+A scope of `step()` is open, in which masters are guarded, and weights on the device are checked against them before
+use. A call *enters* its unit: the group is brought to the device, twins take the masters' place in the module tree, and
+copies are started for what comes next, by the order of uses. It *leaves* it: masters are put back, and the place may be
+given to others. The node that made its output has a hook, by which backward *reaches* the unit again. Other signs of
+backward are the weights that it unpacks, and recomputation; it leaves all units when it ends.
+
+    order -> window -> lanes -> device -> autograd -> gradients -> optimizer -> host
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.offload import Bundle, Offloader
-from sp_lightning.pipeline.activations.policy import Activations
-from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.backward import BackwardPass
+from sp_lightning.pipeline.activations.offload import Bundle
+from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.weights.graphs import Announcement, Graph, Graphs, before_backward
-from sp_lightning.pipeline.weights.guard import EngineAtWork
-from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
+from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
+from sp_lightning.pipeline.weights.graphs import Graph, before_backward
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.weights.operands import replace_instances, tensors_in
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
-from sp_lightning.pipeline.weights.window import Window
 
 
 class Calls:
-    """Runs the calls of an arrangement's members during a step."""
+    """Opens and closes steps, and runs the calls of modules in them."""
 
-    def __init__(
-        self,
-        arrangement: Arrangement,
-        graphs: Graphs,
-        saved: SavedTensors,
-        activations: Activations,
-        offloader: Offloader,
-        window: Window,
-        backward: BackwardPass,
-        outside: OutsideUse,
-        at_work: EngineAtWork,
-    ) -> None:
-        self._arrangement = arrangement
-        self._backend = window.backend
-        self._graphs = graphs
-        self._saved = saved
-        self._activations = activations
-        self._offloader = offloader
-        self._at_work = at_work
-        self._window = window
-        self._order = window.order
-        self._backward = backward
-        self._outside = outside
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
+        engine.keeper = self
 
-    def run(
-        self,
-        member: Member,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        autocast: torch.dtype | None,
-    ) -> Any:
-        """Run a module's call, without the gate around it, with its weights on the device."""
-        if member.unit is None:
-            return self._run_around_units(member, forward, args, kwargs)
-        if self._activations.are_kept or not self._activations.manages(member):
-            return self._run(member, forward, args, kwargs, autocast)
-        # the outermost call of a unit, whose saved tensors have a policy of their own
-        self._finish_optimizer(member)  # later, their end would look like a write by the forward
-        try:
-            self._activations.begin(member, args, kwargs)
-            output = self._run(member, forward, args, kwargs, autocast)
-            self._activations.conclude(output)
-            return output
-        finally:
-            self._activations.end()
+    # -------------------------------------------------------------------------------------------------------- a step
 
-    def _run(
-        self,
-        member: Member,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        autocast: torch.dtype | None,
-    ) -> Any:
-        if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
-            forward = _without_autocast_cache(forward)
-        number = self._enter(member, autocast)
-        pushed = False
+    @contextmanager
+    def step(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
+        """Open a scope, which begins a step if it is not within another.
+
+        Args:
+            look_for_new_parameters: Whether to check for other Parameters in the modules.
+            goes_on: Whether it is for a backward pass of the last step.
+        """
+        engine, graphs = self._engine, self._engine.graphs
+        if graphs.scopes == 0:
+            self._begin_step(look_for_new_parameters, goes_on)
+        pushed = engine.saved.push(ahead=True)
+        graphs.scopes += 1
+        # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
+        is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
         try:
-            self._begin(member)
-            pushed = self._saved.push()
-            # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-            return self._announce(member, forward(*args, **kwargs), number)
+            with AccessCheck(engine) if is_checked else nullcontext():
+                yield
+        except BaseException as error:
+            if graphs.scopes == 1 and not in_backward():
+                self.abandon()
+            if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
+                raise RuntimeError(
+                    f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
+                    "`create_graph=True`."
+                ) from error
+            raise
         finally:
             if pushed:
-                self._saved.pop()
-            self._leave(member)
+                engine.saved.pop()
+            if graphs.scopes:
+                graphs.scopes -= 1
+                if graphs.scopes == 0 and not in_backward():
+                    with engine.at_work:
+                        engine.window.end_step()
+                    graphs.begin()  # whoever still holds the old graph waits for its backward
+                engine.relax_guard()
+
+    def _begin_step(self, look_for_new_parameters: bool, goes_on: bool) -> None:
+        engine = self._engine
+        optimizer_steps.depth = 0
+        if in_backward():
+            engine.backward.note()
+            return
+        if engine.backward.running or self._inside:
+            self.abandon()  # a backward outside of any scope ended with an exception
+        goes_on = goes_on or engine.graphs.waiting()  # this is the backward of the previous step
+        engine.before_step(look_for_new_parameters, goes_on)
+        if not goes_on:
+            engine.optimizers.begin_step()
+            engine.stats.steps += 1
+            engine.backend.trace.begin_step()
+            engine.activations.begin_step()
+            engine.order.begin_step()
+        engine.arrangement.unused_in_step = not goes_on
+        engine.arm_guard()
+        with engine.at_work:
+            if not goes_on and torch.is_grad_enabled():
+                engine.stream.reserve()
+            engine.window.begin_step()
 
     def abandon(self) -> None:
-        """Clean up after an exception has ended all calls."""
-        for member in self._arrangement.members:
-            member.running_calls = 0
-            member.put_back_masters()
-        self._inside.clear()
+        """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
+        engine = self._engine
+        with engine.at_work:
+            engine.stats.resets += 1
+            self._inside.clear()
+            engine.abandon()
+            engine.graphs.scopes = 0
+            engine.graphs.begin()
+            optimizer_steps.depth = 0
+            engine.relax_guard()
 
     # --------------------------------------------------------------------------------------------------------- a call
 
-    def _finish_optimizer(self, member: Member) -> None:
-        with self._at_work:
+    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of a member's module with its weights on the device (see gates.py)."""
+        engine = self._engine
+        if is_capturing():
+            raise RuntimeError(
+                "A module that superpipeline streams cannot be captured as a graph (by `torch.jit.trace`, "
+                "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
+                "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
+            )
+        if in_transform() and (member.is_streamed or engine.graphs.scopes == 0):
+            raise RuntimeError(
+                f"{member.name or 'the model'!r}, whose weights are streamed, is called within a transform of "
+                "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
+                "`torch.autograd.grad`."
+            )
+        if optimizer_steps.depth:
+            with optimizer_waits():
+                return self.call(member, forward, args, kwargs)
+        if engine.graphs.scopes == 0:
+            with self.step():
+                return member.module(*args, **kwargs)  # perhaps as a member of another arrangement
+        if member.unit is None:
+            return self._run_around_units(member, partial(forward, *args, **kwargs))
+        device = engine.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if autocast != engine.arrangement.autocast and engine.adapt_to_autocast(member, autocast):
+            return member.module(*args, **kwargs)  # as a member of the new arrangement
+        if member.compiled is not None and member.module._compiled_call_impl is None:
+            forward = member.compiled
+        compute = partial(forward, *args, **kwargs)
+        activations = engine.activations
+        if activations.are_kept or not activations.manages(member):
+            return self._run(member, compute, autocast)
+        # the outermost call of a unit, whose saved tensors have a policy of their own
+        with engine.at_work:
             for group in member.groups:
-                self._window.finish_optimizer(group)
+                engine.window.finish_optimizer(group)  # later, its end would look like a write by the forward
+        try:
+            activations.begin(member, args, kwargs)
+            output = self._run(member, compute, autocast)
+            activations.conclude(output)
+            return output
+        finally:
+            activations.end()
+
+    def _run_around_units(self, member: Member, compute: Callable[[], Any]) -> Any:
+        # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
+        with self._engine.at_work:
+            member.put_in_twins(self._engine.backward.follow_requires_grad)
+        try:
+            return compute()
+        finally:
+            member.put_back_masters()
+
+    def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
+        # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
+        uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+        number = self._enter(member, autocast)
+        pushed = False
+        try:
+            pushed = self._engine.saved.push()
+            if uncached:
+                torch.set_autocast_cache_enabled(False)
+            # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
+            return self._announce(member, compute(), number)
+        finally:
+            if uncached:
+                torch.set_autocast_cache_enabled(True)
+            if pushed:
+                self._engine.saved.pop()
+            self._leave(member)
 
     def _enter(self, member: Member, autocast: torch.dtype | None) -> int:
-        """Bring what a call needs, and return the call's number."""
-        with self._at_work:
-            self._graphs.calls += 1
-            number = self._graphs.calls
-            self._arrangement.unused_in_step = False
+        """Bring what a call needs, put it in its place, and return the call's number."""
+        engine, backward, is_backward = self._engine, self._engine.backward, in_backward()
+        with engine.at_work:
+            engine.graphs.calls += 1
+            number = engine.graphs.calls
+            engine.arrangement.unused_in_step = False
             member.entered += 1
-            direction = _direction()
-            if self._backward.running and direction is not Pass.BACKWARD:
-                self._backward.abandon()  # it ended with an exception that the user caught within the step
+            if backward.running and not is_backward:
+                backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
-                self._order.visit(member.index, direction)
-            if self._arrangement.compiled and autocast is not None:
-                self._outside.note_compiled_call(member)
-            self._outside.unblock(member)
+                forward = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
+                engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
+            if engine.arrangement.compiled and autocast is not None:
+                engine.outside.note_compiled_call(member)
+            if self._inside:
+                engine.outside.unblock(member)
             for group in member.groups:
-                self._window.bring(group)
+                engine.window.bring(group)
+            engine.window.prefetch([*member.groups, *backward.in_use])
             for group in member.groups:
                 group.users += 1
             member.running_calls += 1
-            if self._inside:
-                member.called_in.update(*self._inside)
+            member.called_in.update(*self._inside)
             self._inside.append(member.groups)
-            if member.is_streamed and not self._activations.are_kept:
-                self._activations.enter(member)
+            if member.is_streamed and not engine.activations.are_kept:
+                engine.activations.enter(member)
+            member.put_in_twins(backward.follow_requires_grad)
+            if len(self._inside) == 1 and not is_backward:
+                engine.backend.trace.begin(Kind.FORWARD, member.unit_name)
             return number
 
-    def _begin(self, member: Member) -> None:
-        """Put weights in their places."""
-        with self._at_work:
-            member.put_in_twins(self._backward.follow_requires_grad)
-            self._window.prefetch(self._backward.in_use)
-            if len(self._inside) == 1 and not in_backward():
-                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
-
     def _leave(self, member: Member) -> None:
-        with self._at_work:
+        engine, backward = self._engine, self._engine.backward
+        with engine.at_work:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
@@ -161,99 +232,60 @@ class Calls:
                 group.users -= 1
             is_backward = in_backward()
             if not self._inside and not is_backward:
-                self._backend.trace.end()
+                engine.backend.trace.end()
             for entry in member.entries:
-                self._backward.adopt_requires_grad(entry.weight.twin)
+                twin = entry.weight.twin
+                if twin.parameter.requires_grad != twin.required_gradient:
+                    backward.adopt_requires_grad(twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 member.put_back_masters()
-            if member.is_streamed and not self._activations.are_kept:
-                self._activations.leave()
-            self._window.prefetch([*member.groups, *self._backward.in_use] if is_backward else ())
-
-    def _run_around_units(
-        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if member.looks_into is None:
-            return forward(*args, **kwargs)
-        # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
-        with self._at_work:
-            member.looks_into.put_in_twins(self._backward.follow_requires_grad)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            member.looks_into.put_back_masters()
+            if member.is_streamed and not engine.activations.are_kept:
+                engine.activations.leave()
+            engine.window.prefetch([*member.groups, *backward.in_use] if is_backward else ())
 
     # --------------------------------------------------------------------------------------------------- its backward
 
     def _announce(self, member: Member, output: Any, number: int) -> Any:
-        """Have backward announce itself when it reaches this call, and clone outputs that lie in a slot."""
+        """Have backward announce itself when it reaches this call, and clone outputs that lie in a place."""
+        engine, graphs, places = self._engine, self._engine.graphs, self._engine.arrangement.twins.keys()
         tensors = tensors_in(output)
-        if any(map(self._lies_in_a_slot, tensors)):
-            output = replace_tensors(output, lambda tensor: tensor.clone() if self._lies_in_a_slot(tensor) else tensor)
+        if not places.isdisjoint(map(storage_key, tensors)):
+            output = replace_instances(output, Tensor, lambda it: it.clone() if storage_key(it) in places else it)
             tensors = tensors_in(output)
-            if any(map(self._lies_in_a_slot, tensors)):
+            if not places.isdisjoint(map(storage_key, tensors)):
                 raise RuntimeError(
                     f"superpipeline: {member.name!r} returns one of its weights in an object of a class of its own. "
                     "Return a clone of the weight, or name it in `resident`."
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
-            before_backward(watched, self._announcement(member), number, self._graphs.calls)
+            bundle = None if engine.activations.are_kept else engine.offloader.current
+            reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
+            before_backward(watched, reach, number, graphs.calls)
         return output
 
-    def _lies_in_a_slot(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in self._arrangement.twins
 
-    def _announcement(self, member: Member) -> Announcement:
-        """Return what to do when backward reaches the call that is ending."""
-        graph = self._graphs.watch_current()
-        if not member.is_streamed:
-            return self._graphs.announce(partial(self._backward.note_graph, graph))
-        *outer, groups = self._inside
-        around = [group for each in outer for group in each]
-        if in_backward():  # the call that it was inside of is over, but the backward of that is not
-            around += [group for group in self._backward.in_use if group in member.called_in]
-        bundle = None if self._activations.are_kept else self._offloader.current
-        return self._graphs.announce(partial(self._reach, member, graph, groups, around, bundle))
-
-    def _reach(
-        self,
-        member: Member,
-        graph: Graph,
-        groups: list[Group],
-        around: list[Group],
-        bundle: Bundle | None,
-        _gradients: object,
-    ) -> None:
-        """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in graphs.py)."""
-        if self._backward.closed:
-            return  # if it matters, unpacking raises
-        if torch.is_grad_enabled() and not self._graphs.in_step:
-            raise RuntimeError(
-                "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
-                "with `with pipeline.step():`."
-            )
-        self._backward.reach(member, graph, groups, around)
-        if self._activations.auto is not None:
-            self._activations.auto.reach()
-        self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
-        if bundle is not None:
-            self._offloader.reach(bundle)
-
-
-def _direction() -> Pass:
-    if in_backward():
-        return Pass.BACKWARD
-    return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
-
-
-def _without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a forward that builds no graph cast weights for each use: the cache would keep those of all units."""
-
-    def uncached(*args: Any, **kwargs: Any) -> Any:
-        torch.set_autocast_cache_enabled(False)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.set_autocast_cache_enabled(True)
-
-    return uncached
+def _reach(
+    engine_ref: ref[Engine],
+    member_ref: ref[Member],
+    graph: Graph,
+    groups: list[Group],
+    bundle: Bundle | None,
+    _gradients: tuple[Tensor, ...],
+) -> None:
+    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in graphs.py)."""
+    engine, member = engine_ref(), member_ref()
+    if engine is None or member is None or graph.outdated:
+        return  # if it matters, unpacking raises
+    if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
+        raise RuntimeError(
+            "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
+            "with `with pipeline.step():`."
+        )
+    engine.backward.reach(member, graph, groups)
+    if not member.is_streamed:
+        return
+    if engine.activations.auto is not None:
+        engine.activations.auto.reach()
+    engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+    if bundle is not None:
+        engine.offloader.reach(bundle)

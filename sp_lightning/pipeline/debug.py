@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
+from sp_lightning.pipeline.weights.guard import optimizer_steps
 from sp_lightning.pipeline.weights.operands import instances_in
 from sp_lightning.pipeline.weights.units import Residency
 
@@ -31,8 +31,6 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine
         self._device_type = engine.device.type
-        # masters, by the identity of their memory
-        self._masters = {storage_key(weight.host): weight for weight in engine.arrangement.weights}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -41,26 +39,23 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""
-        if not (_is_view(func) or self._engine.at_work or optimizer_is_stepping()):
+        if not (_is_view(func) or self._engine.at_work or optimizer_steps.depth):
             operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
-            for operand in operands:
-                self._check_twin(operand, func)
-            if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
-                self._check_masters(operands, func)
+            self._check(func, [(operand, storage_key(operand)) for operand in operands])
         return func(*args, **(kwargs or {}))
 
-    def _check_twin(self, operand: Tensor, func: Any) -> None:
-        twin = self._engine.arrangement.twins.get(storage_key(operand))
-        if twin is not None and twin.group.residency is not Residency.READABLE:
-            raise AssertionError(
-                f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
-            )
-
-    def _check_masters(self, operands: list[Tensor], func: Any) -> None:
-        masters = [self._masters[key] for key in map(storage_key, operands) if key in self._masters]
-        others = [operand for operand in operands if storage_key(operand) not in self._masters and operand.dim() > 0]
-        if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
-            raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")
+    def _check(self, func: Any, operands: list[tuple[Tensor, int]]) -> None:
+        twins, masters = self._engine.arrangement.twins, self._engine.arrangement.weights_by_memory
+        for _, memory in operands:
+            if memory in twins and twins[memory].group.residency is not Residency.READABLE:
+                name = twins[memory].weight.name
+                raise AssertionError(f"{func} reads weight {name!r}, whose copy to the device was not waited for.")
+        if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
+            return
+        mixed = [masters[memory].name for _, memory in operands if memory in masters]
+        others = [operand for operand, memory in operands if memory not in masters and operand.dim() > 0]
+        if mixed and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
+            raise AssertionError(f"{func} mixes the master of {mixed[0]!r}, on the host, with a device tensor.")
 
 
 @functools.cache

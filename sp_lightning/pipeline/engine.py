@@ -1,37 +1,37 @@
-"""The engine: the parts that stream a module, wired together, installed in the module tree and removed.
+"""The engine: the parts that stream a module, from attach to detach, and when its units are arranged anew.
 
-Its parts are made in the order in which they build on each other, and each has those that it needs by name. The first
-ones live from attach to detach; the others know the units and where their weights lie, so there are new ones whenever
-units are arranged anew (arranger.py).
+Its parts are made in the order in which they build on each other, and each has those that it needs by name. Some know
+the units and where their weights lie, so there are new ones for each arrangement. That changes only between steps,
+while no graph needs the old one. The reasons: the module has other parameters, steps have shown something (learned.py),
+a planner wants another window, autocast goes on or off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
-from sp_lightning.pipeline.activations.policy import Activations
+from sp_lightning.pipeline.activations.policy import Activations, AutoPolicy
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
 from sp_lightning.pipeline.gradients.buffers import Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.layout.learned import Learned, WindowPlan
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
@@ -39,11 +39,20 @@ from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import HostMemory
+from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
 
-_HOST = torch.device("cpu")
-
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
+
+
+class Planner(Protocol):
+    """Chooses the window; asked between steps, when no graph waits for its backward."""
+
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        """Return the plan for the next step, which may have a backward or not; None for the smallest window."""
+
+    def abandon(self) -> None:
+        """Discard the measurement under way: a step did not finish, or the pipeline ends."""
 
 
 class Engine:
@@ -62,6 +71,7 @@ class Engine:
         device: torch.device,
         options: PipelineOptions,
         backend: Backend,
+        planner: Planner | None,
         replicas: Replicas | None,
     ) -> None:
         self.module = module
@@ -80,74 +90,72 @@ class Engine:
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.stats, self.at_work, options.overlap_optimizer)
+        self._planner = planner
+        self._is_arranged = False
 
-    def take(self, arrangement: Arrangement) -> None:
-        """Make the parts for an arrangement."""
-        self.arrangement = arrangement
-        backend, stats, at_work = self.backend, self.stats, self.at_work
-        members = arrangement.streamed_members
-        groups = [member.unit.group for member in members if member.unit is not None]
+    # ------------------------------------------------------------------------------------------------ an arrangement
+
+    def arrange(self, autocast: torch.dtype | None = None) -> None:
+        """Arrange the module's units for what autocast lowers weights to, and take the module over.
+
+        Raises:
+            ValueError: If an option does not fit the module or the available memory.
+            torch.OutOfMemoryError: If what should live on the device does not fit.
+        """
+        options, backend = self.options, self.backend
+        self.arrangement = arrangement = Arrangement(
+            self.module, options, self.learned, self.memory, backend, autocast, self.replicas
+        )
+        self._make_parts()
+        try:
+            self._install()
+        except BaseException:
+            arrangement.release_copies()
+            raise
+        self._is_arranged = True
+        self.stats.arrangements += 1
+        auto = None  # who chooses what becomes of activations: measured anew for other units
+        if self.activations.chooses and self.budget is not None:
+            is_planned = self._planner is not None and "auto" in (options.k, options.k_prime)
+            pin = arrangement.host_share.pinnable != 0
+            auto = AutoPolicy(self.activations.second_forwards, pin=pin, warns=not is_planned)
+        self.activations.choose_by(auto)
+
+    def rearrange(self, autocast: torch.dtype | None) -> None:
+        """Give the module back, and arrange it anew."""
+        self._is_arranged = False
+        self.uninstall()
+        self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
+        self.arrange(autocast)
+
+    def _make_parts(self) -> None:
+        arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
+        share, members = arrangement.host_share, arrangement.streamed_members
         self.order = Order(len(members))
+        groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        self.stream = self._make_stream()
+        pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
+        if self.replicas is None:
+            self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin)
+        else:
+            unmanaged = list(arrangement.unmanaged.values())
+            self.stream = AveragedStream(
+                arrangement.all_units, self.window, backend, stats, pin, self.replicas, unmanaged
+            )
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
         self.outside = OutsideUse(
             self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
         )
-        self.guard = self.outside.guard
-        self.calls = Calls(
-            arrangement,
-            self.graphs,
-            self.saved,
-            self.activations,
-            self.offloader,
-            self.window,
-            self.backward,
-            self.outside,
-            at_work,
-        )
 
-    def _make_stream(self) -> GradientStream:
-        arrangement, share = self.arrangement, self.arrangement.host_share
-        units, backend, stats = arrangement.all_units, self.backend, self.stats
-        pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
-        if self.replicas is None:
-            return GradientStream(units, self.window, backend, stats, pin)
-        unmanaged = list(arrangement.unmanaged.values())
-        return AveragedStream(units, self.window, backend, stats, pin, self.replicas, unmanaged)
-
-    @property
-    def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self.arrangement.budget is not None:
-            return self.arrangement.budget
-        memory = self.backend.memory()
-        if memory is None:
-            return None
-        streaming = self.arrangement.streaming_bytes()
-        if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
-            streaming = min(streaming, self.arrangement.device_bytes() + self.stream.device_bytes())
-        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
-
-    def room_for_activations(self) -> int:
-        """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
-        return max(0, (self.budget or 0) - self.arrangement.streaming_bytes())
-
-    # ------------------------------------------------------------------------------------ installing and uninstalling
-
-    def install(self) -> None:
-        """Take over the module.
-
-        Raises:
-            torch.OutOfMemoryError: If the units that should live on the device do not fit; the module is not taken over
-                then.
-        """
+    def _install(self) -> None:
         arrangement = self.arrangement
-        self._settle_on_device()
+        move_parameters(arrangement.parameters_on_device, self.device)
+        self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
-        self.parameters = frozenset(map(id, self.module.parameters()))
+        self._names = self._named_parameters()
+        self.parameters = frozenset(self._names.values())
         self.optimizers.work_with(self, arrangement.weights_by_master)
         move_all_but_parameters(self.module, self.device)
         move_unmanaged(arrangement.unmanaged.values(), self.device)
@@ -156,44 +164,22 @@ class Engine:
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
-        if self.options.compile:
-            for member in arrangement.streamed_members:
-                member.compiled = compiled_call(member.module)
-        self.guard.install()
-        self.install_gates()
-
-    def install_gates(self) -> None:
-        """Have modules surround their calls."""
-        for member in self.arrangement.members:
+        for member in arrangement.streamed_members if self.options.compile else ():
+            member.compiled = compiled_call(member.module)
+        self.outside.install()
+        for member in arrangement.members:
             install_gate(member, self.keeper)
-
-    def remove_gates(self) -> None:
-        """Undo `install_gates`."""
-        for member in self.arrangement.members:
-            remove_gate(member)
-
-    def _settle_on_device(self) -> None:
-        """Move the units that live on the device there, or move them all back if memory runs out."""
-        parameters = self.arrangement.parameters_on_device
-        try:
-            self._move(parameters, self.device)
-        except torch.OutOfMemoryError:
-            self._move(parameters, _HOST)
-            raise
-
-    def _move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
-        move_parameters(parameters, device)
-        self.optimizers.move_state(parameters)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement = self.arrangement
+        self.graphs.outdate()
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
         for member in arrangement.members:
             member.put_back_masters()  # the call of a module that looks into a unit may still be running
-        self.remove_gates()
+            remove_gate(member)
         for twin in arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
@@ -201,27 +187,119 @@ class Engine:
         self.backend.drain()
         arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
-        self.guard.remove()
+        self.outside.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
-        self._move(moving, _HOST)
+        move_parameters(moving, HOST)
+        self.optimizers.move_state(moving)
         arrangement.close()
+
+    @property
+    def budget(self) -> int | None:
+        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
+        arrangement = self.arrangement
+        memory = None if arrangement.budget is not None else self.backend.memory()
+        if memory is None:
+            return arrangement.budget
+        streaming = arrangement.streaming_bytes()
+        if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
+            streaming = min(streaming, arrangement.device_bytes() + self.stream.device_bytes())
+        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
+
+    # ------------------------------------------------------------------------------------- reasons for another one
+
+    def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
+        """Arrange units anew if there is a reason to.
+
+        Args:
+            look_for_new_parameters: Whether to check for other Parameters in the modules.
+            waiting: Whether a graph waits for its backward, and needs weights where they are.
+        """
+        autocast, learned = self.arrangement.autocast, self.learned
+        if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
+            self.rearrange(autocast)
+        self.optimizers.restore_param_groups()
+        if waiting or self._is_lent_out():
+            return
+        if self._has_replaced_weights() or (look_for_new_parameters and self._named_parameters() != self._names):
+            self.rearrange(autocast)
+        arrangement = self.arrangement
+        if torch.is_grad_enabled():
+            with without_torch_function():
+                learned.note_trained(arrangement.parameters)
+        members = arrangement.streamed_members
+        called = [members[number].unit_name for number in self.order.used()] if learned.order is None else []
+        if learned.conclude(arrangement.units, called):
+            self.rearrange(autocast)
+        if self._planner is not None:
+            plan = self._planner.before_step(self, torch.is_grad_enabled())
+            if plan != learned.plan:
+                self._follow(plan)
+        auto = self.activations.auto
+        if auto is not None and auto.must_choose:  # for the room that is left; there is a limit
+            auto.choose(max(0, (self.budget or 0) - self.arrangement.streaming_bytes()))
+
+    def _follow(self, plan: WindowPlan | None) -> None:
+        """Adopt the window that the planner wants."""
+        policies = self.activations.auto
+        self.learned.plan = plan
+        self.rearrange(self.arrangement.autocast)
+        self.activations.choose_by(policies)  # the units are the same, so their measurements still hold
+        if policies is None:
+            return
+        if plan is not None and plan.policies:
+            units = self.arrangement.units
+            policies.prescribe({m.name: plan.policies.get(unit.name, "keep") for unit in units for m in unit.members})
+        else:
+            policies.must_choose = True  # for another room
+
+    def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
+        """Follow a change of autocast that is found in a member's call.
+
+        Returns:
+            Whether everything was arranged anew for it.
+        """
+        if self.arrangement.unused_in_step and not (self.graphs.waiting() or self._is_lent_out()):
+            self.outside.in_step = False
+            self.rearrange(autocast)
+            self.arm_guard()
+            return True
+        for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
+            self.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
+        return False
+
+    def _is_lent_out(self) -> bool:
+        """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
+        for member in self.arrangement.members:
+            for entry in member.entries:
+                lent: Any = entry.parameters.get(entry.key)
+                if type(lent) is Tensor:
+                    return True
+        return False
+
+    def _named_parameters(self) -> dict[str, int]:
+        """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
+        return {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+
+    def _has_replaced_weights(self) -> bool:
+        with self.at_work:
+            return any(weight.is_converted for weight in self.arrangement.weights)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
     def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
-        if not self.guard.in_step:
+        if not self.outside.in_step:
             self.window.suspect_all()
-            self.guard.in_step = True
+            self.outside.in_step = True
 
     def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
-        if self.graphs.in_step or self.backward.running:
+        if self.graphs.scopes or self.backward.running:
             return
-        self.guard.in_step = False
+        self.outside.in_step = False
         copies = self.window.copies_of(self.arrangement.groups)
-        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
+        self.outside.settled = self.optimizers.settled and self.stream.settled and not copies
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""
@@ -232,7 +310,9 @@ class Engine:
 
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
-        self.calls.abandon()
+        for member in self.arrangement.members:
+            member.running_calls = 0
+            member.put_back_masters()
         self.optimizers.restore_param_groups()
         self.backward.abandon()
         self.saved.abandon()
@@ -240,17 +320,19 @@ class Engine:
         self.offloader.abandon()
         self.order.abandon()
         self.window.abandon()
+        self.stop_planning()
 
-    def begin_backward(self) -> None:
-        """Follow the beginning of a backward pass."""
-        self.arm_guard()
+    def stop_planning(self) -> None:
+        """Discard a measurement under way: a step did not finish, or it was the last."""
+        if self._planner is not None:
+            self._planner.abandon()
 
     def end_backward(self) -> None:
         """Follow the end of a backward pass."""
         self.graphs.has_served = False
         self.backend.trace.end()
         self.activations.end_backward()
-        if not self.graphs.in_step:
+        if not self.graphs.scopes:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         self.relax_guard()

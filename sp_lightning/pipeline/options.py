@@ -90,12 +90,8 @@ class PipelineOptions:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
         _check_policy(self.units)
-        names = self.resident
-        if (
-            isinstance(names, str)
-            or not isinstance(names, Sequence)
-            or not all(isinstance(each, str) for each in names)
-        ):
+        is_list = isinstance(self.resident, Sequence) and not isinstance(self.resident, str)
+        if not is_list or not all(isinstance(name, str) for name in self.resident):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)

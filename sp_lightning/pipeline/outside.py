@@ -20,7 +20,6 @@ from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
-from sp_lightning.pipeline.weights.lowered import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -33,8 +32,8 @@ class Settles(Protocol):
         """Wait until gradients have landed and optimizer steps are done."""
 
 
-class OutsideUse:
-    """Responds to the guard of an arrangement's masters."""
+class OutsideUse(Guard):
+    """Decides what follows from accesses to an arrangement's masters."""
 
     def __init__(
         self,
@@ -47,7 +46,8 @@ class OutsideUse:
         backward: BackwardPass,
         at_work: EngineAtWork,
     ) -> None:
-        self.device = window.backend.device  # the device that forward and backward run on
+        super().__init__(arrangement.weights)
+        self.device = window.backend.device
         self._settles = settles
         self._arrangement = arrangement
         self._learned = learned
@@ -57,14 +57,6 @@ class OutsideUse:
         self._window = window
         self._stream = stream
         self._backward = backward
-        self.guard = Guard(self, arrangement.weights)  # notices accesses to masters
-        self._watched: list[Lowering] = []
-        for weight in arrangement.weights:
-            leaf = weight.twin.parameter
-            if arrangement.autocast is not None and isinstance(leaf, LoweredParameter):
-                leaf.lowering = Lowering(weight, self, arrangement.autocast)
-                if not weight.lowered:
-                    self._watched.append(leaf.lowering)
 
     @property
     def graph_number(self) -> int:
@@ -92,10 +84,10 @@ class OutsideUse:
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
-        blocked = [group for group in member.groups if self._window.is_blocked(group)]
-        for weight in dict.fromkeys(entry.weight for entry in member.entries) if blocked else ():
-            if weight.twin.group in blocked:
-                self._keep_on_device(weight)
+        for group in member.groups:
+            if self._window.is_blocked(group):
+                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
+                    self._keep_on_device(weight)
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
@@ -103,7 +95,7 @@ class OutsideUse:
 
     def before_access(self, weight: Weight) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
-        if self.guard.in_step:
+        if self.in_step:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies([weight.unit.group])
@@ -152,17 +144,9 @@ class OutsideUse:
 
     # --------------------------------------------------------------------------------------------------- autocast
 
-    def conclude_watching(self) -> None:
-        """Note how the weights that are watched were used; autocast's are sent lowered from the next arrangement on."""
-        for lowering in [each for each in self._watched if each.is_cast or each.as_is]:
-            self._watched.remove(lowering)
-            weight = lowering.weight()
-            assert weight is not None
-            if lowering.as_is:
-                self._learned.used_as_is.add(id(weight.master))
-            else:
-                self._learned.lowered.add(id(weight.master))
-                self._learned.outdated = True
+    def note_cast(self, weight: Weight) -> None:
+        """Note that autocast casts a weight; if that is all that it is used for, it is sent lowered from then on."""
+        self._learned.lowered.add(id(weight.master))
 
     def note_compiled_call(self, member: Member) -> None:
         """Note a call of code that torch compiles, which shows no uses: each call casts each weight anew.
@@ -172,9 +156,9 @@ class OutsideUse:
         if not torch.is_grad_enabled() or torch.is_autocast_cache_enabled() or in_backward():
             return
         for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.master.requires_grad):
-            if weight.lowered and weight.last_graph == self.graph_number and not weight.twin.group.users:
+            if weight.lowered and weight.cast_in.get(False) == self.graph_number and not weight.twin.group.users:
                 self.keep_as_is(weight)
-            weight.last_graph = self.graph_number
+            weight.cast_in[False] = self.graph_number
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""

@@ -7,12 +7,13 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.arranger import Planner
-from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.accelerator import full_device, make_backend
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -20,16 +21,13 @@ from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.scopes import StepScopes
 from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
+from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits, stand_ins
 from sp_lightning.pipeline.weights.quantized import bring_states_home
-
-_HOST = torch.device("cpu")
 
 _attached: set[Pipeline] = set()
 
@@ -81,8 +79,8 @@ class Pipeline:
         self.replicas = replicas
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        _check_not_attached(module)
-        move_parameters(weights_on_accelerators(module), _HOST)
+        _check_parameters(module)
+        move_parameters(weights_on_accelerators(module), HOST)
         if replicas is not None:
             if self.options.resident_optimizer:
                 raise ValueError(
@@ -93,13 +91,12 @@ class Pipeline:
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
         _check_share(self.options, self.backend)
-        keep_out_of_graphs()
-        finish_before_compiling(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, replicas)
+        keep_out_of_graphs(self.backend)
+        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner, replicas)
         self.stats, self.optimizers = engine.stats, engine.optimizers
-        self._graphs = engine.graphs
+        self._calls = Calls(engine)
         try:
-            self._scopes = StepScopes(engine, planner)
+            engine.arrange()
         except BaseException:
             engine.memory.keep([])
             self.backend.close()
@@ -111,14 +108,17 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- for users
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *, goes_on: bool = False) -> Iterator[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
+
+        Args:
+            goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with optimizer_waits(), self._scopes.scope(look_for_new_parameters=True):
+        with optimizer_waits(), self._calls.step(look_for_new_parameters=True, goes_on=goes_on):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -138,23 +138,9 @@ class Pipeline:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
         self._engine.window.suspect_all()
 
-    def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done. Reading a weight does this by itself."""
-        self._engine.settle()
-
-    def rebuild(self) -> None:
-        """Adopt a changed module tree: other Parameter objects, added or removed modules.
-
-        Raises:
-            RuntimeError: If it is called in the middle of a step.
-        """
-        if self._graphs.scopes or self._engine.backward.running:
-            raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._scopes.arranger.rearrange()
-
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
-        self._scopes.abandon()
+        self._calls.abandon()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -162,37 +148,32 @@ class Pipeline:
             return
         failed = None
         try:
-            self.settle()
+            self._engine.settle()
         except Exception as error:  # a pending optimizer step failed: give the module back first, then raise
             failed = error
-        if self._graphs.scopes or self._engine.backward.running or failed is not None:
+        if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
         atexit.unregister(self._end_threads)
-        self._scopes.arranger.stop_planning()
+        self._engine.stop_planning()
         stop_listening(self.optimizers)
-        forget_optimizer_steps()
+        optimizer_steps.depth = 0
         self._engine.uninstall()
         self.optimizers.close()
-        self._graphs.let_go()
         self._engine.saved.close()
         self._engine.activations.second_forwards.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
-        move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
+        move_unmanaged(self.arrangement.unmanaged.values(), HOST)
         bring_states_home(self.arrangement.weights)
-        move_all_but_parameters(self.module, _HOST)
+        move_all_but_parameters(self.module, HOST)
         self.backend.close()
         if failed is not None:
             raise failed
 
     def _end_threads(self, process: int) -> None:
-        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process.
-
-        Args:
-            process: The process that has the threads. A fork of it has none.
-        """
-        if os.getpid() == process:
+        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process."""
+        if os.getpid() == process:  # a fork of it has no threads
             self.backend.close()
 
     def summary(self) -> Summary:
@@ -206,32 +187,21 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
-    @contextmanager
-    def step_goes_on(self) -> Iterator[None]:
-        """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with optimizer_waits(), self._scopes.scope(goes_on=True):
-            yield
-
-    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
-        with without_torch_function():
-            weights = self.arrangement.weights_by_master
-            leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
-        return [leaf for each in leaves for leaf in each]
+    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return what to pass to `backward(inputs=...)`: each master replaced by what stands for it in the graph."""
+        return [edge for tensor in tensors for edge in stand_ins(tensor)]
 
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
         """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
-        self._engine.remove_gates()
+        members = self.arrangement.members
+        for member in members:
+            remove_gate(member)
         try:
             yield
         finally:
-            self._engine.install_gates()
-
-    def share_buffers(self) -> None:
-        """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
-        if self.replicas is not None:
-            self.replicas.share_buffers(self.module)
+            for member in members:
+                install_gate(member, self._calls)
 
     @property
     def budget(self) -> int | None:
@@ -248,10 +218,20 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
         )
 
 
-def _check_not_attached(module: nn.Module) -> None:
+def _check_parameters(module: nn.Module) -> None:
     taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:
             raise ValueError(
                 f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the "
+                "model is given to superpipeline."
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
+                "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
             )

@@ -172,7 +172,7 @@ class StepCode:
         for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
             attributes.pop(lent, None)
         for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-            attributes[check] = _nothing  # the check queries the driver for its devices at each call, for 0.1 ms
+            attributes[check] = lambda: None  # the check queries the driver for its devices at each call, for 0.1 ms
         vars(self._optimizer).update(attributes, param_groups=[group])
 
     def run(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -180,10 +180,6 @@ class StepCode:
         self._group["params"] = list(state)
         self._optimizer.state = state  # type: ignore[assignment]
         self._step(self._optimizer)
-
-
-def _nothing() -> None:
-    pass
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:

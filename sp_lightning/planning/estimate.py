@@ -24,7 +24,7 @@ from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes, readable_bytes, readable_seconds
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.lowering import weights_under_autocast
+from sp_lightning.pipeline.weights.autocast import weights_of_known_layers
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Machine, Prediction, UnitWork, Workload
@@ -107,9 +107,9 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     """Estimate the workload of a model, which is neither changed nor called, and the machine that is assumed."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed else dtype)
-    division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
+    division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes))
     if is_mixed and dtype is not None:
-        lowered, _ = weights_under_autocast(module, "cuda")
+        lowered = weights_of_known_layers(module)
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in lowered]:
             weight.compute_dtype = dtype
     vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}

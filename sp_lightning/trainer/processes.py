@@ -140,7 +140,7 @@ class ProcessesMixin(_Base):
         """Give all processes the first one's buffers, as DDP does, in the first step after one that changed weights."""
         if self.replicas is not None:
             if self._buffers_due:
-                pipeline.share_buffers()
+                self.replicas.share_buffers(pipeline.module)
             self._buffers_due = torch.is_grad_enabled() and not self._accumulates
 
     @contextmanager

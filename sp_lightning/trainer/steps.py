@@ -76,7 +76,7 @@ class Steps:
         pipeline, inputs = self.pipeline, arguments.get("inputs")
         with (
             out_of_memory_explained(pipeline, trains=True),
-            pipeline.step_goes_on(),
+            pipeline.step(goes_on=True),
             self._stepping(),
             pipeline.in_all_processes(),
         ):

@@ -159,12 +159,9 @@ class FakeSegment:
         return self.bytes.nbytes
 
     def check(self) -> None:
-        self.looks += 1
+        self.looks += self.lying != NOTHING
         if self.edited:
             self.note_change()
-
-    def look_anew(self) -> None:
-        self.edited = False
 
     def note_change(self) -> None:
         self.epoch += 1

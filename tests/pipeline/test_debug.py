@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps
+from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.weights.guard import optimizer_steps
 from sp_lightning.pipeline.weights.units import Residency
 
 from .parts import Placed, place
@@ -24,10 +25,11 @@ class Scene:
     """A check over two weights that are loaded, and waited for."""
 
     def __init__(self) -> None:
-        forget_optimizer_steps()  # the last test may have ended one with an exception
+        optimizer_steps.depth = 0  # the last test may have ended one with an exception
         self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
         self.placed.group.residency = Residency.READABLE
-        plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights=self.placed.weights)
+        masters = {storage_key(weight.host): weight for weight in self.placed.weights}
+        plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights_by_memory=masters)
         self.engine: Any = SimpleNamespace(arrangement=plan, at_work=False, device=torch.device("cpu"))
         self.check = AccessCheck(self.engine)
 

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn.utils import prune
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
+from sp_lightning.pipeline.weights.guard import optimizer_steps
 
 from .parts import RecordingBackend
 
@@ -94,7 +93,7 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         with scope():
-            assert scope is nullcontext or not optimizer_is_stepping()
+            assert scope is nullcontext or not optimizer_steps.depth
             loss = model(torch.ones(1, 8)).square().mean() + sum(p.square().sum() for p in model.parameters())
             loss.backward()
         return [p.grad for p in model.parameters()]
@@ -144,7 +143,7 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
         expected = gradients_of_one_step(pipeline)
         full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
         with full, pytest.raises(torch.OutOfMemoryError, match="full"):
-            pipeline.rebuild()
+            pipeline._engine.rearrange(None)
         assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
         if goes_on:
             assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
@@ -266,34 +265,13 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
     assert all(map(torch.equal, expected, actual))
 
 
-def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:
-    """It would keep everything as it is, for good and without a word."""
-    model = layers(2)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            model(torch.ones(2, 8)).sum().backward()
-
-    with attached(model, debug=False) as pipeline:
-        kept = model(torch.ones(2, 8))
-        with pytest.warns(UserWarning, match=r"kept for 100 steps with its graph.* Keep `loss.detach\(\)`"):
-            train(110)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(10)
-        assert pipeline.stats.steps == 1
-        del kept
-        train(1)
-        assert pipeline.stats.steps == 2
-
-
 def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
     """Nobody would ever read it."""
     model = Probe(lambda model, x: x + model.scale)
     with attached(model) as pipeline:
         with pipeline.step():
             loss = model.loss(torch.ones(2, 8))
-        pipeline.rebuild()
+        pipeline._engine.rearrange(None)
         with pytest.raises(RuntimeError, match=r"weight 'scale' of a graph that was built before"):
             loss.backward()
 

@@ -54,7 +54,7 @@ def test_optimizer_state_is_counted_however_weights_are_stepped(make: type[Adam]
     optimizer = make(module.parameters())
     module(torch.ones(1, 16)).sum().backward()
     optimizer.step()
-    pipeline.settle()
+    pipeline._engine.settle()
     states = [value for state in optimizer.state.values() for value in state.values()]
     assert pipeline.summary().optimizer_bytes == sum(value.nbytes for value in states) > 0
     pipeline.detach()

@@ -41,7 +41,7 @@ from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward
-from sp_lightning.pipeline.weights.operands import tensor_bytes, tensors_in
+from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
 
 _HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
@@ -266,7 +266,7 @@ class Activations:
         size, policy = 0, self._policy
         if self.auto is not None:
             inputs = tensors_in((args, kwargs))
-            size = sum(map(tensor_bytes, inputs))
+            size = sum(t.numel() * t.element_size() for t in inputs)  # sparse ones have no `nbytes`
             policy = self.auto.policy(member, size, inputs)
         elif not self.second_forwards.may_run(member.name):
             policy = WITHOUT_RECOMPUTING.get(policy, policy)

@@ -182,7 +182,7 @@ class UnitCall(Recording):
     # --------------------------------------------------------------------------------------------------- in backward
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold what was dropped, and so this call (see Announcement)."""
+        """Refer to the module no longer: autograd may hold what was dropped, and so this call (see graphs.py)."""
         refused = outdated_graph_error(f"the inputs of {self.member.name!r}")
         vars(self).clear()
         self._refused = refused

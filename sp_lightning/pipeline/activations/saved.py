@@ -189,7 +189,7 @@ class SavedTensors:
             self.pop()
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Announcement)."""
+        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see graphs.py)."""
         self.twins = {}
         self.backward = None
 

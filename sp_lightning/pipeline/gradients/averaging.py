@@ -28,7 +28,6 @@ from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradien
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import parts_of
-from sp_lightning.pipeline.units.tree import check_parameter
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -63,11 +62,9 @@ class Replicas:
         """Broadcast the first process's weights and buffers to all replicas, while they are still on the host.
 
         Raises:
-            ValueError: The processes have built different models, or a weight has no values on the host.
+            ValueError: The processes have built different models.
         """
         self.steps = 0
-        for name, parameter in module.named_parameters():
-            check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         everyones: list[Any] = [None] * self.count
         # strides, too, because gradients are averaged as they lie in memory

@@ -15,18 +15,13 @@ from torch import nn
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import (
-    HostShare,
-    choose_device_layout,
-    largest_unit_bytes,
-    sent_bytes,
-)
+from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
-from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
+from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
+from sp_lightning.pipeline.weights.autocast import weights_of_known_layers, weights_to_leave
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.lowering import weights_under_autocast
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -78,9 +73,7 @@ class Arrangement:
         self.streamed_members = [member for unit in division.units for member in unit.members]
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(module, learned)
-        for weight in [weight for unit in self.all_units for weight in unit.weights]:
-            weight.averaged = replicas is not None
+        self._choose_dtypes(module, learned, is_averaged=replicas is not None)
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k, self.k_prime = layout.window.k, layout.window.k_prime
         self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
@@ -93,32 +86,30 @@ class Arrangement:
         # all weights, by the identity of their masters
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine
-        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
-        parts = [*layout.parts, *([[self.resident]] if self.resident.weights else [])]
-        sizes = [sent_bytes(weight for unit in part for weight in unit.weights) for part in parts]
-        self.host_share.check(max(sizes, default=0), at_once=1 if memory else processes)
+        at_once = 1 if memory else processes
+        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes, at_once)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
-        self._lay_out(parts, memory)
-        if self.host_share.pin and not self.is_pinned:
-            warnings.warn(
-                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
-                "Copies of it are slow.",
-                stacklevel=2,
-            )
+        self._lay_out(memory)
+        # all weights, by the identity of their masters' memory
+        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     # --------------------------------------------------------------------------------------------------- how it is made
 
-    def _lay_out(self, parts: Sequence[Sequence[Unit]], memory: HostMemory) -> None:
+    def _lay_out(self, memory: HostMemory) -> None:
         """Make groups, each with its place on the device and its weights' twins there."""
         self._backend.gather_free_memory()
         arena, offsets = self._backend.allocate(self._layout.arena_bytes), iter(self._layout.offsets)
         in_arena: list[tuple[Group, int]] = []
         try:
-            for units in parts:
-                group = self._make_group(units, memory)
-                if group.resident or units[0] in self._layout.kept:
+            for units in self._layout.parts:
+                parts = [part for unit in units for part in _parts_of(unit)]
+                segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
+                self.segments += segments
+                group = Group(len(self.groups), units, segments)
+                self.groups.append(group)
+                if units[0] in self._layout.kept:
                     group.lie_in(self._backend.allocate(group.nbytes))
                 else:
                     in_arena.append((group, offset := next(offsets)))
@@ -131,35 +122,29 @@ class Arrangement:
             others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
             group.conflicts = frozenset(others)
         memory.keep(self.segments)
+        if self.host_share.pin and not self.is_pinned:
+            warnings.warn(
+                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
+                "Copies of it are slow.",
+                stacklevel=2,
+            )
         for group in self.groups:
             for segment in group.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.make_twin(group, data, self.compiled)
+                    weight.twin = weight.twin_class(weight, group, data, self.compiled)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            member.twins = self.twins
             member.find_groups()
 
-    def _make_group(self, units: Sequence[Unit], memory: HostMemory) -> Group:
-        parts = [part for unit in units for part in _parts_of(unit)]
-        segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
-        group = Group(len(self.groups), units, segments)
-        self.segments += segments
-        self.groups.append(group)
-        for unit in units:
-            unit.group = group
-        return group
-
-    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
+    def _choose_dtypes(self, module: nn.Module, learned: Learned, is_averaged: bool) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
+        for weight in [weight for unit in self.all_units for weight in unit.weights]:
+            weight.averaged = is_averaged
         if self.autocast is None:
             return
-        by_table, unknown = weights_under_autocast(module, self._backend.device.type)
-        if not self.compiled:  # a first step shows whether layers are called twice, or read from outside
-            by_table, unknown = set(), by_table | unknown
-        lowered = (by_table | learned.lowered) - learned.used_as_is
-        unknown -= lowered | learned.used_as_is
+        as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
+        lowered = (weights_of_known_layers(module) if self.compiled else learned.lowered) - as_is
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
@@ -167,7 +152,7 @@ class Arrangement:
                 for weight in casts:
                     weight.compute_dtype = self.autocast
             for weight in known:
-                weight.watched = not self.compiled and (weight.lowered or id(weight.master) in unknown)
+                weight.watched = not self.compiled and id(weight.master) not in as_is
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
@@ -183,7 +168,9 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-        weight.twin = weight.make_twin(group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
+            weight.twin = weight.twin_class(weight, group, data, self.compiled)
+        else:
+            weight.twin = weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
@@ -199,10 +186,11 @@ class Arrangement:
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in self.all_units:
-            unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
+            unit.members.clear()  # saved weights lead to units, and must not lead to the module (see graphs.py)
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
+        self.weights_by_memory.clear()  # others may get that memory
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:

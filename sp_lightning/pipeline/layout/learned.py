@@ -44,6 +44,7 @@ class Learned:
         self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
         self.lowered: set[int] = set()  # masters that autocast lowers
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype
+        self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
         self.plan: WindowPlan | None = None  # the planner's choice for the window
         # weights that were used outside of their unit since the arrangement was made
         self.touched_outside: list[Weight] = []
@@ -63,7 +64,7 @@ class Learned:
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters: new objects may reuse the others' ids."""
-        for known in (self.used_outside, self.lowered, self.used_as_is, self._trained):
+        for known in (self.used_outside, self.lowered, self.used_as_is, self._sent_lowered, self._trained):
             known.intersection_update(alive)
 
     def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
@@ -80,6 +81,9 @@ class Learned:
             self.order = list(dict.fromkeys(called))
             # Consecutive units must not share a place, or the later one cannot be fetched ahead.
             self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
+        lowered = self.lowered - self.used_as_is
+        self.outdated |= not lowered <= self._sent_lowered
+        self._sent_lowered = lowered
         if not self.outdated:
             return False
         members = [member for unit in units for member in unit.members]

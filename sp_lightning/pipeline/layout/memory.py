@@ -104,15 +104,17 @@ class DeviceLayout:
         self.units_on_device = [unit for unit in units if unit.name in window.on_device]
         # units that have a place of their own
         self.kept = {unit for unit in units if unit.name in window.kept or unit.name in window.on_device}
+        self.kept.add(division.resident)
         alone = [number for number, unit in enumerate(units) if unit in self.kept]
         # lists of units that travel together, or of one that has a place of its own
         self.parts = [[units[number] for number in part] for part in travel_together(len(units), window.k_prime, alone)]
         streamed = [[w for unit in part for w in unit.weights] for part in self.parts if part[0] not in self.kept]
+        self.parts += [[division.resident]] if division.resident.weights else []
         # where each part without a place of its own lies in the arena, and the size of that
         self.offsets, self.arena_bytes = place_in_arena(
             list(map(sent_bytes, streamed)), max(1, window.k // window.k_prime)
         )
-        apart = [division.resident, *(unit for unit in self.kept if unit not in self.units_on_device)]
+        apart = self.kept.difference(self.units_on_device)
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # device memory for weights, and for all state of units that live on the device
         self.device_bytes = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart) + window.on_device_bytes
@@ -171,52 +173,54 @@ _PINNED_SHARE = 0.8  # of the host's memory, so that the rest of the system does
 class HostShare:
     """The share of the host's memory that an arrangement takes.
 
+    Args:
+        units: All units.
+        backend: Pins memory, if it can.
+        pin_memory: The user's choice.
+        processes: How many processes share the host.
+        at_once: How many of them take their share at this moment.
+
     Attributes:
         pin: Whether to pin weights.
         pin_gradients: Whether to pin gradients.
+        pinnable: Bytes that may be pinned besides these; None if there is no limit.
+
+    Raises:
+        ValueError: If host memory does not suffice.
     """
 
-    def __init__(self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int) -> None:
-        self._processes = processes
-        self._weights = [weight for unit in units for weight in unit.weights]
-        self._gradient_bytes = sum(map(gradient_bytes, units))
-        weight_bytes = sum(weight.compute_bytes for weight in self._weights)
-        both, total = weight_bytes + self._gradient_bytes, total_host_memory()
+    def __init__(
+        self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int, at_once: int
+    ) -> None:
+        weights = [weight for unit in units for weight in unit.weights]
+        for_weights = sum(weight.compute_bytes for weight in weights)
+        for_gradients = sum(map(gradient_bytes, units))
+        total = total_host_memory()
         limit = int(_PINNED_SHARE * total) // processes if total and pin_memory is not True else None
         if not backend.can_pin or pin_memory is False:
             limit = 0
-        self.pin, self.pin_gradients = limit is None or weight_bytes <= limit, limit is None or both <= limit
-        # bytes that may be pinned besides weights and gradients; None if there is no limit
-        self.pinnable = limit and limit - self.pin * weight_bytes - self.pin_gradients * self._gradient_bytes
+        self.pin = limit is None or for_weights <= limit
+        self.pin_gradients = limit is None or for_weights + for_gradients <= limit
+        self.pinnable = limit and limit - self.pin * for_weights - self.pin_gradients * for_gradients
         if limit and total and not self.pin_gradients:
             warnings.warn(
-                f"Pinning {readable_bytes(weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} of "
-                f"gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
+                f"Pinning {readable_bytes(for_weights)} of weights and {readable_bytes(for_gradients)} of gradients "
+                f"would page-lock more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
                 f"{'Gradients' if self.pin else 'Both'} are left as they are, which makes copies slow. "
                 "`pin_memory=True` page-locks everything.",
                 stacklevel=2,
             )
 
-    def check(self, moving: int, at_once: int) -> None:
-        """Refuse an arrangement that does not fit.
-
-        Args:
-            moving: Bytes that exist twice for a moment, while weights are laid out.
-            at_once: How many processes take their share at this moment.
-
-        Raises:
-            ValueError: If host memory does not suffice.
-        """
+        present = [weight.master.grad for weight in weights if weight.master.grad is not None]
+        coming = max(0, for_gradients - sum(grad.nbytes for grad in present if grad.layout is torch.strided))
+        moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
+        needed = coming + sum(weight.compute_bytes for weight in weights if weight.lowered) + moving
         free = available_host_memory()
-        gradients = [weight.master.grad for weight in self._weights if weight.master.grad is not None]
-        present = sum(gradient.nbytes for gradient in gradients if gradient.layout is torch.strided)
-        coming = max(0, self._gradient_bytes - present)
-        needed = coming + sum(weight.compute_bytes for weight in self._weights if weight.lowered) + moving
         if free is not None and needed * at_once > free:
             each = f" in each of {at_once} processes" if at_once > 1 else ""
             raise ValueError(
                 f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
                 f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
                 f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
-                f"{', or train on fewer devices (`Trainer(devices=1)`)' if self._processes > 1 else ''}."
+                f"{', or train on fewer devices (`Trainer(devices=1)`)' if processes > 1 else ''}."
             )

@@ -9,7 +9,7 @@ the same norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, State
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
@@ -86,7 +86,8 @@ class Clipping:
             left = [p for p, w in weights if w is None or stream.of(w).unit.state is not State.CONSUMED]
             found = self._with_gradients(left)
             if found is not None:
-                _rescale(_ours(found), lambda scaling: scaling.clamped(limit))
+                for gradient in _ours(found):
+                    gradient.scaling = gradient.scaling.clamped(limit)
                 left = _others(found)
             self._parts.relax_guard()
         if left:
@@ -113,32 +114,34 @@ class Clipping:
         if not found or any(parameter.dtype != torch.float32 for parameter, _ in found):
             return False
         gradients, others = _ours(found), _others(found)
-        scalings = {id(gradient.scaling): gradient.scaling for gradient in gradients}
-        scaling = next(iter(scalings.values()), NO_SCALING)
+        scaling = gradients[0].scaling if gradients else NO_SCALING
         if scaling.factors:
             self._parts.stream.settle()  # one of them may be computed by an earlier clip
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
-        if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
+        if not all(map(_is_power_of_two, scaling.factors)) or any(each.scaling != scaling for each in gradients):
             return False
-        held = [(gradient.norm, gradient.host) for gradient in gradients]
-        other_norms = _norms(others)
+        known = iter(_norms(others))
+        # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
+        held = [(next(known), None) if each is None else (each.norm, each.host) for _, each in found]
         with torch.inference_mode(False):
             factor = torch.empty(())
 
         def job() -> None:
             with torch.inference_mode(False), torch.no_grad():
-                arrived = [_norm(tensor) if norm is None else norm for norm, tensor in held]
-                for earlier in scaling.factors:
-                    arrived = list(torch.stack(arrived).mul_(earlier).unbind())
-                of_ours, of_others = iter(arrived), iter(other_norms)
-                in_order = [next(of_others if gradient is None else of_ours) for _, gradient in found]
-                total = torch.linalg.vector_norm(torch.stack(in_order))
+                norms = []
+                for norm, gradient in held:
+                    if gradient is not None:
+                        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) if norm is None else norm
+                        for earlier in scaling.factors:
+                            norm = norm * earlier
+                    norms.append(norm)
+                total = torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[arg-type]
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
-        units = {gradient.unit: None for gradient in gradients}
+        units = dict.fromkeys(gradient.unit for gradient in gradients)
         ticket = self._parts.backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
-        _rescale(gradients, lambda scaling: scaling.times(factor))
         for gradient in gradients:
+            gradient.scaling = gradient.scaling.times(factor)
             gradient.norm = None
         for unit in units:
             unit.ticket, unit.state = ticket, State.LEAVING
@@ -158,17 +161,24 @@ class Clipping:
         suspects = [t for t, n in zip(tensors, [*norms, *_norms(others)], strict=True) if not n.isfinite()]
         overflow = not all(tensor is None or bool(tensor.isfinite().all()) for tensor in suspects)
         factor = inverse_scale.clone()
-        _rescale(gradients, lambda scaling: scaling.times(factor))
+        for gradient in gradients:
+            gradient.scaling = gradient.scaling.times(factor)
         _multiply(others, inverse_scale)
         return overflow
 
     def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
-        """Find the parameters with a gradient; None if that of a weight is the user's, or one is no plain tensor."""
+        """Find the parameters with a gradient; None if torch has to see the gradients themselves.
+
+        That is so if that of a weight is the user's, if one is no plain tensor, or if one is to be clipped by value,
+        after which nothing can follow.
+        """
         found: list[tuple[nn.Parameter, Gradient | None]] = []
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._parts.stream.of(weight)
             if gradient is not None and gradient.host is not None:
+                if gradient.scaling.clamp is not None:
+                    return None
                 found.append((parameter, gradient))
             elif (own := parameter.grad) is not None:
                 if weight is not None or type(own) is not Tensor or own.layout is not torch.strided:
@@ -183,26 +193,6 @@ def _ours(found: _Found) -> list[Gradient]:
 
 def _others(found: _Found) -> list[nn.Parameter]:
     return [parameter for parameter, gradient in found if gradient is None]
-
-
-def _rescale(gradients: Iterable[Gradient], change: Callable[[Scaling], Scaling]) -> None:
-    """Have gradients scaled when they are read."""
-    changed: dict[int, Scaling] = {}  # those that are scaled alike share an object
-    for gradient in gradients:
-        before = gradient.scaling
-        if before.clamp is not None:  # a `Scaling` clips last, so nothing can follow that: it is applied now
-            gradient.unit.wait()
-            assert gradient.host is not None
-            gradient.host = torch.empty_like(gradient.weight.host).copy_(gradient.host)
-            before.apply_(gradient.host)
-            gradient.norm, before = None, NO_SCALING
-        gradient.scaling = changed.setdefault(id(before), change(before))
-
-
-def _norm(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm
 
 
 def _norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -7,24 +7,23 @@ that the optimizer has now, and nobody looks at gradients in between. Whoever do
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, Shipment, State, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, Scaling, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
-from sp_lightning.pipeline.optimizer.unit_step import UnitStep
+from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
@@ -33,77 +32,43 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
-class PlannedStep(NamedTuple):
-    """The weights of one group that are in one param group, given by its number, and what steps them."""
-
-    param_group: int
-    gradients: list[Gradient]
-    unit_step: UnitStep
-
-
 class Plan:
     """What is decided once for an optimizer, as long as its param groups have the same parameters."""
 
-    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
-        self._parameters = [list(param_group["params"]) for param_group in optimizer.param_groups]
+    def __init__(
+        self, parameters: Sequence[Sequence[nn.Parameter]], weights: Mapping[int, Weight], stream: GradientStream
+    ) -> None:
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
         self.others: list[list[nn.Parameter]] = []  # for each param group, the parameters that are no weights of ours
-        groups: set[Group] = set()
-        for number, parameters in enumerate(self._parameters):
+        for number, of_group in enumerate(parameters):
             self.others.append([])
-            for parameter in parameters:
+            for parameter in of_group:
                 weight = weights.get(id(parameter))
                 if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
                     self.others[-1].append(parameter)
                 else:
                     self.gradients[stream.of(weight)] = number
-                    groups.add(weight.unit.group)
-        # the steps of each group, first of the group that the next forward needs first
-        self.steps = {
-            group: self._steps_of(group, type(optimizer), stream)
-            for group in sorted(groups, key=lambda group: (not group.resident, group.index))
-        }
-
-    def _steps_of(self, group: Group, kind: type[Optimizer], stream: GradientStream) -> list[PlannedStep]:
-        in_order = list(zip(map(stream.of, group.weights), chain(*(s.copies for s in group.segments)), strict=True))
-        steps = []
-        for number in dict.fromkeys(self.gradients[g] for g, _ in in_order if g in self.gradients):
-            chosen = [(g, copy) for g, copy in in_order if self.gradients.get(g) == number]
-            weights = [gradient.weight for gradient, _ in chosen]
-            unit_step = UnitStep(kind, [w.master for w in weights], [w.home for w in weights], [c for _, c in chosen])
-            steps.append(PlannedStep(number, [gradient for gradient, _ in chosen], unit_step))
-        return steps
-
-    def is_for(self, optimizer: Optimizer) -> bool:
-        """Tell whether the optimizer has the parameters that this was decided for."""
-        groups = optimizer.param_groups
-        return len(groups) == len(self._parameters) and all(
-            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-            for group, known in zip(groups, self._parameters, strict=True)
-        )
+        groups = {gradient.weight.unit.group for gradient in self.gradients}
+        # the groups that its weights are in, first the one that the next forward needs first
+        self.groups = sorted(groups, key=lambda group: (not group.resident, group.index))
 
 
 class GroupSteps:
-    """Gives steps to the thread, and knows which are under way."""
+    """Gives steps to the thread, and waits for them."""
 
     def __init__(self, window: Window, backend: Backend, stream: GradientStream, stats: Stats, fused: bool) -> None:
         self.stream = stream
         self.stats = stats
+        self.fused = fused  # whether to take torch's fused kernels where the user left the choice to torch
         self._window = window
         self._backend = backend
-        self._fused = fused
-        self._under_way: list[Group] = []
-
-    def settings(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return a copy of each param group as it is now, without its parameters."""
-        return [settings_of(param_group, optimizer, self._fused) for param_group in optimizer.param_groups]
 
     def begin(
         self,
         group: Group,
         optimizer: Optimizer,
-        steps: Sequence[PlannedStep],
+        plan: Plan,
         settings: Sequence[dict[str, Any]],
         gradients: Mapping[Gradient, Tensor],
         buffers: Sequence[LandingBuffer] = (),
@@ -113,29 +78,35 @@ class GroupSteps:
         Args:
             group: The group.
             optimizer: The optimizer.
-            steps: Its plan for the group.
+            plan: What is decided for it.
             settings: Its param groups without their parameters.
             gradients: The gradients of these weights, and maybe of others.
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
-        weights: set[Weight] = set()
-        landing: dict[Ticket | None, None] = {}
+        updates: dict[int, list[Update]] = {}  # by the numbers of param groups
+        tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
         moved = 0
-        for gradient in [gradient for step in steps for gradient in step.gradients if gradient in gradients]:
-            weights.add(gradient.weight)
-            landing[gradient.unit.ticket] = None
-            moved += 2 * gradient.weight.home.nbytes + gradients[gradient].nbytes
-        if not weights:
+        for segment in group.segments:
+            for weight, copy in zip(segment.weights, segment.copies, strict=True):
+                gradient = self.stream.of(weight)
+                if (tensor := gradients.get(gradient)) is not None:
+                    # state is looked up at once: `optimizer.state` may be cleared before the thread begins
+                    state = optimizer.state.get(weight.master, {})
+                    update = Update(weight.master.data, tensor, gradient.scaling, state, copy)
+                    updates.setdefault(plan.gradients[gradient], []).append(update)
+                    tickets[weight] = gradient.unit.ticket
+                    moved += 2 * weight.home.nbytes + tensor.nbytes
+        if not tickets:
             return
         self._window.finish_optimizer(group)
-        runs = [run for step in steps for run in _runs(optimizer, step, settings[step.param_group], gradients)]
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
                 for segment in group.segments:
-                    segment.refresh_copies(weights)
-                for run in runs:
-                    run()
+                    segment.refresh_copies(tickets.keys())
+                for number, of_group in updates.items():
+                    update_weights(optimizer, settings[number], of_group)
+                increment_version(weight.master for weight in tickets)
                 for segment in group.segments:
                     segment.note_stepped()
 
@@ -143,12 +114,11 @@ class GroupSteps:
             for buffer in buffers:
                 buffer.release()
 
-        self._window.outdate(group, weights)
-        after = [*self._window.copies_of([group]), *filter(None, landing)]
+        self._window.outdate(group, tickets.keys())
+        after = [*self._window.copies_of([group]), *filter(None, dict.fromkeys(tickets.values()))]
         rank = 0 if group.resident else group.index + 1
         group.being_stepped = self._backend.work(step, after, moved, release_buffers, rank=rank)
         self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
-        self._under_way.append(group)
         self.stats.overlapped_steps += len(group.units)
         if group.apart:
             # weights made resident are in groups that do not wait for this one's step
@@ -162,14 +132,14 @@ class GroupSteps:
                 mostly have the same cause.
         """
         errors = []
-        waiting = list(self._under_way if groups is None else groups)
-        for group in waiting:
+        for group in self._window.groups if groups is None else groups:
             try:
                 self._window.finish_optimizer(group)
             except Exception as error:
                 errors.append(error)
-                waiting += self._under_way if len(errors) == 1 else []
-        self._under_way = [group for group in self._under_way if group.being_stepped is not None]
+        if errors and groups is not None:
+            with contextlib.suppress(Exception):
+                self.finish()
         if errors:
             raise errors[0]
 
@@ -186,25 +156,12 @@ class GroupSteps:
 
     def note_finished(self) -> bool:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""
-        self.finish([g for g in self._under_way if g.being_stepped is not None and g.being_stepped.done])
-        return not self._under_way
-
-
-def _runs(
-    optimizer: Optimizer, step: PlannedStep, settings: dict[str, Any], gradients: Mapping[Gradient, Tensor]
-) -> Iterator[Callable[[], None]]:
-    """Yield what runs a step, once for each scaling of its gradients.
-
-    State is looked up at once: `optimizer.state` may be cleared or replaced before the thread begins.
-    """
-    states, scalings = [], {}
-    for gradient in step.gradients:
-        states.append(optimizer.state.get(gradient.weight.master, {}))
-        if gradient in gradients:
-            scalings[id(gradient.scaling)] = gradient.scaling
-    for scaling in scalings.values():
-        own = [gradients.get(gradient) if gradient.scaling is scaling else None for gradient in step.gradients]
-        yield partial(step.unit_step.run, optimizer, settings, scaling, own, states)
+        for group in self._window.groups:
+            if group.being_stepped is not None:
+                if not group.being_stepped.done:
+                    return False
+                self.finish([group])
+        return True
 
 
 class EarlyStep:
@@ -265,20 +222,18 @@ class EarlyStep:
     def _step(self, group: Group) -> None:
         shipments, self._shipments = self._shipments, []
         if self._settings is None:
-            self._settings = self._steps.settings(self.optimizer)
+            self._settings = settings_of(self.optimizer, self._steps.fused)
         arrived = {g: tensor for s in shipments for g, tensor in zip(s.gradients, s.arrived, strict=True)}
         for gradient in arrived:
             gradient.scaling = self._scaling
         buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
-        self._steps.begin(group, self.optimizer, self.plan.steps[group], self._settings, arrived, buffers)
+        self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
         for unit in [shipment.unit for shipment in shipments]:
             unit.state = State.CONSUMED
             self.stepped.append(unit)
-        for gradient, tensor in arrived.items():
-            if not self.keeps_gradients:
+        if not self.keeps_gradients:
+            for gradient in arrived:
                 gradient.forget()
-            elif tensor.dtype == gradient.weight.dtype:  # these are clipped in place
-                gradient.scaling = NO_SCALING
         self._steps.stats.steps_in_backward += len(group.units)
 
     def finish(self) -> None:
@@ -318,20 +273,9 @@ class EarlyStep:
             raise RuntimeError(
                 f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
             )
-        elif self._settings is not None and not _are_equal(self._settings, self._steps.settings(optimizer)):
+        elif self._settings not in (None, settings_of(optimizer, self._steps.fused)):
             raise RuntimeError(
                 f"{name} has stepped units in backward, and its param groups were changed after that, before `step()`. "
                 "Set learning rates and the like before backward or after the step, or train with "
                 "`overlap_optimizer=False`."
             )
-
-
-def _are_equal(left: Any, right: Any) -> bool:
-    """Tell whether two settings, which may contain tensors, are equal."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_are_equal(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and type(left) is type(right):
-        return len(left) == len(right) and all(map(_are_equal, left, right))
-    return left is right or bool(left == right)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
-from sp_lightning.pipeline.weights.guard import begin_optimizer_step, end_optimizer_step, optimizer_waits
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
@@ -41,9 +41,10 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
         return f"`step` of {name} was replaced"
     if type(optimizer) in BY_WEIGHT and torch.is_autocast_enabled("cpu"):
         return f"autocast is on, which casts the matrix products of {name} only in the thread that calls `step()`"
-    for flag in ("capturable", "differentiable"):
-        if any(group.get(flag) for group in optimizer.param_groups):
-            return f"{name} has {flag}=True"
+    for group in optimizer.param_groups:
+        for flag in ("capturable", "differentiable"):
+            if group.get(flag):
+                return f"{name} has {flag}=True"
     return None
 
 
@@ -57,22 +58,28 @@ def keeps_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
     return type(optimizer) is not SGD or settings["momentum"] != 0
 
 
-def settings_of(param_group: dict[str, Any], optimizer: Optimizer, fused: bool) -> dict[str, Any]:
-    """Copy a param group, without its parameters: a scheduler may change it before the copy is used.
+def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
+    """Copy all param groups without their parameters: a scheduler may change them before the copies are used.
 
     Args:
-        param_group: The param group.
-        optimizer: Its optimizer.
+        optimizer: The optimizer.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch, which takes its
             slowest path on the CPU then (pytorch#74588).
     """
-    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in param_group.items() if k != "params"}
-    undecided = settings.get("fused", False) is None and settings.get("foreach") is None
-    if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
-        # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)
-        is_half = any(parameter.itemsize < 4 for parameter in param_group["params"])
-        settings["fused"] = None if type(optimizer) is SGD and is_half else True
-    return settings
+    groups = []
+    for param_group in optimizer.param_groups:
+        settings = {
+            key: value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for key, value in param_group.items()
+            if key != "params"
+        }
+        undecided = settings.get("fused", False) is None and settings.get("foreach") is None
+        if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
+            # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)
+            is_half = any(parameter.itemsize < 4 for parameter in param_group["params"])
+            settings["fused"] = None if type(optimizer) is SGD and is_half else True
+        groups.append(settings)
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------- hearing of steps
@@ -112,7 +119,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    begin_optimizer_step()
+    optimizer_steps.depth += 1
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     if closure is None:
         _tell(optimizer)
@@ -141,6 +148,6 @@ def _tell(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    end_optimizer_step()
+    optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
     for listener in list(_listeners):
         listener.after_step(optimizer)

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, State
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.clipping import Clipping, OptimizerParts
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, Plan
-from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.guard import EngineAtWork
@@ -67,7 +67,8 @@ class Optimizers(Clipping):
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         self.afterwards = Afterwards.DROPPED  # what becomes of the gradients that the next optimizer step uses
         self._kept: list[nn.Parameter] = []
-        self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
+        # what is decided for each, and for which parameters, by their identities
+        self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Plan]] = weakref.WeakKeyDictionary()
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
@@ -102,12 +103,12 @@ class Optimizers(Clipping):
         with self._at_work:
             self.restore_param_groups()
             plan = self._plan_of(optimizer)
-            for group, steps in plan.steps.items():
+            for group in plan.groups:
                 if group.users:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} is to step weight {steps[0].gradients[0].weight.name!r} inside of "
-                        "a forward that computes with it, and would go on with the old values. Step it after that "
-                        "forward, in `training_step` for example."
+                        f"{type(optimizer).__name__} is to step weights of {group.name!r} inside of a forward that "
+                        "computes with them, and would go on with the old values. Step it after that forward, in "
+                        "`training_step` for example."
                     )
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
@@ -142,13 +143,8 @@ class Optimizers(Clipping):
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
                 self._parts.stream.consume(plan.gradients)
-            else:
-                for gradient in plan.gradients:
-                    if gradient.host is not None and gradient.host.dtype == gradient.weight.dtype:
-                        gradient.scaling = NO_SCALING  # these were scaled in place
-                    gradient.norm = None
-                if self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
-                    self._kept += parameters_of(optimizer)
+            elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
+                self._kept += parameters_of(optimizer)
             self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
@@ -187,11 +183,10 @@ class Optimizers(Clipping):
         Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
         """
         steps = self._parts.steps
-        settings = steps.settings(optimizer)
-        keeps = [keeps_state(optimizer, each) for each in settings]
-        chosen: dict[Gradient, Tensor] = {}
+        settings = settings_of(optimizer, steps.fused)
+        arrived: dict[Gradient, Tensor] = {}
         waits: set[Group] = set()
-        for gradient, param_group in plan.gradients.items():  # in the order in which torch makes state
+        for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight, tensor = gradient.weight, gradient.host
             if gradient.unit.state is State.CONSUMED:
                 continue
@@ -201,19 +196,23 @@ class Optimizers(Clipping):
                     continue
                 waits.add(weight.unit.group)
             weight.follow()
-            chosen[gradient] = tensor
-            if keeps[param_group] and not optimizer.state.setdefault(weight.master, {}):
+            arrived[gradient] = tensor
+            if not optimizer.state.get(weight.master) and keeps_state(optimizer, settings[number]):
+                optimizer.state.setdefault(weight.master, {})
                 waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
-        for group, planned in plan.steps.items():
-            steps.begin(group, optimizer, planned, settings, chosen)
-        steps.finish(waits if self._overlaps is not False else plan.steps)
+        for group in plan.groups:
+            steps.begin(group, optimizer, plan, settings, arrived)
+        steps.finish(waits if self._overlaps is not False else plan.groups)
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
-        plan = self._plans.get(optimizer)
-        if plan is None or not plan.is_for(optimizer):
+        identities = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        known, plan = self._plans.get(optimizer, (None, None))
+        if plan is None or known != identities:
             if plan is not None:
                 self._parts.steps.settle()  # what the earlier plan has begun works on the same state
-            plan = self._plans[optimizer] = Plan(optimizer, self._weights, self._parts.stream)
+            parameters = [group["params"] for group in optimizer.param_groups]
+            plan = Plan(parameters, self._weights, self._parts.stream)
+            self._plans[optimizer] = identities, plan
         return plan
 
     def restore_param_groups(self) -> None:

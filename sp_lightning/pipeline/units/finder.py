@@ -17,6 +17,8 @@ share is resident.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -41,7 +43,6 @@ def find_units(
     max_unit_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
-    on_meta: bool = False,
 ) -> Division:
     """Find the units of a module tree.
 
@@ -52,31 +53,30 @@ def find_units(
         max_unit_bytes: Blocks above this size are descended into.
         split: Modules that turned out not to be called themselves; they are descended into.
         used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
-        on_meta: Whether parameters may be on the meta device, because nothing will be computed with them.
 
     Raises:
-        ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
+        ValueError: If there is nothing to stream, or a name or policy matches nothing.
     """
-    tree = Tree(root, resident, split, used_outside, on_meta)
-    atoms = _atoms_by_structure(tree, max_unit_bytes) if policy is None else _atoms_by_policy(tree, policy)
+    tree = Tree(root, resident, split, used_outside)
+    largest = sys.maxsize if max_unit_bytes is None else max_unit_bytes
+    atoms = _atoms_by_structure(tree, largest) if policy is None else _atoms_by_policy(tree, policy)
     parts, shared = _join_sharing(tree, atoms)
-    resident_weights = tree.resident_weights | shared
     if policy is None:
-        parts = _join_neighbors(tree, parts, max_unit_bytes)
-    made = [_make_unit(tree, part, resident_weights) for part in parts]
-    units = [unit for unit in made if unit.weights]
-    streamed = {id(weight) for unit in units for weight in unit.weights}
+        parts = _join_neighbors(tree, parts, largest)
+    units: list[Unit] = []
     rest = Unit("resident", resident=True)
+    streamed: set[int] = set()
+    for unit in [_make_unit(tree, part, tree.resident_weights | shared) for part in parts]:
+        streamed |= {id(weight) for weight in unit.weights}
+        if unit.weights:
+            units.append(unit)
+        for member in () if unit.weights else unit.members:
+            member.unit = rest  # all of its weights are shared and resident, but its calls must be noticed
+            rest.members.append(member)
     rest.weights = [weight for weight in tree.weights.values() if id(weight) not in streamed]
-    for member in [member for unit in made if not unit.weights for member in unit.members]:
-        member.unit = rest  # all of its weights are shared and resident, but its calls must be noticed
-        rest.members.append(member)
-    callers = _add_remaining_members(tree, units, rest)
-    for unit in [*units, rest]:
-        for weight in unit.weights:
-            weight.unit = unit
-    _note_special_cases([member for unit in [*units, rest] for member in unit.members], callers)
-    division = Division(units, rest, callers, tree.unmanaged)
+    division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
+    for weight in rest.weights:
+        weight.unit = rest
     division.put_in_order([unit.name for unit in units])
     return division
 
@@ -122,11 +122,8 @@ def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
     )
 
 
-def _atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
-    """Find the modules that are not divided further, in the order of the tree.
-
-    Modules with more than `largest` bytes are divided where they can be.
-    """
+def _atoms_by_structure(tree: Tree, largest: int) -> list[Atom]:
+    """Find the modules that are not divided further, in the order of the tree; `largest` is in bytes."""
     root = Atom("", tree.root)
     atoms = _divide(tree, root, largest, min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES), set())
     keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
@@ -135,13 +132,11 @@ def _atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
     return _divide(tree, root, largest, 0, set())  # many small leaves add up: stream them too
 
 
-def _divide(
-    tree: Tree, here: Atom, largest: int | None, small: int, seen: set[int], is_block: bool = False
-) -> list[Atom]:
+def _divide(tree: Tree, here: Atom, largest: int, small: int, seen: set[int], is_block: bool = False) -> list[Atom]:
     """Find atoms at and below a module; leaves outside of lists with less than `small` bytes are left out."""
     module, inner = here.module, without_compile(here.module)
     nbytes = tree.bytes_of(module)
-    if nbytes == 0 or id(module) in tree.resident_modules or id(inner) in seen:
+    if nbytes == 0 or id(inner) in seen:
         return []
     seen.add(id(inner))
     children = tree.streamable_children(module)
@@ -157,11 +152,11 @@ def _divide(
     return atoms
 
 
-def _stays_whole(tree: Tree, module: nn.Module, largest: int | None, is_block: bool) -> bool:
+def _stays_whole(tree: Tree, module: nn.Module, largest: int, is_block: bool) -> bool:
     if isinstance(without_compile(module), nn.MultiheadAttention):
         return True  # it uses `out_proj.weight` without calling `out_proj`
     nbytes = tree.bytes_of(module)
-    if module is tree.root or not tree.may_be_member(module) or (largest is not None and nbytes > largest):
+    if module is tree.root or not tree.may_be_member(module) or nbytes > largest:
         return False
     called = [*module.children()] if type(module) is nn.Sequential and not is_compiled(module) else []
     if len(called) > 1 and all(map(tree.streamable_children, called)):
@@ -204,16 +199,16 @@ def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], 
             continue
         joined = {part_of[number] for number in numbers}
         part_of = [min(joined) if part in joined else part for part in part_of]
-    numbers_of = {first: [n for n, part in enumerate(part_of) if part == first] for first in sorted(set(part_of))}
-    return [[atoms[number] for number in numbers] for numbers in numbers_of.values()], resident
+    pairs = list(zip(atoms, part_of, strict=True))
+    return [[atom for atom, part in pairs if part == first] for first in dict.fromkeys(part_of)], resident
 
 
-def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
-    """Join neighbors while the sum stays below the size of a typical unit."""
+def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int) -> list[list[Atom]]:
+    """Join neighbors while the sum stays below the size of a typical unit: half of all bytes are in smaller parts."""
     sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
-    target = min(tree.total // _TYPICAL_UNIT_COUNT, _weighted_median(sizes))
-    if largest is not None:
-        target = min(target, largest)
+    below = itertools.accumulate(sorted(sizes))
+    median = next((size for size, seen in zip(sorted(sizes), below, strict=True) if 2 * seen >= sum(sizes)), 0)
+    target = min(tree.total // _TYPICAL_UNIT_COUNT, median, largest)
     joined: list[list[Atom]] = []
     room = -1
     for part, size in zip(parts, sizes, strict=True):
@@ -231,25 +226,17 @@ def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> 
     unit.members = [_make_member(tree, atom.name, atom.module, unit) for atom in part]
     weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
     unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
+    for weight in unit.weights:
+        weight.unit = unit
     unit.weights.sort(key=lambda weight: weight.master.requires_grad)  # what is stepped is sent in one copy
     return unit
-
-
-def _weighted_median(sizes: Sequence[int]) -> int:
-    """Return the size such that half of all bytes belong to smaller pieces and half to larger ones."""
-    half, seen = sum(sizes) / 2, 0
-    for size in sorted(sizes):
-        seen += size
-        if seen >= half:
-            return size
-    return 0
 
 
 # Members: the modules whose calls enter a unit, and those whose calls only open a step.
 
 
 def _make_member(
-    tree: Tree, name: str, module: nn.Module, unit: Unit, inner: Iterable[nn.Module] | None = None
+    tree: Tree, name: str, module: nn.Module, unit: Unit | None, inner: Iterable[nn.Module] | None = None
 ) -> Member:
     """Make a member, with the places in which its call may find weights: in itself and below, or in `inner` modules."""
     member = Member(name, module, unit)
@@ -257,6 +244,8 @@ def _make_member(
         for key, parameter in owner._parameters.items():
             if parameter is not None and id(parameter) in tree.weights:
                 member.entries.append(Entry(owner._parameters, key, tree.weights[id(parameter)]))
+        if isinstance(owner, nn.RNNBase) and all(id(p) in tree.weights for p in owner._flat_weights):
+            member.recurrent.append((owner, [tree.weights[id(p)] for p in owner._flat_weights]))
     return member
 
 
@@ -266,64 +255,35 @@ def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) ->
     Returns:
         Members without a unit: modules around units, whose calls open a step.
     """
-    walk = _Walk(tree, units, resident)
-    walk.visit("", tree.root)
-    return walk.callers
-
-
-def _note_special_cases(members: Iterable[Member], callers: Iterable[Member]) -> None:
-    """Note which modules of torch look for weights elsewhere than in `_parameters`.
-
-    RNNs compute with `_flat_weights`, a list of their own. `nn.TransformerEncoder` inspects its first layer's weights
-    to choose a fast path.
-    """
-    by_module = {}
-    for member in members:
-        by_module[id(member.module)] = member
-        by_master = {id(entry.weight.master): entry.weight for entry in member.entries}
-        for module in member.module.modules():
-            if isinstance(module, nn.RNNBase) and all(id(p) in by_master for p in module._flat_weights):
-                member.recurrent.append((module, [by_master[id(p)] for p in module._flat_weights]))
-    for caller in callers:
-        encoder = without_compile(caller.module)
-        if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
-            caller.looks_into = by_module.get(id(encoder.layers[0]))
-
-
-class _Walk:
-    """A walk down a tree that makes members of what is outside of units."""
-
-    def __init__(self, tree: Tree, units: Sequence[Unit], resident: Unit) -> None:
-        members = [member for unit in [*units, resident] for member in unit.members]
-        self.callers: list[Member] = []
-        self._tree = tree
-        self._resident = resident
-        self._have_gates = {id(member.module) for member in members}
-        self._unit_around = {id(inner): member.unit for member in members for inner in member.module.modules()}
-        self._covered = set(self._unit_around)
-
-    def visit(self, name: str, module: nn.Module) -> None:
+    members = [member for unit in [*units, resident] for member in unit.members]
+    have_gates = {id(member.module) for member in members}
+    unit_around = {id(inner): member.unit for member in members for inner in member.module.modules()}
+    covered, callers = set(unit_around), []
+    for name, module in tree.root.named_modules():
         inner = without_compile(module)
-        if id(module) in self._covered or id(inner) in self._unit_around:
-            self._add_inside_of_unit(name, module, self._unit_around.get(id(inner)))
-            return
-        around_units = any(id(part) in self._unit_around for part in module.modules())
+        if id(module) in covered or id(inner) in unit_around:
+            continue
+        around_units = any(id(part) in unit_around for part in module.modules())
         if is_called(module) and not isinstance(module, torch.jit.ScriptModule):
-            whole = not around_units and module is not self._tree.root and self._tree.may_be_member(module)
-            self._covered.update(id(part) for part in (module.modules() if whole else [module]))
-            member = _make_member(self._tree, name, module, self._resident, None if whole else [inner])
+            whole = not around_units and module is not tree.root and tree.may_be_member(module)
+            covered.update(id(part) for part in (module.modules() if whole else [module]))
+            member = _make_member(tree, name, module, resident, None if whole else [inner])
             if member.entries:
-                self._resident.members.append(member)
-            elif around_units or module is self._tree.root:
-                member.unit = None
-                self.callers.append(member)
+                resident.members.append(member)
+            elif around_units or module is tree.root:
+                looks_into = _looked_into(inner, have_gates)
+                callers.append(_make_member(tree, name, module, None, looks_into))
             if whole:
-                return
-        for child_name, child in module.named_children():
-            self.visit(f"{name}.{child_name}" if name else child_name, child)
+                continue
+        for key, child in module.named_children():  # parts of units, which may be called from here, too
+            unit = unit_around.get(id(without_compile(child)))
+            if unit is not None and id(child) not in have_gates and is_called(child):
+                have_gates.add(id(child))
+                unit.members.append(_make_member(tree, f"{name}.{key}" if name else key, child, unit))
+    return callers
 
-    def _add_inside_of_unit(self, name: str, module: nn.Module, unit: Unit | None) -> None:
-        """Add a member for a part of a unit that is reached from outside of it, and so may be called from there."""
-        if id(module) not in self._have_gates and unit is not None and is_called(module):
-            self._have_gates.add(id(module))
-            unit.members.append(_make_member(self._tree, name, module, unit))
+
+def _looked_into(module: nn.Module, members: Collection[int]) -> Iterable[nn.Module]:
+    """Return the modules whose weights a module around units looks at, to choose a fast path: it must see twins."""
+    first = next(iter(module.layers.children()), None) if isinstance(module, nn.TransformerEncoder) else None
+    return first.modules() if first is not None and id(first) in members else ()

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.torch_private import contains_others
 from sp_lightning.pipeline.weights.quantized import is_quantized, move_parameter
 
+HOST = torch.device("cpu")
+
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
@@ -48,7 +50,7 @@ def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) ->
     with torch.inference_mode(False), torch.no_grad():
         for parameter in parameters:
             if is_quantized(parameter):
-                move_parameter(parameter, device, copy=True)
+                move_parameter(parameter, device)
                 continue
             # copied even if it is there already, so that memory shared with other weights is freed; and both before
             # either is set, as memory may run out here: no gradient must be lost

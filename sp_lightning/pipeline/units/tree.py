@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sp_lightning.pipeline.torch_private import parts_of, without_compile
+from sp_lightning.pipeline.weights.autocast import forward_of_class
 from sp_lightning.pipeline.weights.buffers import is_dense
-from sp_lightning.pipeline.weights.lowering import forward_of_class
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -30,7 +30,7 @@ class Tree:
     """A module with everything below it; the arguments are those of `find_units`.
 
     Raises:
-        ValueError: If there is nothing to stream, a name is unknown, or a parameter has no values on the CPU.
+        ValueError: If there is nothing to stream, or a name is unknown.
     """
 
     def __init__(
@@ -39,18 +39,17 @@ class Tree:
         resident: Sequence[str],
         split: Collection[nn.Module] = (),
         used_outside: Collection[int] = (),
-        on_meta: bool = False,
     ) -> None:
         self.root = root
         self.weights: dict[int, Weight] = {}  # weights that the engine can manage, by the identity of the parameter
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
-        self.resident_modules: set[int] = set()  # modules that stay on the device, by identity
         # weights that stay on the device, by the identity of the parameter
         self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
-        self._collect_weights(on_meta)
+        self._collect_weights()
         self._keep_resident(resident)
-        self._bytes = {id(module): sum(map(self._streamed_bytes, module.parameters())) for module in root.modules()}
+        sizes = {key: weight.nbytes for key, weight in self.weights.items() if key not in self.resident_weights}
+        self._bytes = {id(m): sum(sizes.get(id(p), 0) for p in m.parameters()) for m in root.modules()}
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def bytes_of(self, module: nn.Module) -> int:
@@ -67,13 +66,11 @@ class Tree:
         """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
         return is_called(module) and id(module) not in self._split
 
-    def _collect_weights(self, on_meta: bool) -> None:
+    def _collect_weights(self) -> None:
         named = list(named_own_parameters(self.root))
         if not named:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
-        for name, _, parameter in named:
-            check_parameter(name, parameter, on_meta)
-        tied = set() if on_meta else _tied_by_memory(self.root)
+        tied = _tied_by_memory(self.root)
         seen: set[int] = set()
         for name, owner, parameter in named:
             if id(parameter) in seen:
@@ -90,7 +87,6 @@ class Tree:
         parameters = dict(self.root.named_parameters(remove_duplicate=False))
         for name in names:
             if name in modules:
-                self.resident_modules.add(id(modules[name]))
                 self.resident_weights |= {id(parameter) for parameter in modules[name].parameters()}
             elif name in parameters:
                 self.resident_weights.add(id(parameters[name]))
@@ -104,28 +100,6 @@ class Tree:
                 del self.weights[id(weight.master)]
                 self.unmanaged[weight.name] = weight.master
 
-    def _streamed_bytes(self, parameter: nn.Parameter) -> int:
-        is_streamed = id(parameter) in self.weights and id(parameter) not in self.resident_weights
-        return self.weights[id(parameter)].nbytes if is_streamed else 0
-
-
-class Shape:
-    """Which children each module of a tree has, and how many parameters of its own: whether it is the same tree."""
-
-    def __init__(self, root: nn.Module) -> None:
-        modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._dicts = [each for module in modules for each in (module._modules, module._parameters)]
-        self._sizes = [*map(len, self._dicts)]
-        self._parents = [module._modules for module in modules if module._modules]
-        self._children = self._identities()
-
-    def has_changed(self) -> bool:
-        """Tell whether the tree is another one now: asked in every step, so without a look at the parameters."""
-        return [*map(len, self._dicts)] != self._sizes or self._identities() != self._children
-
-    def _identities(self) -> list[int]:
-        return [id(child) for children in self._parents for child in children.values()]
-
 
 def is_called(module: nn.Module) -> bool:
     """Tell whether a module has a forward at all; parents can only reach into containers without one."""
@@ -138,24 +112,6 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{module_name}.{key}" if module_name else key, module, parameter
-
-
-def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
-    """Refuse a parameter that has no shape, or, unless it may be on the meta device, no values.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the model is "
-            "given to superpipeline."
-        )
-    if parameter.device.type == "meta" and not on_meta:
-        raise ValueError(
-            f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
-            "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
-        )
 
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
@@ -178,27 +134,19 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
 
 def _tied_by_memory(root: nn.Module) -> set[int]:
     """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
-    owners = [*root.parameters(), *root.buffers()]
-    tensors = [(id(owner), part) for owner in owners for part in parts_of(owner) if _has_memory(part)]
+    spans: list[tuple[str, int, int, int]] = []  # device, first byte, end, owner
+    for owner in [*root.parameters(), *root.buffers()]:
+        for part in parts_of(owner):
+            is_plain = type(part.data) is Tensor and part.layout is torch.strided
+            if is_plain and not (is_lazy(part) or part.is_meta) and part.numel() > 0:
+                last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+                start, end = part.data_ptr(), part.data_ptr() + (last + 1) * part.itemsize
+                spans.append((str(part.device), start, end, id(owner)))
     tied: set[int] = set()
-    for device in {tensor.device for _, tensor in tensors}:
-        furthest, reached = 0, 0
-        for start, end, key in sorted((*_span(t), key) for key, t in tensors if t.device == device):
-            if start < reached:
-                tied |= {key, furthest}
-            if end > reached:
-                furthest, reached = key, end
+    device, reached, furthest = "", 0, 0
+    for where, start, end, key in sorted(spans):
+        if where == device and start < reached:
+            tied |= {key, furthest}
+        if where != device or end > reached:
+            device, reached, furthest = where, end, key
     return tied
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    plain = type(tensor.data) is Tensor and tensor.layout is torch.strided
-    return plain and not (is_lazy(tensor) or tensor.is_meta) and tensor.numel() > 0
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and ends, or its whole storage if the tensor has holes."""
-    if is_dense(tensor):
-        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -25,7 +25,7 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.torch_private import call_before_compiling, hide_from_dynamo, without_compile
-from sp_lightning.pipeline.weights import leaf, lowered
+from sp_lightning.pipeline.weights import autocast, leaf
 
 _ENGINE = "sp_lightning.pipeline."
 _by_kind: dict[Any, Callable[..., Any]] = {}
@@ -48,26 +48,22 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return types.MethodType(_by_kind[kind], module)
 
 
-@functools.cache
-def keep_out_of_graphs() -> None:
-    """Have `torch.compile` leave the engine's code alone, except for what lies in graphs of units and of hooks."""
-    in_graphs = (__name__, lowered.__name__, leaf.__name__)
-    visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
-    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
-
-
-def finish_before_compiling(backend: Backend) -> None:
-    """Drain the backend from now on whenever torch is about to compile, so that nothing is stepped meanwhile."""
-    _watch_compiling()
+def keep_out_of_graphs(backend: Backend) -> None:
+    """Have `torch.compile` leave the engine's code alone, and drain a backend before it compiles anything."""
+    _prepare_to_be_compiled()
     _backends.add(backend)
 
 
 @functools.cache
-def _watch_compiling() -> None:
+def _prepare_to_be_compiled() -> None:
+    in_graphs = (__name__, autocast.__name__, leaf.__name__)  # graphs of units and of hooks
+    visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
+    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
     call_before_compiling(_drain_backends)
 
 
 def _drain_backends() -> None:
+    """Finish work on the host: nothing may be stepped meanwhile."""
     for backend in list(_backends):
         backend.drain()
 

@@ -1,5 +1,9 @@
 """Autograd graphs: those that may still need weights where these lay, and hooks that run before backward reaches them.
 
+[Note: what nodes hold]
+A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold, so
+the module would never be freed if that led to it: nodes refer to the engine's objects weakly.
+
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
 tensor (its base, for a view) stays in the graph in every case, so the hook is registered there. A view that a custom
@@ -8,7 +12,6 @@ autograd function returns has a base from before its graph, or from inside of it
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +20,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _WATCHED_AT = "superpipeline"  # a key in a node's metadata
-_STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one backward
 
 
 class Graph:
@@ -26,78 +28,36 @@ class Graph:
     def __init__(self, number: int) -> None:
         self.number = number
         self.done = False  # whether a backward has run through it
-
-
-class Announcement:
-    """All that nodes hold of the engine: a call that can be cut off.
-
-    A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes
-    hold, so the module would never be freed if that led to it.
-    """
-
-    def __init__(self, action: Callable[..., None]) -> None:
-        self._action: Callable[..., None] | None = action
-
-    def __call__(self, *args: Any) -> None:
-        """Act, unless it was cut off."""
-        if self._action is not None:
-            self._action(*args)
-
-    def cut(self) -> None:
-        """Forget the action."""
-        self._action = None
+        self.outdated = False  # whether units have been arranged anew since
 
 
 class Graphs:
     """The graphs that may still need weights where these lay when the graphs were built."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
+        self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.current = Graph(0)  # the graph that is being built
         self.calls = 0  # how many calls of units have begun
         self.has_served = False  # whether weights were used outside of units since the last scope or backward
         self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
-        self._has_warned = False
-
-    @property
-    def in_step(self) -> bool:
-        """Whether the scope of a step is open."""
-        return self.scopes > 0
 
     def begin(self) -> None:
-        """Begin the graph of a new step."""
+        """Begin the graph of a new step; whoever holds nodes of the last one may run a backward through it."""
+        self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
 
-    def watch_current(self) -> Graph:
-        """Return the current graph, which from now on counts as waiting for a backward, unless it has had one."""
-        self._alive.add(self.current)
-        return self.current
-
-    def announce(self, action: Callable[..., None]) -> Announcement:
-        """Return a call for nodes to hold, which lives for as long as they do."""
-        announcement = Announcement(action)
-        self._announcements.add(announcement)
-        return announcement
-
-    def let_go(self) -> None:
-        """Refer to the module no longer: it is given back, and no backward may run through these graphs."""
-        for announcement in self._announcements:
-            announcement.cut()
+    def outdate(self) -> None:
+        """Note that weights no longer lie where graphs need them."""
+        self.begin()
+        for graph in self._earlier:
+            graph.outdated = True
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
-        served, self.has_served = self.has_served, False
-        waiting = [graph.number for graph in self._alive if not graph.done]
-        if waiting and self.current.number - min(waiting) > _STALE_AFTER and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"The output of a step has been kept for {_STALE_AFTER} steps with its graph, and no backward has run "
-                "through it. While the graph lives, the window cannot change, and steps are not counted. "
-                "Keep `loss.detach()` instead.",
-                stacklevel=2,
-            )
-        return bool(waiting) or served
+        waits, self.has_served = self.has_served, False
+        for graph in self._earlier:
+            waits |= not graph.done
+        return waits
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
@@ -112,19 +72,16 @@ def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since:
         since: The number of calls when this one began.
         now: The number of calls now.
     """
-    nodes = set(map(_node_that_stays, outputs)) - {None}
-
+    nodes: set[Any] = set()
+    for output in outputs:
+        node, base = output.grad_fn, output._base
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
+        if node is not None:
+            nodes.add(node)
     for node in nodes:
         if node.metadata.setdefault(_WATCHED_AT, now) >= since:
             node.register_prehook(action)
-
-
-def _node_that_stays(output: Tensor) -> Any:
-    """Return the node that made a tensor or its base; None if it has none."""
-    base = output._base
-    if base is None or base.grad_fn is None or isinstance(output.grad_fn, BackwardCFunction):
-        return output.grad_fn
-    return base.grad_fn
 
 
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:

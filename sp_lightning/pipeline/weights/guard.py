@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,8 @@ from sp_lightning.pipeline.torch_private import (
     tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.weights.autocast import guarded
 from sp_lightning.pipeline.weights.graphs import run_hooks
-from sp_lightning.pipeline.weights.lowered import Server
 from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
@@ -45,41 +46,43 @@ _GRADIENT: Any = Tensor.grad
 _NAMED_MEMBERS = nn.Module._named_members.__code__
 
 
-class Owner(Server, Protocol):
-    """What the guard knows of its owner, which decides what follows from an access."""
+class Guard(ABC):
+    """Guards the masters of an arrangement; what follows from an access is decided in a class below."""
 
-    device: torch.device
+    device: torch.device  # the device that forward and backward run on
 
-    def before_access(self, weight: Weight) -> None:
-        """Have a master finished, because somebody outside of the engine looks at it."""
-
-    def before_gradient(self, weight: Weight, reads: bool) -> None:
-        """Provide a master's `.grad`, because somebody reads it; else note that it is replaced, or deleted."""
-
-    def note_write(self, weight: Weight) -> None:
-        """Note that somebody writes to the master, or gets an alias to write to."""
-
-
-class Guard:
-    """Guards the masters of an arrangement."""
-
-    def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
-        self.owner = owner
+    def __init__(self, weights: Iterable[Weight]) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
         self.settled = True  # whether nothing is under way that writes masters or their gradients
         self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
 
+    @abstractmethod
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """Return the weight on the device, in its own dtype from now on."""
+
+    @abstractmethod
+    def before_access(self, weight: Weight) -> None:
+        """Have a master finished, because somebody outside of the engine looks at it."""
+
+    @abstractmethod
+    def before_gradient(self, weight: Weight, reads: bool) -> None:
+        """Provide a master's `.grad`, because somebody reads it; else note that it is replaced, or deleted."""
+
+    @abstractmethod
+    def note_write(self, weight: Weight) -> None:
+        """Note that somebody writes to the master, or gets an alias to write to."""
+
     def install(self) -> None:
         """Guard the masters."""
-        _guarded.update({id(weight.master): (self, weight) for weight in self._weights})
+        guarded.update({id(weight.master): (self, weight) for weight in self._weights})
         self._give_class(HostParameter)
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
         self._give_class(nn.Parameter)
         for weight in self._weights:
-            _guarded.pop(id(weight.master), None)
+            guarded.pop(id(weight.master), None)
 
     def _give_class(self, cls: type[nn.Parameter]) -> None:
         for weight in self._weights:
@@ -88,10 +91,9 @@ class Guard:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
         name = name_of(func)
-        serves = self.in_step and not optimizer_is_stepping()
-        if serves and (name in ON_DEVICE or (name == "type" and len(args) == 1)):
-            probe = torch.empty(0, dtype=_weight_of(args[0]).host.dtype, device=self.owner.device)
-            return func(probe, *args[1:])
+        serves = self.in_step and not optimizer_steps.depth
+        if serves and name in ON_DEVICE:
+            return func(torch.empty(0, device=self.device), *args[1:])
         if not is_metadata(name):
             writes = name in _OF_THE_MASTER or _is_written_to(name, args, kwargs)
             if serves and not writes:
@@ -105,13 +107,10 @@ class Guard:
         if func is torch.autograd.grad:
             return _differentiate(*args, **kwargs)
         if func is torch.autograd.backward:
-            return func(*args, **{**kwargs, "inputs": _leaves_for(kwargs["inputs"])})
+            return func(*args, **{**kwargs, "inputs": [edge for each in kwargs["inputs"] for edge in stand_ins(each)]})
         with without_torch_function():
-            args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.owner.serve(_weight_of(p)))
+            args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.serve(_weight_of(p)))
         return func(*args, **kwargs)
-
-
-_guarded: dict[int, tuple[Guard, Weight]] = {}
 
 
 class HostParameter(nn.Parameter):
@@ -128,13 +127,13 @@ class HostParameter(nn.Parameter):
         """Hand the operation to the guard of the first master among its arguments."""
         # mostly, an attribute is read or written
         master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs or {}), cls), None)
-        found = _guarded.get(id(master))
+        found = guarded.get(id(master))
         if found is None:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         guard, weight = found
         if getattr(func, "__self__", None) is _GRADIENT:
-            guard.owner.before_gradient(weight, reads=func.__name__ == "__get__")
+            guard.before_gradient(weight, reads=func.__name__ == "__get__")
             with without_torch_function():
                 return func(*args)
         return guard.run(func, args, kwargs or {})
@@ -153,7 +152,7 @@ class HostParameter(nn.Parameter):
 
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        found = _guarded.get(id(self))
+        found = guarded.get(id(self))
         if found is None or found[0].settled or found[0].in_step or not sees_torch_functions():
             return id(self)
         # `parameters()` looks up what it has yielded already: `model.zero_grad()` must not wait for a step
@@ -164,15 +163,16 @@ class HostParameter(nn.Parameter):
 
 def _before_access(master: HostParameter, writes: bool = False) -> None:
     """Have a master finished, before somebody outside of the engine reads it or writes to it."""
-    guard, weight = _guarded.get(id(master), (None, None))
+    guard, weight = guarded.get(id(master), (None, None))
     if guard is not None and weight is not None and (guard.in_step or not guard.settled):
-        guard.owner.before_access(weight)
+        guard.before_access(weight)
         if guard.in_step and writes:
-            guard.owner.note_write(weight)
+            guard.note_write(weight)
 
 
 def _weight_of(master: HostParameter) -> Weight:
-    return _guarded[id(master)][1]
+    weight: Weight = guarded[id(master)][1]
+    return weight
 
 
 def _is_written_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -194,7 +194,7 @@ def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = _differentiate(outputs, list(inputs.values()), *args, **kwargs)
         return dict(zip(inputs, found, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    gradients = list(torch.autograd.grad(outputs, _leaves_for(inputs), *args, **kwargs))
+    gradients = list(torch.autograd.grad(outputs, [_stand_in(each) for each in inputs], *args, **kwargs))
     for index, each in enumerate(inputs):
         if isinstance(each, HostParameter) and gradients[index] is not None:
             with without_torch_function():
@@ -202,22 +202,29 @@ def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(gradients)
 
 
-def _leaves_for(inputs: Any) -> Any:
-    with without_torch_function():
-        return replace_instances(inputs, HostParameter, lambda master: _leaf_of(_weight_of(master)))
-
-
-def _leaf_of(weight: Weight) -> Any:
-    """Return what stands for a weight in the graph: an edge if the leaf has a `__torch_function__` of its own."""
-    leaf, *others = weight.leaves()
+def _stand_in(tensor: Any) -> Any:
+    """Return what one gradient is taken with respect to."""
+    first, *others = stand_ins(tensor)
     if others:
         raise RuntimeError(
-            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
-            "used it both as autocast casts it and as it is. From the next step on it can."
+            f"`torch.autograd.grad` cannot differentiate with respect to weight {_weight_of(tensor).name!r} in this "
+            "step, which used it both as autocast casts it and as it is. From the next step on it can."
         )
-    if leaf is weight.master:  # no graph has the weight
-        return weight.twin.data.detach().requires_grad_(leaf.requires_grad)
-    return get_gradient_edge(leaf) if weight.lowered and leaf.requires_grad else leaf
+    return first
+
+
+def stand_ins(tensor: Any) -> list[Any]:
+    """Return what stands for a tensor in graphs. Of a master these are edges: leaves may have a class of their own."""
+    if not isinstance(tensor, HostParameter):
+        return [tensor]
+    with without_torch_function():
+        weight = _weight_of(tensor)
+        return [
+            get_gradient_edge(leaf)
+            if leaf.requires_grad and leaf is not tensor
+            else weight.twin.data.detach().requires_grad_(leaf.requires_grad)  # no graph has it
+            for leaf in weight.leaves()
+        ]
 
 
 # ------------------------------------------------------------------------------------- who is exempt from the guard
@@ -251,40 +258,23 @@ class EngineAtWork:
         return self._depth > 0
 
 
-class _Stepping(threading.local):
-    """How many optimizer steps this thread is in, one inside of the other."""
+class _OptimizerSteps(threading.local):
+    """The optimizer steps that this thread is in, one inside of the other; they operate on the masters themselves.
+
+    Torch tells nobody of a step that ended with an exception, so the depth is zero again when the next scope opens.
+    """
 
     depth = 0
 
 
-_stepping = _Stepping()
-
-
-def optimizer_is_stepping() -> bool:
-    """Tell whether an optimizer is stepping in this thread: it operates on the masters themselves."""
-    return _stepping.depth > 0
-
-
-def begin_optimizer_step() -> None:
-    """Note that an optimizer begins to step."""
-    _stepping.depth += 1
-
-
-def end_optimizer_step() -> None:
-    """Note that an optimizer has stepped."""
-    _stepping.depth = max(0, _stepping.depth - 1)
-
-
-def forget_optimizer_steps() -> None:
-    """Note that no optimizer is stepping: torch tells nobody of a step that ended with an exception."""
-    _stepping.depth = 0
+optimizer_steps = _OptimizerSteps()
 
 
 @contextmanager
 def optimizer_waits() -> Iterator[None]:
     """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again."""
-    depth, _stepping.depth = _stepping.depth, 0
+    depth, optimizer_steps.depth = optimizer_steps.depth, 0
     try:
         yield
     finally:
-        _stepping.depth = depth
+        optimizer_steps.depth = depth

@@ -19,16 +19,6 @@ CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
 _GRADIENT: Any = Tensor.grad
 
 
-def refuse_to_set_data(leaf: TwinParameter, values: Tensor) -> None:
-    """Raise if a forward gives a weight other memory; nothing happens where `module.float()` has nothing to convert."""
-    if values is leaf or (values.data_ptr() == leaf.data_ptr() and values.dtype is leaf.dtype):
-        return
-    raise RuntimeError(
-        f"A forward gives weight {leaf.twin_of!r} other memory (`weight.data = ...`, or a conversion of "
-        "its module) while it is on the device. Write into it (`weight.data.copy_(...)`), or convert it between steps."
-    )
-
-
 class TwinParameter(nn.Parameter):
     """A Parameter that counts what is written to its `.data`."""
 
@@ -43,7 +33,12 @@ class TwinParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        refuse_to_set_data(self, values)
+        if values is self or (values.data_ptr() == self.data_ptr() and values.dtype is self.dtype):
+            return  # `module.float()` had nothing to convert
+        raise RuntimeError(
+            f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, or a conversion of its module)"
+            " while it is on the device. Write into it (`weight.data.copy_(...)`), or convert it between steps."
+        )
 
 
 class LoweredInGraphs(TwinParameter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +16,8 @@ _METADATA = {
     "ndimension", "numel", "nelement", "stride", "storage_offset", "storage_type", "element_size", "register_hook",
     "register_post_accumulate_grad_hook", "requires_grad_", "__len__", *ON_DEVICE,
 }  # fmt: skip
+OF_THE_DTYPE = {"dtype", "element_size", "itemsize", "nbytes"}
+"""What a weight that is sent in another dtype answers as its master does."""
 _CONTAINERS = (list, tuple, dict)
 
 
@@ -46,23 +47,8 @@ def instances_in(value: Any, kind: type) -> Iterator[Any]:
 
 
 def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
-    """Return an operation's arguments with the instances of a class replaced; containers without any stay the same."""
-    if isinstance(value, kind):
-        return substitute(value)
-    if isinstance(value, list | tuple):
-        items = [replace_instances(item, kind, substitute) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        new_items = {key: replace_instances(item, kind, substitute) for key, item in value.items()}
-        if all(new_items[key] is item for key, item in value.items()):
-            return value
-        replaced = copy(value)  # it may be of another class, such as the outputs of transformers' models
-        for key, item in new_items.items():
-            replaced[key] = item
-        return replaced
-    return value
+    """Return a value with the instances of a class replaced that lie in containers which torch's pytree knows."""
+    return pytree.tree_map_only(kind, substitute, value)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -83,13 +69,3 @@ def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
             seen.add(id(leaf))
             items = leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else ()
             _collect([*items, *getattr(leaf, "__dict__", {}).values()], found, seen)
-
-
-def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Return an output with the tensors replaced that lie in containers which torch's pytree knows."""
-    return pytree.tree_map(lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, output)
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, zeros of a sparse one included, which has no `nbytes`."""
-    return tensor.numel() * tensor.element_size()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
-from sp_lightning.pipeline.weights.weight import Group, Twin, Weight
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 _HOST = torch.device("cpu")
 
@@ -32,15 +32,12 @@ def is_quantized(parameter: nn.Parameter) -> bool:
     return all(type(p.data) is Tensor and p.layout is torch.strided and is_dense(p) and p.numel() for p in parts)
 
 
-def move_parameter(parameter: nn.Parameter, device: torch.device, copy: bool = False) -> None:
+def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter as `Module.to` does, which knows tensors that contain others, and calls a class's own `to`.
 
-    Args:
-        parameter: The parameter.
-        device: Where to.
-        copy: Whether it gets memory of its own even if it is there already.
+    It gets memory of its own even if it is there already.
     """
-    if copy and parameter.device == device:
+    if parameter.device == device:
         _lay(parameter, [part.clone() for part in parts_of(parameter)])
     owner = nn.Module()
     owner.register_parameter("parameter", parameter)
@@ -82,8 +79,8 @@ class QuantizedTwin(Twin):
         if has_moved or self._version_of_leaf() != self._parts_seen:
             _lay(self.parameter, self._places)
             raise RuntimeError(
-                f"A forward {'gave' if has_moved else 'wrote to'} the quantized weight {self.weight.name!r}"
-                f"{' other memory' if has_moved else ''}. Change or convert it before training, or between steps."
+                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. Change or "
+                "convert it before training, or between steps."
             )
         return False
 
@@ -102,27 +99,20 @@ class QuantizedTwin(Twin):
 class QuantizedWeight(Weight):
     """A quantized weight of the model, whose memory is a tensor of bytes."""
 
+    twin_class = QuantizedTwin
+
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)
         parts = parts_of(master)
         self._form = _form_of(parts)
         nbytes = lay_out([part.nbytes for part in parts])[1]
-        self._layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
-
-    @property
-    def layout(self) -> Tensor:
-        """A tensor of as many bytes."""
-        return self._layout
 
     @property
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
-
-    def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
-        """Make a twin over memory on the device."""
-        return QuantizedTwin(self, group, data, compiled)
 
     def adopt(self, host: Tensor) -> None:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""

@@ -71,15 +71,18 @@ class Segment:
     # -------------------------------------------------------------------------------------------------- their changes
 
     def check(self) -> None:
-        """Note changes of masters since the last look, also those that torch does not count."""
+        """Note changes of masters since the last look, if they were sent, also changes that torch does not count."""
         is_changed = self._look()
+        if self.lying == NOTHING and not self.sends_copies:
+            self._sample = None
+            return
         if not is_changed and self._sample is not None:
             is_changed = not torch.equal(self._words.take(self._sampled), self._sample)
         if is_changed:
             self.note_change()
 
-    def look_anew(self) -> None:
-        """Take the masters as they are: nothing was sent of them, or just what they are now."""
+    def note_written_back(self) -> None:
+        """Note that a master has got what lies on the device."""
         self._look()
         self._sample = None
 
@@ -101,14 +104,6 @@ class Segment:
         is_changed = has_moved or versions != self._versions
         self._seen, self._versions = seen if at_home else [], versions
         return is_changed
-
-    def has_converted(self) -> bool:
-        """Tell whether a master has become another tensor."""
-        for master, weight in zip(self.masters, self.weights, strict=True):
-            may_be = not self._are_plain or master.data_ptr() != weight.home.data_ptr()
-            if may_be and weight.is_converted:
-                return True
-        return False
 
     def note_change(self) -> None:
         """Note that masters have changed, or that an optimizer is about to step them."""

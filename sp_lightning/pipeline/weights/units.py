@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -39,6 +38,8 @@ class Group:
     def __init__(self, index: int, units: Sequence[Unit], segments: Sequence[Segment], name: str = "") -> None:
         self.index = index  # its number among the streamed groups, in expected order
         self.units = list(units)  # none for a weight that was made resident
+        for unit in units:
+            unit.group = self
         self.segments = list(segments)  # the host memory that it is copied from
         # the weights, in the order in which they lie in its place
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
@@ -93,14 +94,11 @@ class Member:
         # RNN modules at or below it, with the weights in their own list (`_flat_weights`)
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []  # groups that have to be on the device for its call
-        self.twins: dict[int, Twin] = {}  # all twins of the arrangement, by the identity of their memory
         self.called_in: set[Group] = set()  # groups of other calls that its calls were inside of
         self.running_calls = 0  # how many of its calls are under way
         self.entered = 0  # how many times it has been called since it was attached
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
-        # a member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`)
-        self.looks_into: Member | None = None
         # parameters that its call may use and that live on the device
         self.parameters_on_device: list[nn.Parameter] = []
 
@@ -123,12 +121,11 @@ class Member:
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
-            current, twin = entry.parameters.get(entry.key), entry.weight.twin
-            if current is None or current is entry.weight.master or (twin.group.resident and not resident_too):
+            weight, current = entry.weight, entry.parameters.get(entry.key)
+            if current is None or current is weight.master or (weight.twin.group.resident and not resident_too):
                 continue
-            # also an earlier twin's, of a weight that is a device parameter by now
-            if current is twin.parameter or storage_key(current) in self.twins:
-                entry.parameters[entry.key] = entry.weight.master
+            if current is weight.twin.parameter or any(current is leaf for leaf in weight.lowered_leaves):
+                entry.parameters[entry.key] = weight.master
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 

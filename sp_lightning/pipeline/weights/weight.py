@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.weights.autocast import LoweredParameter
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
-from sp_lightning.pipeline.weights.lowered import LoweredParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -110,26 +110,23 @@ class Weight:
 
     unit: Unit
     twin: Twin
+    twin_class = Twin
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
-        self.kind = type(master)  # the master's class, while it is not guarded
         self.host = self.home = master.data
+        self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (lowered.py)
+        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (autocast.py)
         self.averaged = False  # whether its gradient is averaged over several processes
-        self.last_graph = -1  # the number of the graph that last used it in code that torch compiles
+        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
+        self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory
         # the leaf of an earlier twin, if it was lowered until something used it as it is
         self.lowered_leaves: list[nn.Parameter] = []
-
-    @property
-    def layout(self) -> Tensor:
-        """A plain tensor that lies where the weight does, with its shape and strides."""
-        return self.master
 
     @property
     def nbytes(self) -> int:
@@ -140,10 +137,6 @@ class Weight:
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return self.master._version + self.replacements
-
-    def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
-        """Make a twin over memory on the device."""
-        return Twin(self, group, data, compiled)
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
@@ -201,7 +194,7 @@ class Weight:
     @property
     def is_converted(self) -> bool:
         """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
-        return _form(self.master) != _form(self.home)
+        return self.master.data_ptr() != self.home.data_ptr() and _form(self.master) != _form(self.home)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

@@ -214,12 +214,9 @@ class Window:
             return
         group.suspect = is_outdated = False
         for segment in group.segments:
-            if segment.lying == NOTHING and not segment.sends_copies:
-                segment.look_anew()
-            else:
-                segment.check()
-                is_outdated |= segment.lying != segment.epoch
-        if is_outdated:
+            segment.check()
+            is_outdated |= segment.lying != segment.epoch
+        if is_outdated and group.residency is not Residency.ABSENT:
             self._discard(group)
 
     def _discard(self, group: Group) -> None:
@@ -322,4 +319,4 @@ class Window:
         if not twin.group.suspect:  # else a change of another weight, which is still to be found, would look checked
             for segment in twin.group.segments:
                 if not segment.sends_copies:
-                    segment.look_anew()
+                    segment.note_written_back()

@@ -243,7 +243,7 @@ def buffers_of_the_first() -> None:
     model[2].register_buffer("odd", torch.arange(3, dtype=torch.uint8) + dist.get_rank())
     pipeline = Pipeline(model, "cpu", replicas=Replicas())
     model(torch.randn(5, WIDTH) + dist.get_rank())
-    pipeline.share_buffers()
+    pipeline.replicas.share_buffers(pipeline.module)
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, {name: buffer.clone() for name, buffer in model.named_buffers()})
     assert_same_trace(*everyones)

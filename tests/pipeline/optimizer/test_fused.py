@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.optimizer.unit_step import UnitStep
+from sp_lightning.pipeline.optimizer import group_steps
 
 
 @pytest.fixture
@@ -25,21 +25,21 @@ def module() -> nn.Module:
 def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
     pipeline = Pipeline(module, "cpu")
-    pipeline._engine.steps._fused = True
+    pipeline._engine.steps.fused = True
     settings: list[dict[str, Any]] = []
 
-    def run(self: UnitStep, optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> None:
+    def update_weights(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> None:
         settings.append(hyper)
-        plain_run(self, optimizer, hyper, *args)
+        plainly(optimizer, hyper, *args)
 
-    plain_run = UnitStep.run
+    plainly = group_steps.update_weights
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
-        with mock.patch.object(UnitStep, "run", run):
+        with mock.patch.object(group_steps, "update_weights", update_weights):
             yield settings
             optimizer.step()
-            pipeline.settle()
+            pipeline._engine.settle()
     finally:
         pipeline.detach()
 

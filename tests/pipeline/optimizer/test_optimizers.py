@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
-from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping
+from sp_lightning.pipeline.weights.guard import optimizer_steps
 
 
 class Listener:
@@ -45,7 +45,7 @@ class Listener:
 
     def closure(self) -> Tensor:
         assert self.told == [] or self.told[-1][0] == "before", "told before the closure has made gradients"
-        assert not optimizer_is_stepping(), "it is the user's, and computes"
+        assert not optimizer_steps.depth, "it is the user's, and computes"
         self.weight.grad = None
         loss = (self.weight - 3).square()
         loss.backward()
@@ -54,12 +54,12 @@ class Listener:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    forget_optimizer_steps()
+    optimizer_steps.depth = 0
     made = Listener()
     listen_to_optimizers(made)
     yield made
     stop_listening(made)
-    assert not optimizer_is_stepping()
+    assert not optimizer_steps.depth
 
 
 STEPS: dict[str, Callable[[Optimizer, Callable[[], Tensor]], Any]] = {
@@ -97,14 +97,14 @@ def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> Non
 
     class Looking(SGD):
         def step(self, closure: Any = None) -> Any:
-            seen.append(optimizer_is_stepping())
+            seen.append(optimizer_steps.depth > 0)
             loss = super().step(closure)
-            seen.append(optimizer_is_stepping())
+            seen.append(optimizer_steps.depth > 0)
             return loss
 
     Looking([listener.weight], lr=0.1).step(listener.closure)
     assert seen == [True, True]
-    assert not optimizer_is_stepping()
+    assert not optimizer_steps.depth
 
 
 def test_a_closure_that_raises(listener: Listener) -> None:
@@ -117,7 +117,7 @@ def test_a_closure_that_raises(listener: Listener) -> None:
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(fail)
     assert listener.told == []
-    forget_optimizer_steps()
+    optimizer_steps.depth = 0
     optimizer.step(listener.closure)
     assert listener.heard == ["before", "after"]
 

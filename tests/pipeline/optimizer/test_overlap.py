@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
+from sp_lightning.pipeline.optimizer import group_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_WEIGHT
-from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 
 from .parts import (
     WIDTH,
@@ -296,11 +296,11 @@ def test_settling_waits_for_all(interrupted: bool, monkeypatch: pytest.MonkeyPat
                 with monkeypatch.context() as patch:
                     patch.setattr(Job, "join", interrupt)
                     with pytest.raises(KeyboardInterrupt):
-                        pipeline.settle()
+                        pipeline._engine.settle()
                 assert not pipeline._engine.optimizers.settled
             open_soon(gate)
             if pipeline is not None:
-                pipeline.settle()
+                pipeline._engine.settle()
                 assert gate.is_set()
                 assert pipeline._engine.optimizers.settled
         return everything(model, optimizer)
@@ -404,7 +404,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: str) 
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStep, "run", fail_to_step)
+            patch.setattr(group_steps, "update_weights", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 USES[use](model, pipeline)
@@ -624,7 +624,7 @@ def test_an_optimizer_that_is_dropped_is_freed() -> None:
             optimizer = adam(model)
             for _ in range(2):
                 plain_step(model, optimizer)
-            pipeline.settle()
+            pipeline._engine.settle()
             alive = weakref.ref(optimizer)
             del optimizer
             gc.collect()

@@ -273,7 +273,7 @@ def test_an_encoder_looks_into_its_first_layer() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
     division = find_units(model, nn.TransformerEncoderLayer)
     (encoder,) = [member for member in division.callers if isinstance(member.module, nn.TransformerEncoder)]
-    assert encoder.looks_into is division.units[0].members[0]
+    assert encoder.entries == division.units[0].members[0].entries
 
 
 @pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])
@@ -305,7 +305,7 @@ def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
-    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30), on_meta=True)
+    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30))
     blocks = [f"model.layers.{number}" for number in range(80)]
     assert names(division) == ["model.embed_tokens", *blocks, "lm_head"]
     assert [weight.name for weight in division.resident.weights] == ["model.norm.weight"]

@@ -15,10 +15,7 @@ from torch.nn import functional as F
 from sp_lightning.pipeline.weights.guard import (
     EngineAtWork,
     Guard,
-    begin_optimizer_step,
-    end_optimizer_step,
-    forget_optimizer_steps,
-    optimizer_is_stepping,
+    optimizer_steps,
     optimizer_waits,
 )
 from sp_lightning.pipeline.weights.weight import Weight
@@ -26,12 +23,13 @@ from sp_lightning.pipeline.weights.weight import Weight
 from ..parts import place
 
 
-class Owner:
+class Owner(Guard):
     """A pipeline that writes down what it was asked for."""
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, weights: list[Weight]) -> None:
+        super().__init__(weights)
         self.served: list[str] = []
         self.written: list[str] = []
         self.looked_at: list[str] = []
@@ -42,8 +40,6 @@ class Owner:
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         self.gradients.append(f"{weight.name} {'read' if reads else 'dropped'}")
-
-    graph_number = 0
 
     def serve(self, weight: Weight) -> nn.Parameter:
         self.served.append(weight.name)
@@ -60,21 +56,20 @@ class Scene:
         self.placed = place([torch.ones(3, 3), torch.ones(3)])
         for twin in self.placed.twins:
             twin.data.fill_(2)
-        self.owner = Owner()
         self.w, self.b = (weight.master for weight in self.placed.weights)
-        self.guard = Guard(self.owner, self.placed.weights)
+        self.guard = self.owner = Owner(self.placed.weights)
         self.guard.install()
         self.guard.in_step = True
 
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    forget_optimizer_steps()  # of a test before that was interrupted in one
+    optimizer_steps.depth = 0  # of a test before that was interrupted in one
     made = Scene()
     yield made
     made.guard.remove()
     assert {type(made.w), type(made.b)} == {nn.Parameter}
-    assert not optimizer_is_stepping()
+    assert not optimizer_steps.depth
 
 
 @pytest.fixture
@@ -215,14 +210,14 @@ def test_gradients_are_asked_of_the_leaf_in_the_graph(scene: Scene) -> None:
 
 def test_masters_are_masters_while_an_optimizer_steps(scene: Scene) -> None:
     """Also one that steps by another (SAM, Lookahead); a closure computes on the device again."""
-    begin_optimizer_step()
-    begin_optimizer_step()
-    end_optimizer_step()
+    optimizer_steps.depth += 1
+    optimizer_steps.depth += 1
+    optimizer_steps.depth -= 1
     assert (scene.w + 1).eq(2).all()
     with optimizer_waits():
         assert (scene.w + 1).eq(3).all()
     assert (scene.w + 1).eq(2).all()
-    end_optimizer_step()
+    optimizer_steps.depth -= 1
     assert (scene.w + 1).eq(3).all()
 
 

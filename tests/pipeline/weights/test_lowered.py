@@ -81,7 +81,6 @@ AS_IT_IS: dict[str, Use] = {
     "the name of its type": lambda block, x, y: torch.sin(x.bfloat16().type(block.w.type())) + y,
     "a copy of some rows": lambda block, x, y: y * block.w[torch.tensor([1, 3])].sum(),
     "its bits": lambda block, x, y: y + (block.w.view(torch.int32)[0] & 1),
-    "its size": lambda block, x, y: y / block.w.element_size(),
     "rows": lambda block, x, y: y * sum(row.sum() for row in block.w),
     "repeated": lambda block, x, y: y + x @ block.w[:1].expand(8, 8),
     "a number": lambda block, x, y: y * block.w.abs().max().item(),
@@ -103,6 +102,7 @@ AS_IT_IS: dict[str, Use] = {
 SEVERAL_GRADIENTS: dict[str, Use] = {"the layer twice": lambda block, x, y: block.layer(y)}  # which add up in fp32
 STILL_LOWERED: dict[str, Use] = {
     "its dtype": lambda block, x, y: torch.sin(x.to(block.w.dtype)) + y,
+    "its size": lambda block, x, y: y / block.w.element_size(),
     "its shape": lambda block, x, y: y.view(-1, block.w.shape[0]) * len(block.w) / block.w.numel(),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.operands import replace_tensors, tensors_in
+from sp_lightning.pipeline.weights.operands import replace_instances, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 
@@ -66,7 +66,7 @@ def test_tensors_are_found_in_outputs(output: Any, expected: list[Tensor]) -> No
 def test_tensors_are_replaced_in_containers() -> None:
     """The structure and what is no tensor stay; objects are left alone."""
     output = Pair([A, {"b": B}], Output(C, (A, "text")))
-    changed = replace_tensors(output, lambda tensor: tensor + 1)
+    changed = replace_instances(output, Tensor, lambda tensor: tensor + 1)
     assert type(changed) is Pair
     assert [tensor.tolist() for tensor in tensors_in(changed)] == [[2], [2, 2], [1, 1, 1], [1]]
     assert changed.right is output.right

@@ -34,6 +34,7 @@ def sent(segment: Segment, number: int) -> Tensor:
     segment.place = torch.zeros(segment.nbytes, dtype=torch.uint8)
     for place, source in segment.pieces():
         place.copy_(source)
+    segment.lying = segment.epoch
     weight = segment.weights[number]
     return tensor_in(segment.place, segment.offsets[number], weight.layout, weight.compute_dtype)
 

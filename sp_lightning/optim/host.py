@@ -1,0 +1,218 @@
+"""What the optimizers share: their options, a step on several threads, checkpoints, and the way back to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from sp_lightning.optim.layout import (
+    GROUP,
+    MASTERS,
+    MOMENTS,
+    State,
+    check_parameter,
+    flat,
+    make_state,
+    master_of,
+    moment_memory,
+    read_master,
+    weight_memory,
+)
+from sp_lightning.optim.rules import Scaling
+
+_RANGE = 4096 * GROUP  # elements that a thread steps at once
+
+
+class HostOptimizer(Optimizer):
+    """An optimizer over fp32 and bf16 parameters in host memory."""
+
+    first: ClassVar[str]
+    second: ClassVar[str | None] = None
+
+    def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, moments: str) -> None:
+        for name, value, allowed in (("master", master, MASTERS), ("moments", moments, MOMENTS)):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        super().__init__(params, {**defaults, "master": master, "moments": moments, "maximize": False})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, whose parameters have to be in host memory."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            check_parameter(p, name, group["master"])
+            if find_spec("numba") is None and not self._torch_can_step(p, group):
+                raise ImportError(
+                    f"{type(self).__name__} over {p.dtype} with master={group['master']!r} and "
+                    f'moments="{group["moments"]}" needs numba: pip install "sp-lightning[fast]"'
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient; on as many threads as torch uses."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for group, params in groups:
+            for p in params:
+                if p.grad.is_sparse:
+                    raise RuntimeError(
+                        "a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim"
+                    )
+                if p not in self.state or not self.state[p]:
+                    self.state[p].update(make_state(p, group["master"], group["moments"], self._moments_of(group)))
+                self.state[p]["step"] += 1
+        if find_spec("numba") is None:
+            for group, params in groups:
+                self._step_by_torch(group, params)
+            return loss
+        ranges = [r for group, params in groups for p in params for r in self._ranges(group, p)]
+        threads = min(torch.get_num_threads(), len(ranges))
+        if threads > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(_step_range, ranges))
+        else:
+            for each in ranges:
+                _step_range(each)
+        increment_version([p for _, params in groups for p in params])
+        return loss
+
+    def _ranges(self, group: dict[str, Any], p: Tensor) -> Iterator[tuple[Any, ...]]:
+        state, gradient = self.state[p], p.grad
+        assert gradient is not None
+        step = float(state["step"])
+        memory = (
+            *weight_memory(p, state),
+            flat(gradient, p),
+            moment_memory(p, state, self.first),
+            moment_memory(p, state, self.second),
+        )
+        scaling = Scaling(factor=_ONE_LESS if group["maximize"] else Scaling().factor)
+        for start in range(0, p.numel(), _RANGE):
+            part = slice(start, start + _RANGE)
+            weight, low, lowered, grad, first, second = (_cut(each, part) for each in memory)
+            seed = int(step) * 0x9E3779B1 & 0x7FFFFFFF
+            yield self._rule(group, step), weight, low, grad, first, second, lowered, scaling, seed, start
+
+    # ---------------------------------------------------------------------------------------------- of each optimizer
+
+    def _moments_of(self, group: dict[str, Any]) -> list[str]:
+        return [name for name in (self.first, self.second) if name is not None]
+
+    def _rule(self, group: dict[str, Any], step: float) -> Any:
+        raise NotImplementedError
+
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _torch_can_step(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return p.dtype == torch.float32 and group["moments"] == "fp32"
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def master(self, p: Tensor) -> Tensor:
+        """Return the fp32 weight of a parameter."""
+        return read_master(p, self.state.get(p, {}))
+
+    def export(self) -> Iterator[tuple[Tensor, Tensor, State]]:
+        """Yield each parameter, its fp32 weight, and its state as torch's optimizer keeps it, one after the other.
+
+        Example:
+            >>> for p, weight, state in optimizer.export():
+            ...     torch_optimizer.state[twin_of[p]] = state
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                plain: State = {"step": state["step"].clone()} if state else {}
+                for name in self._moments_of(group) if state else ():
+                    plain[name] = self._read_moment(p, state, name)
+                yield p, self.master(p), plain
+
+    def _read_moment(self, p: Tensor, state: State, name: str) -> Tensor:
+        if f"{name}_scale" not in state:
+            value: Tensor = state[name].float()
+        else:
+            from sp_lightning.optim.kernels import read_moment
+
+            value = torch.empty_like(p, dtype=torch.float32)
+            read_moment(moment_memory(p, state, name), flat(value, p))
+        return value.abs() if name == self.second else value.clone()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of an optimizer like this one, or of torch's: then masters begin with the weights."""
+        options = [(group["master"], group["moments"]) for group in self.param_groups]
+        saved_groups = state_dict["param_groups"]
+        for (master, moments), saved in zip(options, saved_groups, strict=False):
+            had = (saved.get("master", master), saved.get("moments", moments))
+            if had != (master, moments):
+                raise ValueError(
+                    f"the checkpoint has master={had[0]!r}, moments={had[1]!r}, but this optimizer master={master!r}, "
+                    f"moments={moments!r}: make it with those of the checkpoint, or move state over with `export()`"
+                )
+            if saved.get("amsgrad"):
+                raise ValueError("the checkpoint has amsgrad=True: continue it with torch's optimizer")
+        super().load_state_dict({**state_dict, "state": {}})  # which would cast all state to the dtype of the weight
+        defaults = {key: value for key, value in self.defaults.items() if key not in ("master", "moments")}
+        for group, (master, moments) in zip(self.param_groups, options, strict=True):
+            group.update(master=master, moments=moments)
+            for key, value in defaults.items():
+                group.setdefault(key, value)
+        ids = chain.from_iterable(group["params"] for group in saved_groups)
+        for group in self.param_groups:
+            for p in group["params"]:
+                saved = state_dict["state"].get(next(ids))
+                if saved:
+                    self.state[p] = self._load(p, group, saved)
+
+    def _load(self, p: Tensor, group: dict[str, Any], saved: State) -> State:
+        state = make_state(p, group["master"], group["moments"], self._moments_of(group))
+        own = master_of(p, group["master"])
+        for name, value in saved.items():
+            if value is None or name not in state:
+                continue
+            if name != "step" and value.numel() != state[name].numel():
+                raise ValueError(
+                    f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(state[name].shape)}"
+                )
+            if value.dtype != state[name].dtype and not (value.is_floating_point() and name in self._moments_of(group)):
+                raise ValueError(
+                    f"the checkpoint's {name} is {value.dtype}, but master={own!r} has {state[name].dtype}"
+                )
+            if value.is_floating_point() and not state[name].is_floating_point():
+                from sp_lightning.optim.kernels import write_moment
+
+                value = value.float()
+                write_moment(moment_memory(p, state, name), flat(value, p))
+            else:
+                state[name].copy_(value)
+        if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
+            state["step"].fill_(1.0)
+        return state
+
+
+_ONE_LESS = -Scaling().factor
+
+
+def _cut(memory: Any, part: slice) -> Any:
+    """Cut an array, or the codes and scales of a moment."""
+    if isinstance(memory, tuple):
+        return memory[0][part], memory[1][part.start // GROUP : -(-part.stop // GROUP)]
+    return None if memory is None else memory[part]
+
+
+def _step_range(arguments: tuple[Any, ...]) -> None:
+    from sp_lightning.optim.kernels import step_range
+
+    step_range(*arguments)

@@ -1,0 +1,233 @@
+"""One pass over host memory for an optimizer's step, compiled by numba: gradient in, weight and state out.
+
+    gradient -> fp32 -> scale, clip -> `update`: weight, moments -> codecs -> memory, and a bf16 copy of the weight
+
+`step_range` is compiled for each kind of optimizer and of memory that it meets, and kept on disk. What is one number
+in fp32 arithmetic lies in memory as one of these, and the type of what is passed says which:
+
+    weight   fp32 array | bf16 bits | (bf16 bits, low 16 or 8 bits), together the fp32 master or its upper 24 bits
+    moment   None | fp32 array | bf16 bits | (int8 or uint8 codes, fp32 scale for each `GROUP` of them)
+    lowered  None | bf16 bits to write
+
+The cache on disk looks at the file of a kernel only; `sources` has it compile again when the codecs have changed.
+
+[Note: bits] `update` has the bits of torch's fused CPU kernels. `fma` stands where their compiler contracts; the
+elements that are left over at the end of a tensor (`tail`) are compiled another way. `tests/optim` tries it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from sp_lightning.optim import codecs, rules
+from sp_lightning.optim.codecs import (
+    BLOCK,
+    MAGNITUDE,
+    SIGN,
+    U32,
+    bits_of,
+    float_of,
+    fma,
+    jit,
+    load,
+    load_weight,
+    noise,
+    overload_inline,
+    pack,
+    space,
+    store_weight,
+    to_bf16,
+    unpack,
+)
+from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
+
+LANES = 8
+"""Torch's fused kernels work on so many elements at once."""
+
+
+_SOURCES = zlib.crc32(b"".join(Path(str(each.__file__)).read_bytes() for each in (codecs, rules)))
+
+
+@jit
+def scaled(g: Any, scaling: Any) -> Any:
+    """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
+    g = g * scaling.factor * scaling.then
+    if g > scaling.limit:
+        g = scaling.limit
+    elif g < -scaling.limit:
+        g = -scaling.limit
+    return g
+
+
+# --------------------------------------------------------------------------------------------------- rules of updates
+
+
+def update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+    """Return a weight and its two moments after a step, from those before it and the gradient; all in fp32."""
+
+
+@jit
+def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+    if rule.penalty != 0:
+        g = fma(p, rule.penalty, g)
+    p = p * rule.decay
+    if rule.first_rate < np.float32(0.5):
+        m = fma(rule.first_rate, g - m, m)
+    else:
+        m = fma(rule.first_rate - np.float32(1), g - m, g)
+    if tail:
+        v = fma(v, rule.second_decay, rule.second_rate * g * g)
+    else:
+        v = fma(rule.second_rate * g, g, v * rule.second_decay)
+    return p - rule.step_size * m / (np.sqrt(v) / rule.correction + rule.eps), m, v
+
+
+@jit
+def _sgd(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+    if rule.penalty != 0:
+        g = fma(p, rule.penalty, g)
+    if rule.is_first_step:
+        m = g
+    elif tail:
+        m = fma(m, rule.momentum, g * rule.rate)
+    else:
+        m = fma(g, rule.rate, m * rule.momentum)
+    if rule.nesterov:
+        g = fma(m, rule.momentum, g)
+    elif rule.momentum != 0:
+        g = m
+    return fma(g, -rule.lr, p), m, v
+
+
+@jit
+def _lion(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+    direction = m * rule.beta1 + g * rule.rate1
+    step = rule.lr if direction > 0 else (-rule.lr if direction < 0 else direction)  # NaN stays NaN
+    return p * rule.decay - step, m * rule.beta2 + g * rule.rate2, v
+
+
+_UPDATES = {AdamRule: _adam, SgdRule: _sgd, LionRule: _lion}
+
+
+@overload_inline(update)
+def _update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+    of_kind = _UPDATES[rule.instance_class]
+    return lambda rule, p, g, m, v, tail: of_kind(rule, p, g, m, v, tail)
+
+
+# ----------------------------------------------------------------------------------------------------------- the pass
+
+
+def keeps_sign(moment: Any) -> bool:
+    """Tell whether a second moment has a sign bit to keep a tie in, see [Note: ties]."""
+    return False
+
+
+@overload_inline(keeps_sign)
+def _keeps_sign(moment: Any) -> Any:
+    answer = isinstance(moment, types.Array)
+    return lambda moment: answer
+
+
+def write_lowered(lowered: Any, i: Any, p: Any) -> Any:
+    """Write the bf16 copy of a weight, if there is one."""
+
+
+@overload_inline(write_lowered)
+def _write_lowered(lowered: Any, i: Any, p: Any) -> Any:
+    if isinstance(lowered, types.NoneType):
+        return lambda lowered, i, p: None
+
+    def write(lowered: Any, i: Any, p: Any) -> Any:
+        lowered[i] = np.uint16(to_bf16(bits_of(p)))
+
+    return write
+
+
+def part(memory: Any, start: Any, stop: Any) -> Any:
+    """Return a part of an array, if there is one."""
+
+
+@overload_inline(part)
+def _part(memory: Any, start: Any, stop: Any) -> Any:
+    if isinstance(memory, types.NoneType):
+        return lambda memory, start, stop: None
+    return lambda memory, start, stop: memory[start:stop]
+
+
+@jit
+def _update_part(
+    rule: Any, weight: Any, low: Any, gradient: Any, m: Any, v: Any, lowered: Any, scaling: Any, has_sign: Any,
+    tail: Any, seed: Any, offset: Any,
+) -> Any:  # fmt: skip
+    for i in range(len(gradient)):
+        g = scaled(load(gradient, i), scaling)
+        bits = bits_of(v[i])
+        p = load_weight(weight, low, i, (bits & SIGN) != 0)
+        p, m[i], second = update(rule, p, g, m[i], float_of(U32(bits & MAGNITUDE)), tail)
+        up = store_weight(weight, low, i, p, has_sign, noise(seed, offset + i))
+        v[i] = float_of(U32(bits_of(second) | U32(U32(up) << U32(31))))
+        write_lowered(lowered, i, p)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def step_range(
+    rule: Any, weight: Any, low: Any, gradient: Any, first: Any, second: Any, lowered: Any, scaling: Any, seed: Any,
+    offset: Any, sources: int = _SOURCES,
+) -> None:  # fmt: skip
+    """Step a range of a weight. See the top of the module for what may be passed; all arrays are flat.
+
+    Args:
+        rule: The numbers of the update.
+        weight: The masters to update, or their upper halves.
+        low: Their low bits, or None.
+        gradient: Their gradient, fp32 or the bits of bf16; it is not changed.
+        first: The first moment, or momentum.
+        second: The second moment.
+        lowered: Where the bf16 copy goes, or None.
+        scaling: What is done to the gradient before.
+        seed: Of random rounding; another one for each step.
+        offset: Where the range begins in its tensor: at a multiple of `GROUP`.
+        sources: Not to be passed.
+    """
+    size = len(gradient)
+    body = size - size % LANES
+    m_space, v_space, has_sign = space(first), space(second), keeps_sign(second)
+    for start in range(0, size, BLOCK):
+        stop = min(start + BLOCK, size)
+        m, v = unpack(first, start, stop, m_space), unpack(second, start, stop, v_space)
+        for begin, end, tail in ((start, min(stop, body), False), (min(stop, body), stop, True)):
+            _update_part(
+                rule, part(weight, begin, end), part(low, begin, end), part(gradient, begin, end),
+                m[begin - start : end - start], v[begin - start : end - start], part(lowered, begin, end),
+                scaling, has_sign, tail, seed, offset + begin,
+            )  # fmt: skip
+        pack(first, start, stop, m, seed ^ 0x55555555, offset)
+        pack(second, start, stop, v, seed ^ 0x33333333, offset)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def read_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
+    """Unpack a whole moment into fp32."""
+    unpack(moment, 0, len(values), values)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def write_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
+    """Pack a whole moment from fp32."""
+    pack(moment, 0, len(values), values, 0, 0)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def store_masters(values: Any, weight: Any, low: Any, second: Any, sources: int = _SOURCES) -> None:
+    """Divide fp32 masters into bf16 and low bits; ties are kept in the signs of `second`, if there is one."""
+    has_sign, sign = keeps_sign(second), space(second) if second is None else second
+    for i in range(len(values)):
+        up = store_weight(weight, low, i, values[i], has_sign, U32(0))
+        if has_sign:
+            sign[i] = -abs(sign[i]) if up else abs(sign[i])

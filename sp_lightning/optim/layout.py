@@ -1,0 +1,96 @@
+"""How a master and moments lie in memory: the state of a parameter is made, read, and handed to the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASTERS = ("auto", "fp32", "split", "split24", None)
+MOMENTS = ("fp32", "bf16", "int8")
+GROUP = 64
+"""So many elements of a moment in 8 bits share a scale; ranges of a tensor begin at multiples of it."""
+
+State = dict[str, Any]
+_LOW = {"split": torch.uint16, "split24": torch.uint8}
+_NAMES_OF_POSITIVE = ("exp_avg_sq",)
+
+
+def check_parameter(p: Tensor, name: str, master: str | None) -> None:
+    """Raise if a parameter cannot be stepped, or cannot have this master."""
+    if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 parameters in host memory: "
+            "give it to an optimizer of torch.optim instead"
+        )
+    if master in _LOW and p.dtype != torch.bfloat16:
+        raise ValueError(
+            f'master="{master}" is for bf16 parameters, but {name} is {p.dtype}: leave master="auto", or put this '
+            'parameter into a param group with master="fp32"'
+        )
+
+
+def master_of(p: Tensor, master: str | None) -> str | None:
+    """Return the kind of master that a parameter has: "auto" is the exact one that takes the fewest bytes."""
+    if p.dtype == torch.float32:
+        return None  # it is its own
+    return "split" if master == "auto" else master
+
+
+def make_state(p: Tensor, master: str | None, moments: str, names: Sequence[str]) -> State:
+    """Return the state of a parameter before its first step."""
+    state: State = {"step": torch.tensor(0.0)}
+    kind = master_of(p, master)
+    if kind == "fp32":
+        state["master"] = p.detach().float()
+    elif kind is not None:
+        state["low"] = torch.zeros_like(p, dtype=_LOW[kind])
+    for name in names:
+        if moments == "int8":
+            codes = torch.uint8 if name in _NAMES_OF_POSITIVE else torch.int8
+            state[name] = torch.zeros_like(p, dtype=codes)
+            state[f"{name}_scale"] = torch.zeros(-(-p.numel() // GROUP))
+        else:
+            state[name] = torch.zeros_like(p, dtype=torch.float32 if moments == "fp32" else torch.bfloat16)
+    return state
+
+
+def flat(tensor: Tensor, like: Tensor) -> Any:
+    """Return the memory of a tensor with the strides of `like` as a flat array; bf16 as its bits."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def moment_memory(p: Tensor, state: State, name: str | None) -> Any:
+    """Return a moment as the kernels take it."""
+    if name is None or name not in state:
+        return None
+    scale = state.get(f"{name}_scale")
+    return flat(state[name], p) if scale is None else (flat(state[name], p), scale.numpy())
+
+
+def weight_memory(p: Tensor, state: State) -> tuple[Any, Any, Any]:
+    """Return masters, their low bits, and the bf16 copy to write, as the kernels take them."""
+    if "master" in state:
+        return flat(state["master"], p), None, flat(p, p)
+    return flat(p, p), flat(state["low"], p) if "low" in state else None, None
+
+
+def read_master(p: Tensor, state: State) -> Tensor:
+    """Return the fp32 master of a parameter, whose low bits may be in its state."""
+    if "low" not in state:
+        return state["master"].clone() if "master" in state else p.detach().float()
+    width = 8 * state["low"].itemsize
+    low, middle = state["low"].int(), 1 << (width - 1)
+    second = state.get("exp_avg_sq")
+    was_up = (
+        torch.signbit(second) if second is not None and second.is_floating_point() else torch.zeros_like(low).bool()
+    )
+    up = (low > middle) | ((low == middle) & was_up)
+    high = (p.detach().view(torch.int16).int() & 0xFFFF) - up.int()
+    whole: Tensor = (high << 16) | (low << (16 - width))
+    return whole.view(torch.float32)

@@ -1,0 +1,48 @@
+"""Clipping by norm takes no memory: gradients stay on the host as they came, unless they add up."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning.pipeline import Pipeline
+
+from .parts import adam, check_story, everything
+
+WIDTH = 64
+X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)])
+
+
+@pytest.mark.parametrize(("micro_batches", "bytes_each"), [(1, 2.1), (2, 4.8)])
+def test_gradients_stay_in_bf16_unless_they_accumulate(micro_batches: int, bytes_each: float) -> None:
+    """Two bytes each, with their norms; sums are in fp32, and what is added lands in a few buffers first."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer, parameters = adam(model), list(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            for _ in range(micro_batches):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(X).square().mean()
+                with pipeline.optimizers.measuring_norms() if pipeline else nullcontext():
+                    loss.backward()
+            if pipeline is None:
+                nn.utils.clip_grad_norm_(parameters, 1e-3)
+            else:
+                pipeline.optimizers.clip_grad_norm(parameters, 1e-3)
+            optimizer.step()
+        if pipeline is not None:
+            found = pipeline.summary().host_gradient_bytes / sum(p.numel() for p in parameters)
+            assert found <= bytes_each
+        return everything(model, optimizer)
+
+    check_story(story, layers)
