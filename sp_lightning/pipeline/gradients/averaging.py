@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.gradients.buffers import GradientMemory, Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import parts_of
@@ -157,8 +157,7 @@ class AveragedStream(GradientStream):
                     "The processes have different units, as some of them use a weight outside of its module that "
                     "others do not. Name it in `resident=`."
                 )
-            trained = [unit for unit in self._numbered if any(each.weight.master.requires_grad for each in unit.gradients)]
-            self._due = dict.fromkeys(trained)
+            self._due = dict.fromkeys(unit for unit in self._numbered if any(map(IS_TRAINED, unit.gradients)))
         return self._due
 
     @override

@@ -281,10 +281,7 @@ class GradientStream:
     @property
     def settled(self) -> bool:
         """Whether the engine has no gradients that nobody has asked for, so that anybody may read `.grad`."""
-        for unit in self._units:
-            if unit.state is not State.EMPTY:
-                return False
-        return True
+        return all(unit.state is State.EMPTY for unit in self._units)
 
     def settle(self) -> None:
         """Wait until every gradient has landed and been added."""

@@ -88,7 +88,7 @@ class Gradient:
         self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, as it is seen
 
 
-_IS_TRAINED = attrgetter("weight.master.requires_grad")
+IS_TRAINED = attrgetter("weight.master.requires_grad")
 
 
 class UnitGradients:
@@ -115,7 +115,7 @@ class UnitGradients:
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
-        trained = list(filter(_IS_TRAINED, self.gradients))
+        trained = list(filter(IS_TRAINED, self.gradients))
         if trained != self.trained:
             self.close()
             self.trained = trained
