@@ -16,6 +16,7 @@ from sp_lightning.pipeline import Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
 from sp_lightning.trainer._namespace import Namespace, logged_step, logs_now
+from sp_lightning.trainer.host_memory import name_more_compact
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -125,7 +126,8 @@ class CallbackMixin(_Base):
             self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: no step was recorded.")
         if monitor.latest is not None and self.summary:
             numbers, reason = break_down(monitor.latest), strategy.why_optimizer_waits()
-            self.lightning.info("\n".join(diagnose(numbers, monitor.pipeline, monitor.retries, reason)))
+            compact = name_more_compact(strategy.optimizers)
+            self.lightning.info("\n".join(diagnose(numbers, monitor.pipeline, monitor.retries, reason, compact)))
 
     on_test_end = on_predict_end = on_train_end
 

@@ -130,10 +130,13 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
     return summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes, None
 
 
-def diagnose(numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None) -> list[str]:
+def diagnose(
+    numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None, compact: str | None
+) -> list[str]:
     """Return lines that say where the time of a step went and what would make it shorter.
 
-    A step has `retries` of the allocator. Perhaps it waits for the optimizer, which steps all weights after backward.
+    A step has `retries` of the allocator. Perhaps it waits for the optimizer, which steps all weights after backward,
+    and perhaps there is a more compact one.
     """
     lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {numbers.headline()}"]
     if retries >= 1:
@@ -148,7 +151,7 @@ def diagnose(numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_o
             else f"The optimizer steps while the device waits: {waits_for_optimizer}."
         )
     elif numbers.bottleneck is Lane.HOST:
-        lines += _on_the_host(numbers)
+        lines += _on_the_host(numbers, compact)
     else:
         lines += _on_the_device(numbers, pipeline, numbers.bottleneck)
     return lines[:1] + [f"  - {advice}" for advice in lines[1:]]
@@ -181,10 +184,12 @@ def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterat
         )
 
 
-def _on_the_host(numbers: Breakdown) -> Iterator[str]:
+def _on_the_host(numbers: Breakdown, compact: str | None) -> Iterator[str]:
     stepping = numbers.kinds[Kind.STEP]
     if stepping > _MUCH * numbers.busy[Lane.HOST]:
         yield (
             f"The optimizer's steps take {readable_seconds(stepping / numbers.steps)} of the host's time in a step: a "
             "larger batch, or `accumulate_grad_batches`, steps less often for the same data."
         )
+        if compact is not None:
+            yield f"{compact} reads and writes half as much host memory (docs/host_memory.md)."

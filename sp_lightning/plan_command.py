@@ -1,4 +1,4 @@
-"""`sp-lightning plan`: predicts what a model would take, without the machine for it (see `planning/estimate.py`)."""
+"""`sp-lightning plan`: predicts what a model would take, without the machine for it (see `planning/report.py`)."""
 
 from __future__ import annotations
 

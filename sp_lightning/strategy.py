@@ -22,7 +22,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
-from sp_lightning.trainer.host_memory import keep_averages_on_host, materialize, warn_of_optimizer_memory
+from sp_lightning.trainer.host_memory import check_optimizer_memory, keep_averages_on_host, materialize
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
@@ -156,7 +156,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            warn_of_optimizer_memory(self.optimizers, self.num_processes, self.lightning)
+            check_optimizer_memory(self.optimizers, self.num_processes, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())
 

@@ -335,7 +335,7 @@ def test_bad_arguments():
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
+def advice(retries=0.0, reason=None, idle=0.0, compact=None, **changes) -> list[str]:
     """The lines below the headline, for a recording and a pipeline with these properties."""
     recording = make_recording(
         steps=3, **{name: changes.pop(name) for name in [*changes] if name in signature(make_recording).parameters}
@@ -351,7 +351,7 @@ def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
         summary=lambda: summary,
         options=PipelineOptions(**changes),
     )
-    headline, *given = diagnose(break_down(recording), pipeline, retries, reason)
+    headline, *given = diagnose(break_down(recording), pipeline, retries, reason, compact)
     assert headline.startswith("A step takes ")
     return [text.removeprefix("  - ") for text in given]
 
@@ -376,6 +376,7 @@ def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
         ({"retries": 2.0}, ["The device's memory runs short 2 times in a step"]),
         ({"retries": 2.0, "load": 5e-3, "peak": 4 << 30}, ["The device's memory runs short", "6.0 GiB"]),
         ({"step": 7e-3}, ["The optimizer's steps take 46.3 ms of the host's time in a step: a larger batch"]),
+        ({"step": 7e-3, "compact": "Half"}, ["The optimizer's steps take", "Half reads and writes half as much"]),
         ({"idle": 1.0}, ["Lightning's `Trainer(profiler='simple')`"]),
         ({"idle": 1.0, "reason": "LBFGS looks at all weights"}, ["The optimizer steps while the device waits: LBFGS"]),
     ],

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
-from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.torch_private import storage_key

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -150,12 +151,32 @@ def test_what_a_former_arrangement_has_held_is_free(
     assert weights <= mapped.nbytes() < 1.2 * weights  # each of them begins at a multiple of 256 bytes
 
 
-def test_a_run_that_will_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("free", "advice"),
+    [
+        (700_000, r"`sp_lightning.optim.AdamW\(master='split'\)` takes 910.0 KiB in all"),
+        (300_000, r"`sp_lightning.optim.AdamW\(master='split', moments='int8'\)` takes"),
+        (10_000, "or freeze weights"),
+    ],
+)
+def test_a_run_that_will_not_fit_is_refused(free: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is trained, with the numbers, and what would fit."""
     module = Blocks()
     trainer = L.Trainer(strategy="superpipeline", accelerator="cpu", max_steps=1, barebones=True)
-    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 300_000)
-    with pytest.warns(UserWarning, match="AdamW will keep 520.0 KiB of state in host memory, beside 260.0 KiB of"):
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: free)
+    says = f"AdamW would keep 520.0 KiB of state in host memory, beside 260.0 KiB of gradients.*{advice}"
+    with pytest.raises(MisconfigurationException, match=says):
         trainer.fit(module, DataLoader(torch.randn(2, WIDTH), batch_size=2))
+
+
+def test_a_more_compact_optimizer_is_named() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    named = host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.AdamW(weights)])
+    assert named is not None
+    assert named.startswith("`sp_lightning.optim.AdamW(master='split', moments='int8')` under")
+    assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
+    assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
+    assert host_memory.name_more_compact([]) is None
 
 
 class PinningBackend(HostBackend):

@@ -77,7 +77,8 @@ def test_attaching_has_no_peak(way: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
     taken = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
     weights = sum(p.nbytes for p in LlamaForCausalLM(LlamaConfig(**CONFIG)).parameters())
-    assert weights <= taken["stays"] <= 1.2 * weights
+    # what was imported before may be given back meanwhile, too
+    assert 0.9 * weights <= taken["stays"] <= 1.2 * weights
     assert taken["peak"] <= 1.05 * taken["stays"]
 
 

@@ -94,6 +94,22 @@ def test_assumptions_change_the_plan():
     assert "921.6 KiB of device memory is too little: it takes" in printed
 
 
+def test_the_ladder_of_host_memory():
+    """Each rung takes less; the step on the host falls with what the optimizer reads and writes."""
+    rungs = planned("Llama-3.1-8B")["ladder"]
+    taken = [rung["host_bytes"] for rung in rungs]
+    assert taken == sorted(taken, reverse=True)
+    assert rungs[0] == {**rungs[0], "precision": "bf16-mixed", "master": None, "moments": "fp32"}
+    int8 = next(rung for rung in rungs if (rung["master"], rung["moments"]) == ("split", "int8"))
+    assert int8["seconds"] <= 2.1 < 3.8 <= rungs[0]["seconds"]
+    alone = planned("Llama-3.1-8B --precision bf16-true --master split --moments int8")
+    assert [rung["host_bytes"] for rung in alone["ladder"]] == [int8["host_bytes"]]
+    printed = run("sp-lightning plan --device_memory 24GiB --model Llama-3.1-8B --host_memory 120GiB")
+    assert re.search(r"AdamW, bf16-mixed .* -\n.*\n", printed)
+    assert re.search(r"AdamW\(master='split24', moments='int8'\), bf16-true .* fits\n$", printed)
+    assert planned("Llama-3.1-8B --optimizer Muon")["ladder"][1:] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -103,7 +119,13 @@ def test_assumptions_change_the_plan():
         ("--model nowhere.Net", "No module named 'nowhere'"),
         ("--model torch.nn.Linear", "required: model.in_features, model.out_features"),
         ("--model Llama-3.1-8B --model.layers 3", "--model.layers is for the class of a model"),
-        ("--model Llama-3.1-8B --optimizer Lion", "`optimizer='Lion'` is not one of"),
+        ("--model Llama-3.1-8B --optimizer LAMB", "`optimizer='LAMB'` is not one of"),
+        (
+            "--model Llama-3.1-8B --optimizer Muon --moments int8",
+            "`master` and `moments` are for AdamW, Adam, SGD, Lion",
+        ),
+        ("--model Llama-3.1-8B --master split", "`master='split'` needs bf16 weights: `precision='bf16-true'`"),
+        ("--model Llama-3.1-8B --host_memory some", "`host_memory='some'` must be an amount of memory"),
         ("--model Llama-3.1-8B --device_memory much", "`device_memory='much'` must be an amount of memory"),
         ("--model Llama-3.1-8B --to_host 0", "`to_host=0.0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "'32-true'"),

@@ -224,18 +224,18 @@ def _pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any
                 scale = size_of(float_of(largest))
                 moment[1][first // GROUP] = scale
                 inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+                base, key = U32(offset + first), U32(seed)
                 for i in range(len(codes)):
-                    codes[i] = cast(encode(values[i], inverse, noise(seed, offset + first + i)))
+                    codes[i] = cast(np.int32(encode(values[i], inverse, noise(key, U32(base + U32(i))))))
 
         return pack_codes
 
     def pack_bf16(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
-        part = moment[start:stop]
+        part, base, key = moment[start:stop], U32(offset + start), U32(seed)
         for i in range(len(part)):
             bits = plain_nan(bits_of(block[i]))
-            if is_finite(bits):  # rounded at random, or slow averages would stand still
-                bits = U32(bits + (noise(seed, offset + start + i) >> U32(16)))
-            part[i] = np.uint16(bits >> U32(16))
+            random = U32(noise(key, U32(base + U32(i))) >> U32(16))  # or slow averages would stand still
+            part[i] = np.uint16(U32(bits + (random if is_finite(bits) else U32(0))) >> U32(16))
 
     return pack_bf16
 
@@ -250,7 +250,7 @@ def encode_signed(x: Any, inverse: Any, noise: Any) -> Any:
 @jit
 def decode_signed(code: Any, scale: Any) -> Any:
     """Undo `encode_signed`."""
-    y = np.float32(code) / np.float32(127)
+    y = np.float32(code) * np.float32(1 / 127)
     return y / (np.float32(2) - abs(y)) * scale
 
 
@@ -258,7 +258,7 @@ def decode_signed(code: Any, scale: Any) -> Any:
 def encode_positive(x: Any, inverse: Any, noise: Any) -> Any:
     """Take the square root to 256 steps, at random up or down; only zero is zero, since weights are divided by it."""
     y = np.float32(255) * np.sqrt(x) * inverse
-    code = np.floor(y + np.float32(noise >> U32(8)) * np.float32(2**-24))
+    code = np.floor(y + np.float32(np.int32(noise >> U32(8))) * np.float32(2**-24))
     if code < np.float32(1) and x > np.float32(0):
         code = np.float32(1)
     return min(code, np.float32(255))

@@ -161,7 +161,6 @@ class Pipeline:
         self._engine.uninstall()
         self.optimizers.close()
         self._engine.saved.close()
-        self._engine.activations.second_forwards.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), HOST)

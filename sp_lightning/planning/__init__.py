@@ -2,7 +2,8 @@
 
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Choice, Machine, UnitWork, Workload, predict
-from sp_lightning.planning.estimate import Assumptions, plan
+from sp_lightning.planning.estimate import Assumptions
 from sp_lightning.planning.planner import AutoPlanner
+from sp_lightning.planning.report import plan
 
 __all__ = ["Assumptions", "AutoPlanner", "Choice", "Machine", "UnitWork", "Workload", "choose", "plan", "predict"]

@@ -1,6 +1,6 @@
-"""`sp_lightning.plan(module)`: a model's predicted device memory, host memory and step time, as a table over k.
+"""Estimates the work of a step from a model's shapes and from assumptions, without a machine to measure on.
 
-It is estimated from the model's shapes and from assumptions, without a machine to measure on: units are found by the
+Units are found by the
 engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and adds once for each
 token, and a unit saves half as much again as its matrices read and write: transformer blocks with fused attention save
 0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
@@ -9,36 +9,53 @@ token, and a unit saves half as much again as its matrices read and write: trans
 from __future__ import annotations
 
 import copy
-import textwrap
-from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.ways import Footprint, Link
-from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.sizes import parse_bytes, readable_bytes, readable_seconds
+from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.autocast import weights_of_known_layers
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Machine, Prediction, UnitWork, Workload
+from sp_lightning.planning.cost import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
+Master: TypeAlias = Literal["split", "split24"]
+Moments: TypeAlias = Literal["fp32", "bf16", "int8"]
+
 STATE = {
     "SGD": 0,
-    **dict.fromkeys(("ASGD", "Adagrad", "RMSprop", "Muon"), 1),
+    **dict.fromkeys(("ASGD", "Adagrad", "Lion", "RMSprop", "Muon"), 1),
     **dict.fromkeys(("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Rprop"), 2),
 }
-"""State elements per parameter element of torch's optimizers, with their default arguments."""
+"""State elements per parameter element of torch's optimizers and of Lion, with their default arguments."""
 
+COMPACT = ("AdamW", "Adam", "SGD", "Lion")
+"""Optimizers that `sp_lightning.optim` has, too."""
+
+_LADDER: tuple[tuple[Master, Moments], ...] = (
+    ("split", "fp32"),
+    ("split", "bf16"),
+    ("split", "int8"),
+    ("split24", "int8"),
+)
+_LOW_BYTES = {None: 0.0, "split": 2.0, "split24": 1.0}  # of a master, beside the bf16 weight
+_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 64}  # with a scale for each group
+
+_KNOWN: dict[str, tuple[object, ...]] = {
+    "precision": get_args(Precision),
+    "activations": get_args(ActivationPolicy),
+    "master": (None, *get_args(Master)),
+    "moments": get_args(Moments),
+}
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEVICE_MEMORY = 24 * 2**30  # if the user gives none, and there is no device
 _SAVED = 1.5  # bytes that a unit saves for each one that its matrices read or write
@@ -56,7 +73,10 @@ class Assumptions:
         compute: Speed that the device reaches on such a model, in TFLOP/s: about half of what its maker states.
         host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
         precision: The Trainer's `precision`.
+        host_memory: Host memory that the ladder is for: bytes, or text such as "64GiB". None shows usual amounts.
         optimizer: Name of the optimizer's class in `torch.optim`, or the bytes of state that it keeps per parameter.
+        master: What `sp_lightning.optim` keeps of fp32 masters beside bf16 weights. None for torch's optimizers.
+        moments: How `sp_lightning.optim` keeps moments.
         activations: The strategy's `activations`.
         units: The strategy's `units`: names of module classes. None finds units automatically.
         resident: The strategy's `resident`.
@@ -68,12 +88,15 @@ class Assumptions:
     """
 
     device_memory: int | str | None = None
+    host_memory: int | str | None = None
     to_device: float = 25.0
     to_host: float = 25.0
     compute: float = 80.0
     host_bandwidth: float = 60.0
     precision: Precision = "bf16-mixed"
     optimizer: float | str = "AdamW"
+    master: Master | None = None
+    moments: Moments = "fp32"
     activations: ActivationPolicy = "auto"
     units: str | Sequence[str] | None = None
     resident: Sequence[str] = ()
@@ -84,23 +107,66 @@ class Assumptions:
         for name in ("to_device", "to_host", "compute", "host_bandwidth", "tokens"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be above zero.")
-        for name, known in (("precision", get_args(Precision)), ("activations", get_args(ActivationPolicy))):
+        for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(known)}.")
+                raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
         if isinstance(self.optimizer, str) and self.optimizer not in STATE:
             raise ValueError(f"`optimizer={self.optimizer!r}` is not one of {', '.join(STATE)}, nor a number of bytes.")
-        if self.device_bytes <= 0:
-            raise ValueError(f"`device_memory={self.device_memory!r}` must be an amount of memory, such as '24GiB'.")
+        if self.is_compact and self.optimizer not in COMPACT:
+            raise ValueError(
+                f"`master` and `moments` are for {', '.join(COMPACT)}, not `optimizer={self.optimizer!r}`."
+            )
+        if self.master is not None and self.precision != "bf16-true":
+            raise ValueError(f"`master={self.master!r}` needs bf16 weights: `precision='bf16-true'`.")
+        for name, nbytes in (("device_memory", self.device_bytes), ("host_memory", self.host_bytes)):
+            if nbytes is not None and nbytes <= 0:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory; 0 if `device_memory` is not an amount."""
         if self.device_memory is not None:
-            try:
-                return parse_bytes(self.device_memory, device_bytes=None) or 0
-            except ValueError:
-                return 0
+            return _bytes_in(self.device_memory)
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _DEVICE_MEMORY
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of host memory; None if no amount is given, 0 if it is not one."""
+        return None if self.host_memory is None else _bytes_in(self.host_memory)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the optimizer is one of `sp_lightning.optim`."""
+        return self.master is not None or self.moments != "fp32"
+
+    @property
+    def optimizer_words(self) -> str:
+        """The optimizer, and how it keeps what."""
+        kept = [] if self.master is None else [f"master={self.master!r}"]
+        kept += [] if self.moments == "fp32" else [f"moments={self.moments!r}"]
+        return f"{self.optimizer}({', '.join(kept)})" if kept else str(self.optimizer)
+
+    def state_bytes(self, numbers: int, nbytes: int) -> int:
+        """Return what the optimizer keeps for trained weights of so many numbers, and so many bytes."""
+        if not isinstance(self.optimizer, str):
+            return int(self.optimizer * numbers)
+        if not self.is_compact:
+            return STATE[self.optimizer] * nbytes
+        return int(numbers * (_LOW_BYTES[self.master] + STATE[self.optimizer] * _MOMENT_BYTES[self.moments]))
+
+
+def more_compact(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways of `sp_lightning.optim` to keep masters and moments, if it has the optimizer, most exact first."""
+    if given.optimizer in COMPACT:
+        for master, moments in _LADDER:
+            yield replace(given, precision="bf16-true", master=master, moments=moments)
+
+
+def _bytes_in(amount: int | str) -> int:
+    try:
+        return parse_bytes(amount, device_bytes=None) or 0
+    except ValueError:
+        return 0
 
 
 def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
@@ -151,7 +217,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
     copies, stepped = (sum(w.compute_bytes for w in some if w.lowered) for some in (unit.weights, trained))
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
-    state = STATE[given.optimizer] * masters if isinstance(given.optimizer, str) else int(given.optimizer * numbers)
+    state = given.state_bytes(numbers, masters)
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))
@@ -159,7 +225,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
     inputs = nbytes * matrices[0][-1] if matrices else 0
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
-    footprint = Footprint(inputs, saved - inputs, saved, saved, repeatable=True, large_inputs=inputs)
+    footprint = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
     link = Link(up=given.to_device * 1e9, down=given.to_host * 1e9)
     ways = footprint.ways(link, work.weight_bytes, forward, backward)
     return replace(
@@ -173,108 +239,3 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
         # dtype take that besides the copies that are sent.
         host_bytes=weights + state + max(masters, copies + gradients),
     )
-
-
-_KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
-
-
-@dataclass(frozen=True)
-class Report:
-    """The predicted cost of training a model, for several k. `str()` of it is a table."""
-
-    title: str  # the model's name in the table
-    given: Assumptions
-    parameters: int  # elements of all weights
-    workload: Workload
-    rows: Sequence[Prediction]  # for each k that fits, with `k_prime=1` and no unit kept on the device
-    best: Prediction | None  # the choice with the fastest step; None if nothing fits
-    last_row: str  # what the table says of the first k that does not fit
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return numbers and names only, for JSON."""
-        return {
-            "model": self.title,
-            "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
-            "parameters": self.parameters,
-            "units": {unit.name: unit.weight_bytes for unit in self.workload.units},
-            "rows": [_as_dict(row) for row in self.rows],
-            "best": self.best and _as_dict(self.best),
-        }
-
-    def __str__(self) -> str:
-        given = {**asdict(self.given), "device_memory": readable_bytes(self.given.device_bytes)}
-        units, columns = self.workload.units, ("device", "host", "to device", "to host", "step")
-        largest = readable_bytes(max(unit.weight_bytes for unit in units))
-        lines = [
-            f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
-            *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
-            "",
-            f"   k {''.join(f'{column:>11}' for column in columns)}  bottleneck",
-            *(_as_row(str(row.choice.k), row) for row in self.rows),
-            *([self.last_row] if self.last_row else []),
-        ]
-        if self.best is None:
-            return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
-        chosen = _as_dict(self.best)
-        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")} | chosen["activations"]
-        words = ", ".join(f"{name} {count}" for name, count in counts.items())
-        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
-        return "\n".join([*lines, _as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"])
-
-
-def _as_dict(row: Prediction) -> dict[str, Any]:
-    choice = row.choice
-    return {
-        "k": choice.k,
-        "k_prime": choice.k_prime,
-        "kept": len(choice.kept),
-        "on_device": len(choice.on_device),
-        "activations": dict(Counter(way.policy for way in choice.ways)),
-        "seconds": row.seconds,
-        "bottleneck": row.bottleneck.value,
-        "lanes": {lane.value: seconds for lane, seconds in row.lanes.items()},
-        "device_bytes": row.device_bytes,
-        "host_bytes": row.host_bytes,
-        "bytes_to_device": row.bytes_to_device,
-        "bytes_to_host": row.bytes_to_host,
-    }
-
-
-def _as_row(label: str, row: Prediction) -> str:
-    sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
-    columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
-    return f"{label:>4} {''.join(f'{column:>11}' for column in columns)}  {row.bottleneck.value}"
-
-
-def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
-    """Estimate the device memory, host memory and step time of training a model, before it is trained.
-
-    Nothing is computed and no weights are needed, so the module may be on the meta device. The numbers are estimates,
-    from shapes and from the assumptions; during training the planner measures instead.
-
-    Args:
-        module: The model. It is neither changed nor called.
-        assumptions: About the device, the host, the precision, the optimizer, and the size of a step.
-        title: Name of the model in the table; by default, the name of its class.
-
-    Raises:
-        ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
-
-    Example::
-
-        print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
-    """
-    given = assumptions or Assumptions()
-    workload, machine = estimate(module, given)
-    budget, length = int(SHARE_OF_FREE_MEMORY * given.device_bytes), len(workload.units)
-    rows: list[Prediction] = []
-    last_row = ""
-    for k in [*(k for k in _KS if k < length), length]:
-        try:
-            rows.append(choose(workload, machine, budget, k=k, k_prime=1, fill=False))
-        except ValueError as error:
-            last_row = f"{k:>4}  {error}"
-            break
-    best = choose(workload, machine, budget) if rows else None
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import available_host_memory, readable_bytes
-from sp_lightning.planning.estimate import STATE
+from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, more_compact
 from sp_lightning.trainer._namespace import Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
@@ -69,23 +69,53 @@ def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> Non
             callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
 
 
-def warn_of_optimizer_memory(optimizers: Sequence[Optimizer], processes: int, lightning: Namespace) -> None:
-    """Warn, before the first step makes them, if gradients and optimizer state will not fit into host memory.
+def check_optimizer_memory(optimizers: Sequence[Optimizer], processes: int, lightning: Namespace) -> None:
+    """Refuse, before the first step makes them, gradients and optimizer state that do not fit into host memory.
 
     If memory runs out, the system ends the process without an error. Each of `processes` on this machine needs as much.
+
+    Raises:
+        MisconfigurationException: If they do not fit.
     """
     free = available_host_memory()
     gradients = processes * sum(_trained_bytes(group) for optimizer in optimizers for group in optimizer.param_groups)
     state = processes * sum(map(_state_bytes, optimizers))
     if free is None or not state or gradients + state <= free:
         return
-    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    lightning.warn(
-        f"Superpipeline: {names} will keep {readable_bytes(state)} of state in host memory, beside "
-        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. The system may end the "
-        "process in the first steps. Use a machine with more memory, an optimizer with less state, "
-        "`precision='bf16-true'`, or freeze weights."
+    names = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
+    if len(names) == 1:
+        advice = _next_rung(names[0], optimizers, processes, free) or advice
+    lightning.check(
+        False,
+        f"{' and '.join(names)} would keep {readable_bytes(state)} of state in host memory, beside "
+        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. {advice}",
     )
+
+
+def _next_rung(name: str, optimizers: Sequence[Optimizer], processes: int, free: int) -> str | None:
+    """Name the most exact way to keep masters and moments that fits, if there is one."""
+    trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    numbers, masters = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
+    for way in more_compact(Assumptions(optimizer=name)) if name in COMPACT else ():
+        weights_and_gradients = 2 * torch.bfloat16.itemsize * numbers
+        needed = processes * (weights_and_gradients + way.state_bytes(numbers, masters))
+        if needed <= free + processes * masters:
+            return (
+                f"`precision='bf16-true'` with `sp_lightning.optim.{way.optimizer_words}` takes "
+                f"{readable_bytes(needed)} in all, weights included, and fits."
+            )
+    return None
+
+
+def name_more_compact(optimizers: Sequence[Optimizer]) -> str | None:
+    """Say what steps with half the traffic of these optimizers, if they are torch's and there is such a thing."""
+    kinds = {type(optimizer) for optimizer in optimizers}
+    name = kinds.pop().__name__ if len(kinds) == 1 else ""
+    if name not in COMPACT or type(optimizers[0]) is not getattr(torch.optim, name, None):
+        return None
+    way = Assumptions(precision="bf16-true", optimizer=name, master="split", moments="int8")
+    return f"`sp_lightning.optim.{way.optimizer_words}` under `precision='bf16-true'`"
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

@@ -3,8 +3,8 @@
 Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. Buffers are,
 too, and move once, so that BatchNorm counts a batch once. All else that a forward may change (attributes, lists, a
 key/value cache that it is given) is looked at, not simulated: where something of it differs after a call, the forward
-does not run again. A look goes a few levels deep, at no more than so many objects, and only in the first calls (see
-`Trust` in recompute.py).
+does not run again. A look goes a few levels deep, at no more than so many objects, and only in the first calls of a
+member.
 """
 
 from __future__ import annotations
@@ -52,15 +52,13 @@ class Inputs:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        numbers = {key: number for number, key in enumerate(given)}
+        self._leaves = [(id(leaf), None if id(leaf) in given else leaf) for leaf in leaves]
+        self._require_grad = {key: tensor.requires_grad for key, tensor in given.items()}
         self.tensors = [tensor.detach() for tensor in given.values()]  # without weights, which stand for themselves
         self.packed: list[Packed] = []  # what holds these, once they are packed
         self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]  # a cache, say
         # that a user has set, and that a second tensor would not have
         self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
-        self._require_grad = [tensor.requires_grad for tensor in given.values()]
-        self._numbers = [numbers.get(id(leaf)) for leaf in leaves]
-        self._others = [None if id(leaf) in numbers else leaf for leaf in leaves]
 
     @property
     def are_changed(self) -> bool:
@@ -73,11 +71,10 @@ class Inputs:
 
     def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
-        tensors = [saved.unpack(packed).detach() for packed in self.packed]
-        for tensor, requires_grad in zip(tensors, self._require_grad, strict=True):
-            tensor.requires_grad_(requires_grad)
-        places = zip(self._numbers, self._others, strict=True)
-        leaves = [other if number is None else tensors[number] for number, other in places]
+        tensors = {}
+        for (key, requires_grad), packed in zip(self._require_grad.items(), self.packed, strict=True):
+            tensors[key] = saved.unpack(packed).detach().requires_grad_(requires_grad)
+        leaves = [tensors.get(key, leaf) for key, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 

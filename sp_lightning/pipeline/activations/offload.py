@@ -37,14 +37,14 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.activations.memory import Held, HostPool, Meter
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, storage_key, weak_storage
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 UNITS_THAT_STAY = 1  # units before the turn for which sending gains nothing: backward needs them at once
@@ -66,17 +66,16 @@ class Stage(enum.Enum):
 class Activation:
     """A storage that autograd saved tensors of."""
 
-    def __init__(self, tensor: Tensor, unit: str, meter: Meter, leftovers: deque[_Leftover]) -> None:
+    def __init__(self, tensor: Tensor, unit: str, held: Held | None, leftovers: deque[_Leftover]) -> None:
         self.unit = unit  # the name of the one that saved it first
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version  # when it was saved
         self.stage = Stage.DEVICE
         # in its memory: the first tensor that was saved, without the node that saves it, or what it was fetched into
         self.device: Tensor | None = tensor.detach()
+        self.held = held  # while that memory counts
         self.host: HostBuffer | None = None  # its copy
         self.ticket: Ticket | None = None  # the copy that nothing has waited for yet
-        self._meter = meter
-        self.counted = meter.add(tensor)
         self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
         self._leftovers = leftovers
         self._was_changed = False
@@ -92,11 +91,9 @@ class Activation:
     def release(self) -> None:
         """Release the memory that it was computed in, now that the host has a copy."""
         self._was_changed = self.is_changed
-        self._meter.remove(self.counted)
-        self.stage, self.device, self.ticket, self.counted = Stage.HOST, None, None, 0
+        self.stage, self.device, self.held, self.ticket = Stage.HOST, None, None, None
 
     def __del__(self) -> None:
-        self._meter.remove(self.counted)
         if self.host is not None:  # autograd may free it in any thread: only leave a note
             self._leftovers.append((self.host, None if self.ticket is None else self.device, self.ticket))
 
@@ -226,7 +223,7 @@ class Offloader:
         with self._lock:
             activation = self._by_memory.get(key)
             if activation is None or activation.version != tensor._version:
-                activation = Activation(tensor, bundle.name, self._meter, self._leftovers)
+                activation = Activation(tensor, bundle.name, self._meter.hold(tensor), self._leftovers)
                 self._by_memory[key] = activation
             bundle.saved.append(ref(activation))
             return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -276,14 +273,11 @@ class Offloader:
 
     def _fetch(self, activation: Activation) -> None:
         if self._closed:
-            raise RuntimeError(
-                "backward needs activations that were offloaded to the host, but superpipeline was detached since. "
-                "Call backward before `detach()`."
-            )
+            raise outdated_graph_error("activations that were offloaded to the host")
         assert activation.host is not None
         device = activation.device = self._backend.allocate(activation.nbytes)
         ticket = activation.ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
-        activation.stage, activation.counted = Stage.BACK, self._meter.add(device)
+        activation.stage, activation.held = Stage.BACK, self._meter.hold(device)
         self._backend.trace.moved(Kind.FETCH, activation.unit, activation.nbytes, ticket)
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes

@@ -73,11 +73,11 @@ class AutoPolicy:
         self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._measuring: set[str] = set()  # in this step
+        self._passes = self._passes_before = 0  # backward passes that have ended, in all and before this step
+        self._operations = 0  # bytes that operations take besides what is saved
         self.must_choose = False  # before the next step
-        self._is_warm = self._has_had_backward = False  # in a step before, in this step
-        self._has_turned = False  # in this pass
-        self._operations = 0  # bytes that they take in a unit, besides what is saved
         self.in_use: dict[str, Policy] = {}  # the policy that each member has in this step, if it was called
+        self._has_turned = False  # in this pass
         self.turn_bytes = 0  # the most that was taken at the turn, after the last unit's forward: by a loss, say
         self.outside_bytes = 0  # the most that was saved outside of units elsewhere: by a norm between them, say
 
@@ -86,25 +86,23 @@ class AutoPolicy:
     def ways(self) -> dict[str, list[Way]]:
         """Return the ways that are open to each measured member, in the order of the forward."""
         seconds: dict[str, float] = {}  # of the last step's second forwards, if it had a backward
-        for name, begin, end in self._second_forwards.times if self._has_had_backward else ():
+        for name, begin, end in self._second_forwards.times if self._passes > self._passes_before else ():
             seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
         self._second_forwards.times.clear()
         for name in seconds.keys() & self._units.keys():
             self._units[name].seconds = seconds[name]
         link = self._link_for_offloading()
-        units = {name: (unit, unit.most) for name, unit in self._units.items() if unit.most is not None}
         staying = list(dict.fromkeys(unit.unit for unit in self._units.values()))[-UNITS_THAT_STAY:]
-        first = next(iter(self._units), None)
         ways = {}
-        for name, (unit, most) in units.items():
-            took = most._replace(
-                working=most.working + self._operations,
-                repeatable=most.repeatable and self._second_forwards.may_run(name),
-            )
-            if name == first:  # is given the batch, which whoever runs the step holds
-                took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
-            backward = _BACKWARD_PER_FORWARD * unit.seconds
-            ways[name] = took.ways(None if unit.unit in staying else link, unit.weights, unit.seconds, backward)
+        for number, (name, unit) in enumerate(self._units.items()):
+            if unit.most is not None:
+                took = unit.most._replace(
+                    working=unit.most.working + self._operations,
+                    repeatable=unit.most.repeatable and name not in self._second_forwards.kept,
+                )
+                copies = None if unit.unit in staying else link
+                backward = _BACKWARD_PER_FORWARD * unit.seconds
+                ways[name] = took.ways(copies, unit.weights, unit.seconds, backward, inputs_stay=number == 0)
         return ways
 
     def prescribe(self, policies: Mapping[str, Policy]) -> None:
@@ -121,13 +119,12 @@ class AutoPolicy:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._is_warm = self._is_warm or self._has_had_backward
+        self._passes_before, self._has_turned = self._passes, False
         self._measuring.clear()
         self._second_forwards.timed = False
         self._second_forwards.times.clear()
         for unit in self._units.values():
             unit.this_pass = None
-        self._has_turned = self._has_had_backward = False
         self.in_use = {}
 
     def policy(self, member: Member, size: int, inputs: Iterable[Tensor]) -> Policy:
@@ -135,14 +132,14 @@ class AutoPolicy:
         name, unit = member.name, self._units.get(member.name)
         policy: Policy = "recompute"
         if unit is None or unit.most is None or size > unit.size or name in self._measuring:
-            if self._is_warm:
+            if self._passes_before:
                 if not self._measuring:
                     self._second_forwards.timed = True
                     self._meter.measure(inputs)
                 self._measuring.add(name)
         else:
             policy = self._chosen.get(name, "recompute")
-            if not (unit.most.repeatable and self._second_forwards.may_run(name)):
+            if not unit.most.repeatable or name in self._second_forwards.kept:
                 policy = WITHOUT_RECOMPUTING.get(policy, policy)
         self.in_use[name] = policy
         return policy
@@ -158,27 +155,26 @@ class AutoPolicy:
             self.must_choose = True
 
     def end_call(self) -> None:
-        """Note that a unit's forward has run."""
-        self._operations = max(self._operations, self._meter.end_stretch().operations)
+        """Note that a unit's forward or backward has run."""
+        if self._meter.counts:
+            self._operations = max(self._operations, self._meter.end_stretch().operations)
 
     def reach(self) -> None:
         """Note that backward has reached a unit: the first time, the stretch of the turn ends."""
-        if not self._meter.counts:
-            return
-        if self._has_turned:
+        if self._has_turned or not self._meter.counts:
             self.end_call()
-        else:
-            turn = self._meter.end_stretch()
-            self.turn_bytes = max(self.turn_bytes, turn.saved + turn.operations)
-            if self.in_use.keys() == self._measuring:
-                calls = [unit.this_pass for unit in self._units.values() if unit.this_pass is not None]
-                held = sum(each.held + each.saved * (not each.repeatable) for each in calls)
-                self.outside_bytes = max(self.outside_bytes, turn.before - held)
+            return
         self._has_turned = True
+        turn = self._meter.end_stretch()
+        self.turn_bytes = max(self.turn_bytes, turn.saved + turn.operations)
+        if self.in_use.keys() == self._measuring:
+            calls = [unit.this_pass for unit in self._units.values() if unit.this_pass is not None]
+            held = sum(each.held + each.saved * (not each.repeatable) for each in calls)
+            self.outside_bytes = max(self.outside_bytes, turn.before - held)
 
     def end_backward(self) -> None:
         """End the last stretch together with backward: between steps users reset memory statistics, too."""
-        self._has_had_backward = True
+        self._passes += 1
         for unit in self._units.values():
             if unit.this_pass is not None:
                 of_passes = [unit.this_pass] if unit.most is None else [unit.most, unit.this_pass]
@@ -191,10 +187,9 @@ class AutoPolicy:
 
     def choose(self, limit: int) -> None:
         """Choose a policy for each member that was measured, between steps, with room for so many bytes."""
-        self.must_choose = False
         ways = self.ways()
         chosen = choose_ways([*ways.values()], limit - self.outside_bytes, self.turn_bytes)
-        self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
+        self.prescribe({name: way.policy for name, way in zip(ways, chosen, strict=True)})
         needed = peak(chosen, self.turn_bytes) + self.outside_bytes
         if needed > limit and self._warns:
             self._warns = False
@@ -236,14 +231,12 @@ class Activations:
         """Have policies chosen from now on, or not: the user has chosen, or there is no limit to choose by."""
         self.auto = auto
         self.are_kept = auto is None and self._policy == "keep"  # all, so that nobody has to tell of calls
-        self._may_offload = auto is not None or self._policy in OFFLOADING
 
     def begin_step(self) -> None:
-        """Draw conclusions from the last step, and begin another; no graph waits for its backward."""
+        """Begin a step; no graph waits for its backward."""
         if self.auto is not None:
             self.auto.begin_step()
-        if self._may_offload:
-            self._offloader.begin_step()
+        self._offloader.begin_step()
         self._saved.meter.begin_step()
 
     def manages(self, member: Member) -> bool:
@@ -268,7 +261,7 @@ class Activations:
             inputs = tensors_in((args, kwargs))
             size = sum(t.numel() * t.element_size() for t in inputs)  # sparse ones have no `nbytes`
             policy = self.auto.policy(member, size, inputs)
-        elif not self.second_forwards.may_run(member.name):
+        elif member.name in self.second_forwards.kept:
             policy = WITHOUT_RECOMPUTING.get(policy, policy)
         self._policy_of_call = policy
         if policy in RECOMPUTING:
@@ -278,15 +271,13 @@ class Activations:
 
     def enter(self, member: Member) -> None:
         """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
-        if self._may_offload:
-            self._offloader.enter(member, (self._policy_of_call or self._policy) in OFFLOADING)
+        self._offloader.enter(member, (self._policy_of_call or self._policy) in OFFLOADING)
         if self._recorded is not None:
             self._recorded.pack_inputs()
 
     def leave(self) -> None:
         """Note that the call that was entered last is left."""
-        if self._may_offload:
-            self._offloader.leave()
+        self._offloader.leave()
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
@@ -309,5 +300,5 @@ class Activations:
             self.watched_peak = max(self.watched_peak, memory.peak)
         if self.auto is not None:
             self.auto.end_backward()
-        if self._may_offload:
+        if not self.are_kept:
             self._offloader.end_backward()

@@ -21,21 +21,19 @@ its unit sends when it is left, and fetched for the second forward one unit ahea
 
 from __future__ import annotations
 
-import enum
 import warnings
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from typing_extensions import override
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Surroundings
-from sp_lightning.pipeline.activations.saved import Kept, Recording, SavedTensors
+from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.activations.ways import Footprint
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
@@ -44,43 +42,27 @@ from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
-
-class Trust(enum.Enum):
-    """What the calls of a member have shown about running its forward again."""
-
-    NEW = enum.auto()  # its first call is looked at: what it changes; it may make things that are used from then on
-    SEEN_ONCE = enum.auto()  # the second call is looked at as well
-    RUNS_AGAIN = enum.auto()  # nothing is in the way
-    KEEPS = enum.auto()  # something was, or a second forward has failed: calls hold what they save
+_LOOKS = 2  # a member's first call may make things that are used from then on; what the second changes, each one does
 
 
 class SecondForwards:
-    """What calls have shown about running forwards again, and those that still may."""
+    """What calls have shown about running forwards again."""
 
     def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
         self.saved = saved
         self.backend = backend
         self.stats = stats
-        self.trust: defaultdict[str, Trust] = defaultdict(lambda: Trust.NEW)  # in members, by their names
+        self.looks: Counter[str] = Counter()  # how many calls of each member were looked at, by its name
+        self.kept: set[str] = set()  # members for which something was in the way; from then on they hold what they save
         self.timed = False  # whether second forwards are timed
         self.times: list[tuple[str, Any, Any]] = []  # their members, and the marks before and after
-        self.dropped: WeakSet[UnitCall] = WeakSet()
-
-    def may_run(self, name: str) -> bool:
-        """Tell whether the next call of a member may run again, as far as that is known."""
-        return self.trust[name] is not Trust.KEEPS
-
-    def close(self) -> None:
-        """Refer to the module no longer: its graphs, which may live on, cannot recompute anything now."""
-        for call in list(self.dropped):
-            call.close()
 
 
-class UnitCall(Recording):
+class UnitCall:
     """One call of a member: what its forward saved, and how to run it again."""
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
+        self.kept: list[ref[Kept]] = []  # what the forward saves, in order
         self.member = member
         self.input_bytes = 0
         self.footprint: Footprint | None = None  # None if nobody has counted it
@@ -89,14 +71,16 @@ class UnitCall(Recording):
         self._bytes_before = self._held = self._meter.bytes
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
-        looks = shared.trust[member.name] in (Trust.NEW, Trust.SEEN_ONCE)
-        self._look = Look(modules if looks else [], self._inputs.objects)
+        self._look = Look(modules if shared.looks[member.name] < _LOOKS else [], self._inputs.objects)
         self._buffers = Buffers(modules)
         self._surroundings = Surroundings(shared.backend.device)
         self._state = self._state_of_module()
-        self._refused: RuntimeError | None = None
         self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
         self._missing = 0  # how many dropped tensors the second forward has not saved yet
+
+    def _alive(self) -> list[Kept]:
+        """Return what autograd still needs of it, in order."""
+        return [kept for reference in self.kept if (kept := reference()) is not None]
 
     # ------------------------------------------------------------------------------------------------ first forward
 
@@ -108,40 +92,38 @@ class UnitCall(Recording):
 
     def conclude(self, output: Any, warns: bool) -> None:
         """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it."""
-        kept = [each for each in self.alive() if each.tensor is not None]
+        kept = self._alive()
         tensors = [each.tensor for each in kept if each.tensor is not None]
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_worth_it = not known.issuperset(map(storage_key, tensors)) and not any(each.is_changed for each in kept)
         obstacle = self._obstacle() if is_worth_it else None
-        is_dropped = is_worth_it and obstacle is None and self._shared.may_run(self.member.name)
+        is_dropped = is_worth_it and obstacle is None and self.member.name not in self._shared.kept
         if self._meter.counts:
-            self.footprint = self._measure_footprint(tensors, is_dropped)
+            held, saved = self._held - self._bytes_before, max(0, self._meter.bytes - self._held)
+            large = min(_bytes_worth_a_copy(tensors), held + saved)
+            self.footprint = Footprint(held, saved, large, held + saved, is_dropped)
         del self._look
         if is_dropped:
             for each in kept:
                 each.drop()
             self._inputs.tensors.clear()
-            self._shared.dropped.add(self)
         else:
             del self._inputs, self._surroundings, self._buffers
         self._learn(obstacle, warns)
 
     def _learn(self, obstacle: str | None, warns: bool) -> None:
         """Record what the call has shown about its member."""
-        name, trust = self.member.name, self._shared.trust
-        if trust[name] is Trust.NEW:
-            trust[name] = Trust.SEEN_ONCE
-        elif obstacle is not None and trust[name] is not Trust.KEEPS:
-            trust[name] = Trust.KEEPS
+        name, shared = self.member.name, self._shared
+        shared.looks[name] += 1
+        if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.kept:
+            shared.kept.add(name)
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
                     "backward stays on the device.",
                     stacklevel=2,
                 )
-        elif trust[name] is Trust.SEEN_ONCE:
-            trust[name] = Trust.RUNS_AGAIN
 
     def _obstacle(self) -> str | None:
         """Return what the forward has done that keeps it from running again, in words; None if it has not."""
@@ -152,7 +134,7 @@ class UnitCall(Recording):
             return "has a part that is scripted"  # in C++, nothing can take a buffer's place
         if self._inputs.have_attributes:
             return "is given a tensor with attributes of its own"
-        if any(kept.tensor is not None and kept.tensor.is_nested for kept in self.alive()):
+        if any(kept.tensor is not None and kept.tensor.is_nested for kept in self._alive()):
             return "saves a nested tensor"  # its shape cannot be compared: it has none, or a new one each time
         if self._inputs.are_changed:
             return "changes its input in place"
@@ -162,12 +144,6 @@ class UnitCall(Recording):
             return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
         return self._look.obstacle() if scope is None else f"is called under {scope}"
-
-    def _measure_footprint(self, tensors: list[Tensor], is_dropped: bool) -> Footprint:
-        held, saved = self._held - self._bytes_before, max(0, self._meter.bytes - self._held)
-        large = min(_bytes_worth_a_copy(tensors), held + saved)
-        large_inputs = min(_bytes_worth_a_copy(self._inputs.tensors), held)
-        return Footprint(held, saved, large, held + saved, is_dropped, large_inputs)
 
     def _state_of_module(self) -> list[Any]:
         """Return its mode, and what changes with a weight: its leaf (if no longer lowered), values, being trained."""
@@ -181,66 +157,60 @@ class UnitCall(Recording):
 
     # --------------------------------------------------------------------------------------------------- in backward
 
-    def close(self) -> None:
-        """Refer to the module no longer: autograd may hold what was dropped, and so this call (see graphs.py)."""
-        refused = outdated_graph_error(f"the inputs of {self.member.name!r}")
-        vars(self).clear()
-        self._refused = refused
-
-    @override
     def repeat(self) -> None:
-        if self._refused is not None:
-            raise self._refused
-        shared, name = self._shared, self.member.name
-        shared.stats.recomputed += 1
-        begin = shared.backend.mark() if shared.timed else None
-        self._run_again(repr(name))
-        if shared.timed:
-            shared.times.append((name, begin, shared.backend.mark()))
-
-    def _cannot(self, reason: str) -> RuntimeError:
-        """Have later calls of the member hold what they save; return the error for this one."""
-        self._shared.trust[self.member.name] = Trust.KEEPS
-        return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
-
-    def _run_again(self, name: str) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
+        shared, name = self._shared, repr(self.member.name)
+        if shared.saved.backward is None:  # detached since
+            raise outdated_graph_error(f"the inputs of {name}")
         if self._inputs.are_changed or self._buffers.are_changed or self._state_of_module() != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
                 "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
                 "forward cannot run again"
             )
-        self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self.alive())
-        args, kwargs = self._inputs.rebuild(self._shared.saved)
+        shared.stats.recomputed += 1
+        begin = shared.backend.mark() if shared.timed else None
+        self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
+        inputs = self._inputs.rebuild(shared.saved)
+        try:
+            self._run_again(*inputs)
+        except Exception as error:  # code in between may have made another exception of `_NothingMissing`
+            if is_out_of_memory(error):
+                raise
+            if self._missing:
+                raise self._cannot(
+                    f"the forward of {name} failed when it ran again in backward ({type(error).__name__}: {error}), "
+                    "where it is cut off from the graph that its inputs came from"
+                ) from error
+        if self._missing:
+            raise self._cannot(
+                f"{name} has computed something else when its forward ran again in backward, because something outside "
+                "of it has changed in between"
+            )
+        if shared.timed:
+            shared.times.append((self.member.name, begin, shared.backend.mark()))
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with (
             self._surroundings.restored(),
             self._buffers.put_back(),
             torch.enable_grad(),
             saved_tensors_hooks(self._fill_gap, lambda tensor: tensor),
         ):
-            try:
-                self.member.module(*args, **kwargs)
-            except Exception as error:  # code in between may have made another exception of `_NothingMissing`
-                if is_out_of_memory(error):
-                    raise
-                if self._missing:
-                    raise self._cannot(
-                        f"the forward of {name} failed when it ran again in backward ({type(error).__name__}: {error}),"
-                        " where it is cut off from the graph that its inputs came from"
-                    ) from error
-        if self._missing:
-            raise self._cannot(
-                f"{name} has computed something else when its forward ran again in backward, because something outside "
-                "of it has changed in between"
-            )
+            self.member.module(*args, **kwargs)
+
+    def _cannot(self, reason: str) -> RuntimeError:
+        """Have later calls of the member hold what they save; return the error for this one."""
+        self._shared.kept.add(self.member.name)
+        return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
 
     def _fill_gap(self, tensor: Tensor) -> Tensor:
         """Have what the second forward saves, in order, take the place of what was dropped."""
         reference = next(self._gaps, None)
         kept = None if reference is None else reference()
         tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
-        if kept is not None and kept.tensor is None and kept.fill(tensor):
+        if kept is not None and kept.misses(tensor):
+            kept.fill(tensor, self._meter)
             self._missing -= 1
             if not self._missing:
                 raise _NothingMissing
@@ -249,8 +219,7 @@ class UnitCall(Recording):
 
 def _bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
-    dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
-    by_memory = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
+    by_memory = {key: tensor.untyped_storage().nbytes() for tensor in tensors if (key := storage_key(tensor))}
     return sum(nbytes for nbytes in by_memory.values() if nbytes >= offload.MIN_OFFLOAD_BYTES)
 
 

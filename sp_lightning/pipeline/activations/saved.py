@@ -13,7 +13,6 @@ last one, and backward reads weights as they are then.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
@@ -21,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import (
     contains_others,
@@ -49,7 +48,7 @@ class _Handle:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the weight has changed since it was saved, and backward would use values that are gone."""
+        """Whether the weight has changed since it was saved."""
         with without_torch_function():
             return self.twin.version() != self._version
 
@@ -57,21 +56,14 @@ class _Handle:
         self._group.handles -= 1
 
 
-class Recording(ABC):
-    """What the forward of one call saves, held for as long as it is not dropped.
+class Recording(Protocol):
+    """What the forward of one call saves. It is held by the graph, and refers to saved tensors weakly.
 
-    The graph holds the recording. It holds saved tensors by weak references only, so that autograd frees each of them
-    when its node has run.
+    So autograd frees each of them when its node has run.
     """
 
-    def __init__(self) -> None:
-        self.kept: list[ref[Kept]] = []  # in order
+    kept: list[ref[Kept]]  # in order
 
-    def alive(self) -> list[Kept]:
-        """Return what autograd still needs of it, in order."""
-        return [kept for reference in self.kept if (kept := reference()) is not None]
-
-    @abstractmethod
     def repeat(self) -> None:
         """Fill what was dropped."""
 
@@ -79,12 +71,11 @@ class Recording(ABC):
 class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
-    __slots__ = ("__weakref__", "_counted", "_meter", "_recording", "dtype", "size", "tensor", "version")
+    __slots__ = ("__weakref__", "_held", "_kind", "_recording", "tensor", "version")
 
     def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
-        self._meter = meter
         self._recording = recording
-        self._counted = meter.add(tensor)
+        self._held = meter.hold(tensor)
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
@@ -96,6 +87,20 @@ class Kept:
         """Whether the tensor has been changed in place since it was saved."""
         return self.tensor is not None and self.tensor._version != self.version
 
+    def fill(self, tensor: Tensor, meter: Meter) -> None:
+        """Hold another tensor in place of the dropped one."""
+        self.tensor, self.version, self._held = tensor, tensor._version, meter.hold(tensor)
+
+    def drop(self) -> None:
+        """Release the tensor, of whose kind another one will take its place."""
+        if self.tensor is not None:
+            self._kind = self.tensor.shape, self.tensor.dtype
+            self.tensor = self._held = None
+
+    def misses(self, tensor: Tensor) -> bool:
+        """Tell whether the tensor was dropped, and another one may take its place."""
+        return self.tensor is None and self._kind == (tensor.shape, tensor.dtype)
+
     def get(self) -> Tensor:
         """Return the tensor."""
         if self.tensor is None:
@@ -103,25 +108,6 @@ class Kept:
             self._recording.repeat()
         assert self.tensor is not None
         return self.tensor
-
-    def drop(self) -> None:
-        """Release the tensor."""
-        if self.tensor is not None:
-            self.size, self.dtype = self.tensor.shape, self.tensor.dtype
-            self.tensor = None
-            self._meter.remove(self._counted)
-
-    def fill(self, tensor: Tensor) -> bool:
-        """Hold a tensor in place of the dropped one; return False, changing nothing, if its shape or dtype differs."""
-        if (tensor.shape, tensor.dtype) != (self.size, self.dtype):
-            return False
-        self._counted = self._meter.add(tensor)
-        self.tensor, self.version = tensor, tensor._version
-        return True
-
-    def __del__(self) -> None:
-        if self.tensor is not None:
-            self._meter.remove(self._counted)
 
 
 class _Delegated(NamedTuple):
@@ -215,8 +201,8 @@ class SavedTensors:
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read."""
+        tensor: Tensor
         if type(packed) is tuple:
-            tensor: Tensor
             tensor, version = packed
             if tensor._version != version:
                 raise _changed_in_place(tensor.shape)
@@ -226,14 +212,16 @@ class SavedTensors:
             if packed.is_changed:
                 raise _changed_in_place(tensor.shape)
             return tensor
-        tensor = packed.alias if isinstance(packed, _Handle) else packed.unpack(packed.packed)
-        twin = self.twins.get(packed.twin.key if isinstance(packed, _Handle) else storage_key(tensor))
         if isinstance(packed, _Handle):
+            tensor, twin = packed.alias, self.twins.get(packed.twin.key)
             name = f"weight {packed.twin.weight.name!r}"
             if packed.twin is not twin:
                 raise outdated_graph_error(name)
             if packed.is_changed:
                 raise _changed_in_place(name)
+        else:
+            tensor = packed.unpack(packed.packed)
+            twin = self.twins.get(storage_key(tensor))
         if twin is not None:
             assert self.backward is not None
             with without_torch_function():

@@ -12,10 +12,10 @@ units hold and what is taken after them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -64,25 +64,16 @@ class Link(NamedTuple):
 
     @staticmethod
     def measured(backend: Backend, pin: bool) -> Link:
-        """Measure the link by small copies, from and to host memory that is pinned if that for activations is."""
-        memory = backend.memory()
-        nbytes = _PROBE_BYTES if memory is None else min(_PROBE_BYTES, max(1, memory.free // 4))
-        device = backend.allocate(nbytes)
-        host = HostBuffer(nbytes, backend, pin)
-
-        def rate(copy: Callable[[], Any]) -> float:
-            copy().join()
+        """Measure the link by copies, from and to host memory that is pinned if that for activations is."""
+        device, host = backend.allocate(_PROBE_BYTES), HostBuffer(_PROBE_BYTES, backend, pin)
+        seconds = []
+        for copy, target, source in [(backend.upload, device, host.bytes), (backend.download, host.bytes, device)]:
+            copy(target, source).join()
             begin = perf_counter()
-            copy().join()
-            return nbytes / (perf_counter() - begin)
-
-        try:
-            return Link(
-                up=rate(lambda: backend.upload(device, host.bytes)),
-                down=rate(lambda: backend.download(host.bytes, device)),
-            )
-        finally:
-            host.release()
+            copy(target, source).join()
+            seconds.append(perf_counter() - begin)
+        host.release()
+        return Link(up=_PROBE_BYTES / seconds[0], down=_PROBE_BYTES / seconds[1])
 
 
 class Footprint(NamedTuple):
@@ -93,7 +84,6 @@ class Footprint(NamedTuple):
     large: int  # how much of both is in pieces that are worth a copy to the host
     working: int  # the most that a single call took
     repeatable: bool  # whether the forwards can run again, and doing so saves memory
-    large_inputs: int = 0  # how much of `held` is in pieces that are worth a copy to the host
 
     def combined_with(self, other: Footprint) -> Footprint:
         """Return the footprint of these calls and others together, between the same forward and backward."""
@@ -103,27 +93,31 @@ class Footprint(NamedTuple):
             self.large + other.large,
             max(self.working, other.working),
             self.repeatable and other.repeatable,
-            self.large_inputs + other.large_inputs,
         )
 
-    def ways(self, link: Link | None, weights: int, forward: float, backward: float) -> list[Way]:
-        """Return the ways that are open to the unit; nothing can be offloaded without a link.
+    def ways(
+        self, link: Link | None, weights: int, forward: float, backward: float, inputs_stay: bool = False
+    ) -> list[Way]:
+        """Return the ways that are open to the unit.
 
-        What they cost is told from the bytes of its weights that travel, and the seconds of its forwards and backwards.
+        Args:
+            link: What copies cost; None if nothing can be offloaded.
+            weights: The bytes of its weights that travel.
+            forward: The seconds that its forwards take.
+            backward: Those of its backwards.
+            inputs_stay: Whether its inputs are the batch, which whoever runs the step holds.
         """
-        everything, working = self.held + self.saved, self.working
-        ways = [Way("keep", everything, working, 0.0)]
+        everything, inputs = self.held + self.saved, 0 if inputs_stay else self.held
+        ways = [Way("keep", everything, self.working, 0.0)]
         if self.repeatable:
-            ways.append(Way("recompute", self.held, working, forward, repeating=forward))
-        if link is not None and self.large:
-            size = self.large
+            ways.append(Way("recompute", self.held, self.working, forward, repeating=forward))
+        size = min(self.large, self.saved + inputs)
+        if link is not None and size:
             seconds = link.offload_seconds(size, weights, forward, backward)
-            ways.append(Way("offload", everything - size, working, seconds, leaving=size, under_way=size))
-        if link is not None and self.large_inputs and self.repeatable:
-            size = self.large_inputs
-            seconds = forward + link.offload_seconds(size, weights, forward, forward + backward)
-            held = self.held - size
-            ways.append(Way("recompute_offload", held, working, seconds, size, under_way=size, repeating=forward))
+            ways.append(Way("offload", everything - size, self.working, seconds, leaving=size, under_way=size))
+        if link is not None and inputs and self.repeatable:
+            seconds = forward + link.offload_seconds(inputs, weights, forward, forward + backward)
+            ways.append(Way("recompute_offload", 0, self.working, seconds, inputs, inputs, repeating=forward))
         return ways
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.saved import Kept
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
@@ -72,10 +72,11 @@ def test_dropping_and_filling() -> None:
     kept.drop()
     kept.drop()
     assert stats.activation_bytes == 0
-    assert not kept.fill(torch.ones(11))
-    assert not kept.fill(torch.ones(10, dtype=torch.float64))
-    assert stats.activation_bytes == 0
-    assert kept.fill(torch.ones(10))
+    assert not kept.misses(torch.ones(11))
+    assert not kept.misses(torch.ones(10, dtype=torch.float64))
+    assert kept.misses(torch.ones(10))
+    kept.fill(torch.ones(10), counting)
+    assert not kept.misses(torch.ones(10))
     assert stats.activation_bytes == 40
     assert kept.get().sum() == 10
     del kept

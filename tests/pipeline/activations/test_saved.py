@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.memory import HostPool, Meter
 from sp_lightning.pipeline.activations.offload import Offloader
-from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import top_saved_tensor_hooks, weak_storage

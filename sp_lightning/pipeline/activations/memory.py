@@ -1,0 +1,175 @@
+"""The memory of what autograd saves: a count of it on the device, and a pool of it on the host.
+
+Device memory is counted once, however many tensors lie in it. Weights and buffers do not count, as they would be there
+anyway. Counting costs the host some microseconds for each saved tensor, so under `"auto"` only steps that are measured
+do it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.host_memory import available_host_memory
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.weights.buffers import HostBuffer
+
+_PAGE = 4096  # what a buffer on the host takes at least
+_size = attrgetter("nbytes")
+
+
+class Held:
+    """Memory that counts as long as this object lives, in whichever thread that ends."""
+
+    __slots__ = ("__weakref__", "_nbytes", "_stats")
+
+    def __init__(self, nbytes: int, stats: Stats) -> None:
+        self._nbytes = nbytes
+        self._stats = stats
+        stats.activation_bytes += nbytes
+        stats.activation_peak_bytes = max(stats.activation_peak_bytes, stats.activation_bytes)
+
+    def __del__(self) -> None:
+        self._stats.activation_bytes -= self._nbytes
+
+
+class Stretch(NamedTuple):
+    """What a stretch of a step took at most: a unit's forward or backward, or the turn from one to the other.
+
+    A softmax over logits is in no graph, but the device's allocator knows of it. The peaks of allocated and of held
+    memory need not come at the same time: a loss takes its memory when no unit is at work.
+    """
+
+    before: int  # bytes that were held when it began
+    saved: int  # bytes that were held, beyond those held when it began
+    operations: int  # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
+
+
+class Meter:
+    """Counts device memory into `stats.activation_bytes` and `stats.activation_peak_bytes`."""
+
+    def __init__(self, backend: Backend, stats: Stats, always: bool = True) -> None:
+        self.counts = always  # whether it counts in this step
+        self.uncounted: set[int] = set()  # the identities of buffers, and of weights that live on the device
+        self.step_peak = 0  # the most bytes that were held since the step began
+        self.always = always  # whether to count in all steps, from the next one on
+        self._backend = backend
+        self._stats = stats
+        self._by_memory: WeakValueDictionary[int, Held] = WeakValueDictionary()
+        self._before = self._peak = 0  # the bytes that were held as the stretch began, and the most since
+        self._baseline: int | None = None  # what is allocated whatever is computed; None if the device does not tell
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are held now."""
+        return self._stats.activation_bytes
+
+    def hold(self, tensor: Tensor) -> Held | None:
+        """Count the memory of a tensor until the returned object is dropped; None if it does not count."""
+        key = storage_key(tensor) if self.counts else 0
+        if (
+            not key
+            or key in self.uncounted
+            or tensor.device != self._backend.device
+            or isinstance(tensor, nn.Parameter)
+        ):
+            return None
+        held = self._by_memory.get(key)
+        if held is None:
+            held = self._by_memory[key] = Held(tensor.untyped_storage().nbytes(), self._stats)
+            self._peak, self.step_peak = max(self._peak, self.bytes), max(self.step_peak, self.bytes)
+        return held
+
+    def begin_step(self) -> None:
+        """Begin a step, which has a peak of its own, and which nobody measures yet."""
+        self.counts, self._baseline = self.always, None
+        self.step_peak = self._before = self._peak = self.bytes
+
+    def measure(self, inputs: Iterable[Tensor]) -> None:
+        """Count in this step, and find out what operations take, before a unit's call with these inputs."""
+        self.counts = True
+        memory = self._backend.count_peak_anew()
+        held = [self.hold(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
+        self._baseline = None if memory is None else memory.allocated - self.bytes
+        del held
+
+    def end_stretch(self) -> Stretch:
+        """End a stretch, and begin another."""
+        operations = 0
+        if self._baseline is not None and (memory := self._backend.count_peak_anew()) is not None:
+            operations = max(0, memory.peak - self._baseline - self._peak)
+        stretch = Stretch(self._before, self._peak - self._before, operations)
+        self._before = self._peak = self.bytes
+        return stretch
+
+
+class HostPool:
+    """Lends host memory to activations that leave the device for a while (offload.py).
+
+    Each step asks for the same sizes, so the first one allocates and page-locks the buffers, which costs more than
+    copying, and all others use them again. Where sizes differ from step to step (sentences of any length), a buffer
+    also serves what is smaller, and buffers that serve nothing any more make room for others.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.pinnable: int | None = None  # how many bytes may be page-locked; None for any number
+        self.held = self.in_use = 0  # bytes that the pool has, and those that are on loan
+        self._backend = backend
+        self._pinned = self._most_in_use = 0
+        self._buffers: set[HostBuffer] = set()
+        self._free: list[HostBuffer] = []  # by their size
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """Lend a buffer of at least so many bytes: the smallest there is."""
+        size = -(-nbytes // _PAGE) * _PAGE
+        place = bisect.bisect_left(self._free, size, key=_size)
+        buffer = self._free.pop(place) if place < len(self._free) else self._make(size)
+        self.in_use += buffer.nbytes
+        self._most_in_use = max(self._most_in_use, self.in_use)
+        return buffer
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
+        if buffer in self._buffers:  # not if the pool was closed meanwhile
+            self.in_use -= buffer.nbytes
+            bisect.insort(self._free, buffer, key=_size)
+
+    def close(self) -> None:
+        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
+        self._release(list(self._buffers))
+        self.in_use = 0
+
+    def _make(self, size: int) -> HostBuffer:
+        # those that are free are too small: give them up if more would be held than ever was in use at once
+        if self._free and self.held + size > max(self._most_in_use, self.in_use + size):
+            self._backend.drain()  # the device may still be reading what was given back
+            self._release(self._free)
+        free = available_host_memory()
+        if free is not None and size > free:
+            raise RuntimeError(
+                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} are taken already, "
+                f"{readable_bytes(size)} more are needed and {readable_bytes(free)} are free. Use a smaller batch, "
+                "`activations='recompute'`, or a machine with more memory."
+            )
+        pin = self._backend.can_pin and (self.pinnable is None or self._pinned + size <= self.pinnable)
+        buffer = HostBuffer(size, self._backend, pin)
+        self._buffers.add(buffer)
+        self.held += size
+        self._pinned += size * buffer.pinned
+        return buffer
+
+    def _release(self, buffers: list[HostBuffer]) -> None:
+        self._buffers.difference_update(buffers)
+        self._free = []
+        for buffer in buffers:
+            self.held -= buffer.nbytes
+            self._pinned -= buffer.nbytes * buffer.pinned
+            buffer.release()

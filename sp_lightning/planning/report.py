@@ -1,0 +1,174 @@
+"""`sp_lightning.plan(module)`: a model's predicted device memory, host memory and step time, as a table over k.
+
+Below it stands the ladder: how much host memory, and time, ways to keep masters and moments take.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
+from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
+from sp_lightning.planning.choose import choose
+from sp_lightning.planning.cost import Choice, Prediction, Workload, predict
+from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
+
+_KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
+_HOSTS = tuple(size * 2**30 for size in (32, 64, 128))
+_SYSTEM_BYTES = 6 * 2**30  # of host memory, for the system, Python, torch and data
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What a step takes with a way to keep masters and moments."""
+
+    given: Assumptions
+    host_bytes: int
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        """The optimizer, how it keeps what, and the precision."""
+        return f"{self.given.optimizer_words}, {self.given.precision}"
+
+    def fits(self, host_bytes: int) -> bool:
+        """Tell whether a machine with so much host memory has room for it."""
+        return self.host_bytes + _SYSTEM_BYTES <= host_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """The predicted cost of training a model, for several k. `str()` of it is a table."""
+
+    title: str  # the model's name in the table
+    given: Assumptions
+    parameters: int  # elements of all weights
+    workload: Workload
+    rows: Sequence[Prediction]  # for each k that fits, with `k_prime=1` and no unit kept on the device
+    best: Prediction | None  # the choice with the fastest step; None if nothing fits
+    last_row: str  # what the table says of the first k that does not fit
+    ladder: Sequence[Rung]  # of host memory, with the best choice: from what is assumed to the most compact
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers and names only, for JSON."""
+        return {
+            "model": self.title,
+            "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
+            "parameters": self.parameters,
+            "units": {unit.name: unit.weight_bytes for unit in self.workload.units},
+            "rows": [_as_dict(row) for row in self.rows],
+            "best": self.best and _as_dict(self.best),
+            "ladder": [
+                {name: getattr(rung.given, name) for name in ("precision", "optimizer", "master", "moments")}
+                | {"host_bytes": rung.host_bytes, "seconds": rung.seconds}
+                for rung in self.ladder
+            ],
+        }
+
+    def __str__(self) -> str:
+        given = {**asdict(self.given), "device_memory": readable_bytes(self.given.device_bytes)}
+        units, columns = self.workload.units, ("device", "host", "to device", "to host", "step")
+        largest = readable_bytes(max(unit.weight_bytes for unit in units))
+        lines = [
+            f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
+            *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
+            "",
+            f"   k {''.join(f'{column:>11}' for column in columns)}  bottleneck",
+            *(_as_row(str(row.choice.k), row) for row in self.rows),
+            *([self.last_row] if self.last_row else []),
+        ]
+        if self.best is None:
+            return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
+        chosen = _as_dict(self.best)
+        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")} | chosen["activations"]
+        words = ", ".join(f"{name} {count}" for name, count in counts.items())
+        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
+        lines += [_as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"]
+        return "\n".join([*lines, "", *self._ladder_lines()])
+
+    def _ladder_lines(self) -> list[str]:
+        hosts = _HOSTS if self.given.host_bytes is None else (self.given.host_bytes,)
+        sizes = "".join(f"{readable_bytes(size):>11}" for size in hosts)
+        lines = [f"{'on the host':<55} {'memory':>11}{'step':>11}{sizes}"]
+        for rung in self.ladder:
+            fits = "".join(f"{'fits' if rung.fits(size) else '-':>11}" for size in hosts)
+            lines.append(
+                f"{rung.label:<55} {readable_bytes(rung.host_bytes):>11}{readable_seconds(rung.seconds):>11}{fits}"
+            )
+        return lines
+
+
+def _as_dict(row: Prediction) -> dict[str, Any]:
+    choice = row.choice
+    return {
+        "k": choice.k,
+        "k_prime": choice.k_prime,
+        "kept": len(choice.kept),
+        "on_device": len(choice.on_device),
+        "activations": dict(Counter(way.policy for way in choice.ways)),
+        "seconds": row.seconds,
+        "bottleneck": row.bottleneck.value,
+        "lanes": {lane.value: seconds for lane, seconds in row.lanes.items()},
+        "device_bytes": row.device_bytes,
+        "host_bytes": row.host_bytes,
+        "bytes_to_device": row.bytes_to_device,
+        "bytes_to_host": row.bytes_to_host,
+    }
+
+
+def _as_row(label: str, row: Prediction) -> str:
+    sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
+    columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
+    return f"{label:>4} {''.join(f'{column:>11}' for column in columns)}  {row.bottleneck.value}"
+
+
+def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]:
+    """Return the ways to keep masters and moments that the optimizer has, from what is assumed to the most compact."""
+    ways = [given, *([] if given.is_compact else more_compact(given))]
+    rungs = []
+    for way in ways:
+        workload, machine = estimate(module, way)
+        predicted = predict(workload, machine, choice)
+        rungs.append(Rung(way, predicted.host_bytes, predicted.seconds))
+    return rungs
+
+
+def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
+    """Estimate the device memory, host memory and step time of training a model, before it is trained.
+
+    Nothing is computed and no weights are needed, so the module may be on the meta device. The numbers are estimates,
+    from shapes and from the assumptions; during training the planner measures instead.
+
+    Args:
+        module: The model. It is neither changed nor called.
+        assumptions: About the device, the host, the precision, the optimizer, and the size of a step.
+        title: Name of the model in the table; by default, the name of its class.
+
+    Raises:
+        ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
+
+    Example::
+
+        print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
+    """
+    given = assumptions or Assumptions()
+    workload, machine = estimate(module, given)
+    budget, length = int(SHARE_OF_FREE_MEMORY * given.device_bytes), len(workload.units)
+    rows: list[Prediction] = []
+    last_row = ""
+    for k in [*(k for k in _KS if k < length), length]:
+        try:
+            rows.append(choose(workload, machine, budget, k=k, k_prime=1, fill=False))
+        except ValueError as error:
+            last_row = f"{k:>4}  {error}"
+            break
+    best = choose(workload, machine, budget) if rows else None
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    ladder = _ladder(module, given, best.choice) if best is not None else []
+    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, ladder)
