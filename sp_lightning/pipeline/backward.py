@@ -117,10 +117,8 @@ class BackwardPass:
             gradient = take_gradient(twin.parameter)
             if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
                 return
-            complete = self._stream.gather(twin.weight, gradient)
-            if complete is not None:
-                # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
-                self._stream.send(complete, is_last=graph_task() == self._task)
+            # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
+            self._stream.collect(twin.weight, gradient, is_last=graph_task() == self._task)
 
     def close(self) -> None:
         """Let masters have gradients of their own again."""
@@ -145,8 +143,7 @@ class BackwardPass:
             if unit is None or unit.resident:
                 return
             self._order.visit(member.index, Pass.BACKWARD)
-            for left in self._stream.left_behind([unit, self._resident]):
-                self._stream.send(left, is_last=False)
+            self._stream.send_others([unit, self._resident])
             for group in groups:
                 self._window.bring(group)
             if not unit.is_reached:

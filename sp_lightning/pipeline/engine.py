@@ -139,7 +139,7 @@ class Engine:
         else:
             unmanaged = list(arrangement.unmanaged.values())
             self.stream = AveragedStream(
-                arrangement.all_units, self.window, backend, stats, pin, self.replicas, unmanaged
+                arrangement.all_units, self.window, backend, stats, pin, self.replicas, self.module, unmanaged
             )
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
@@ -202,7 +202,7 @@ class Engine:
             return arrangement.budget
         streaming = arrangement.streaming_bytes()
         if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
-            streaming = min(streaming, arrangement.device_bytes() + self.stream.device_bytes())
+            streaming = min(streaming, arrangement.device_bytes() + self.stream.staging.nbytes())
         return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one

@@ -109,7 +109,7 @@ class OutsideUse(Guard):
         Raises:
             RuntimeError: If it is on its way, or if its weight was stepped in backward, and `step()` is still to come.
         """
-        gradient = self._stream.of(weight)
+        gradient = self._stream.of[weight]
         unit = gradient.unit
         if unit.state is State.EMPTY:
             return
@@ -123,8 +123,7 @@ class OutsideUse(Guard):
                 "`overlap_optimizer=False`."
             )
         if not reads:
-            gradient.forget()
-            unit.note_emptied()
+            unit.forget([gradient])
             return
         if gradient in self._stream.arrived:
             raise RuntimeError(
@@ -135,7 +134,7 @@ class OutsideUse(Guard):
         with self._at_work:
             if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
-                gradient.show()
+                unit.show(gradient)
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""

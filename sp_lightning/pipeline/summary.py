@@ -84,7 +84,7 @@ def summarize(engine: Engine) -> Summary:
         k_prime=arrangement.k_prime,
         model_bytes=sum(weight.nbytes for weight in every_weight),
         device_bytes=arrangement.device_bytes(),
-        gradient_bytes=engine.stream.device_bytes(),
+        gradient_bytes=engine.stream.staging.nbytes(),
         resident=tuple(weight.name for weight in arrangement.resident.weights),
         resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
         host_bytes=sum(segment.host_bytes() for segment in arrangement.segments),

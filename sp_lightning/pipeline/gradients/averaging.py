@@ -4,15 +4,14 @@ They are averaged in the staging buffer in which they leave, in the dtype of the
 
 [Note: the order of units]
 A collective operation makes every process wait for the others, and must be for the same weights in all of them. So all
-of them average units in one order: that in which the first process's backward completed them last time. A unit that is
-complete earlier waits for its turn. A message before the first one makes sure that all processes are about to average
-the same. When a process's own backward has ended, it averages what is left, with zeros for
-what it has not reached. Then all tell each other which weights they have reached: others keep no gradient.
+of them average units in one order, that of the module, from its end. A unit that is complete earlier waits for its
+turn. A message before the first one makes sure that all processes are about to average the same. When a process's own
+backward has ended, it averages what is left, with zeros for what it has not reached. Then all tell each other which
+weights they have reached: others keep no gradient.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
@@ -23,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sp_lightning.pipeline.gradients.buffers import Pin, StagingBuffer
+from sp_lightning.pipeline.gradients.buffers import GradientMemory, Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
@@ -49,8 +49,6 @@ class Replicas:
         self.averages = True
         self.passes = 0  # number of backward passes that this process has taken part in
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
-        # the names of units, in the order in which they are averaged, which is the same in all processes
-        self.order: list[str] = []
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Give numbers, equally many in all processes, to the others; return those of each."""
@@ -119,20 +117,24 @@ class AveragedStream(GradientStream):
         stats: Stats,
         pin: Pin,
         replicas: Replicas,
+        module: nn.Module,
         unmanaged: Sequence[nn.Parameter],
     ) -> None:
         super().__init__(units, window, backend, stats, pin)
         self._replicas = replicas
         self._unmanaged = unmanaged
-        # numbered alike in all processes, each of which may expect to use them in another order
-        self._numbered = sorted(self._units, key=_in_words_and_numbers)
+        # alike in all processes, each of which may expect to use units in another order; residents' turn is last
+        places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+        self._numbered = sorted(
+            (unit for unit in self._units if unit.gradients),
+            key=lambda unit: (not unit.unit.resident, min(places[id(each.weight.master)] for each in unit.gradients)),
+            reverse=True,
+        )
         weights = [[(weight.name, str(weight.dtype)) for weight in unit.unit.weights] for unit in self._numbered]
         self._signature = zlib.crc32(repr(weights).encode())
-        if {*replicas.order} != {unit.name for unit in units}:  # else it was agreed on in another arrangement
-            replicas.order = [unit.unit.name for unit in reversed(self._numbered)]
         self._due: dict[UnitGradients, None] | None = None  # whose turn is yet to come, in the pass that is running
-        self._complete: dict[UnitGradients, None] = {}
-        self._under_way: tuple[UnitGradients, StagingBuffer, list[dist.Work]] | None = None
+        self._complete: set[UnitGradients] = set()
+        self._under_way: tuple[UnitGradients, GradientMemory, list[dist.Work]] | None = None
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
@@ -155,29 +157,23 @@ class AveragedStream(GradientStream):
                     "The processes have different units, as some of them use a weight outside of its module that "
                     "others do not. Name it in `resident=`."
                 )
-            by_name = {unit.unit.name: unit for unit in self._units}
-            in_order = [by_name[name] for name in self._replicas.order]
-            self._due = {unit: None for unit in in_order if not unit.is_frozen}
+            self._due = dict.fromkeys(unit for unit in self._numbered if any(map(IS_TRAINED, unit.gradients)))
         return self._due
 
     @override
-    def _put(self, gradient: Gradient, tensor: Tensor) -> None:
-        if not self._replicas.averages:
-            super()._put(gradient, tensor)
-            return
-        if gradient.unit not in self._begin_pass():
-            raise RuntimeError(
-                f"A weight of {gradient.unit.unit.name!r} got another gradient in a backward pass in which all of the "
-                "unit's had come, and were averaged. Use checkpoints with `use_reentrant=False`."
-            )
-        earlier = gradient.on_device
-        gradient.unit.gathered += earlier is None
-        gradient.on_device = tensor if earlier is None else earlier.to(gradient.weight.dtype) + tensor
-
-    @override
-    def left_behind(self, units: Sequence[Unit]) -> list[UnitGradients]:
-        """Return nothing: units have their turns in one order, and those that are not complete have it at the end."""
-        return [] if self._replicas.averages else super().left_behind(units)
+    def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
+        gradient = self.of[weight]
+        if self._replicas.averages:
+            if gradient.unit not in self._begin_pass():
+                raise RuntimeError(
+                    f"A weight of {gradient.unit.unit.name!r} got another gradient in a backward pass in which all of "
+                    "the unit's had come, and were averaged. Use checkpoints with `use_reentrant=False`."
+                )
+            earlier = gradient.on_device
+            if earlier is not None:
+                gradient.on_device = earlier.to(weight.dtype) + tensor
+                return
+        super().collect(weight, tensor, is_last)
 
     @override
     @torch.no_grad()
@@ -186,7 +182,9 @@ class AveragedStream(GradientStream):
         if not self._replicas.averages:
             super().send(unit, is_last)
             return
-        self._complete[unit] = None
+        if unit.gathered < len(unit.trained):
+            return  # it has its turn when all have come, or when backward ends
+        self._complete.add(unit)
         for due in list(self._begin_pass()):
             if due not in self._complete:
                 break
@@ -197,7 +195,7 @@ class AveragedStream(GradientStream):
         self._send_averaged()
         self._begin_pass().pop(unit)
         self._gathering.pop(unit, None)
-        staging = self._staging.take(unit.layout.nbytes)
+        staging = self.staging.take(unit.layout.nbytes)
         for gradient, view in zip(unit.trained, staging.views(unit.layout)[0], strict=True):
             if gradient.on_device is None:
                 view.zero_()
@@ -205,11 +203,9 @@ class AveragedStream(GradientStream):
                 view.copy_(gradient.on_device)
             gradient.on_device = None
         unit.gathered = 0
-        works = []
-        for flat in unit.layout.flat_in(staging.bytes):
-            flat.mul_(1 / self._replicas.count)
-            works.append(dist.all_reduce(flat, async_op=True))
-        self._under_way = unit, staging, works
+        flats = unit.layout.flat_in(staging.bytes)
+        torch._foreach_mul_(flats, 1 / self._replicas.count)
+        self._under_way = unit, staging, [dist.all_reduce(flat, async_op=True) for flat in flats]
 
     def _send_averaged(self) -> None:
         """Send the unit whose gradients are being averaged, as computing waits for that."""
@@ -224,24 +220,25 @@ class AveragedStream(GradientStream):
     # ------------------------------------------------------------------------------------------------ when it ends
 
     @override
-    def _send_rest(self, takes_part: bool) -> None:
+    def finish(self, takes_part: bool = False) -> None:
         """Average what is left in the order of all processes, and take back what none of them has a gradient of.
 
         Unless all take part, a process does so only if a gradient has arrived in it: `torch.autograd.grad` in some
         processes does not concern the others.
         """
-        if not self._replicas.averages:
-            super()._send_rest(takes_part)
-            return
-        if not (takes_part or self.arrived or any(parameter.grad is not None for parameter in self._unmanaged)):
-            return
+        has_some = self.arrived or any(parameter.grad is not None for parameter in self._unmanaged)
+        if self._replicas.averages and (takes_part or has_some):
+            self._average_rest()
+        super().finish()
+
+    @torch.no_grad()
+    def _average_rest(self) -> None:
         own = set(self.arrived)
         for unit in list(self._begin_pass()):
             if not unit.gathered:
                 unit.begin()
             for gradient in unit.trained:
                 if gradient.on_device is None:
-                    gradient.look()
                     self.arrived[gradient] = gradient.host is None
             self._start(unit)
         self._send_averaged()
@@ -249,8 +246,7 @@ class AveragedStream(GradientStream):
         for gradient in [gradient for gradient in self.arrived if gradient not in reached]:
             gradient.late.clear()
             if self.arrived.pop(gradient):
-                gradient.forget()
-                gradient.unit.note_emptied()
+                gradient.unit.forget([gradient])
 
     def _agree(self, own: Collection[Gradient]) -> set[Gradient]:
         """Tell the others which weights this process has reached, average parameters that are not managed.
@@ -260,12 +256,9 @@ class AveragedStream(GradientStream):
         """
         self._replicas.passes += 1
         gradients = [gradient for unit in self._numbered for gradient in unit.gradients]
-        order = [self._numbered.index(unit) for unit in self._complete]
-        order += sorted({*range(len(self._numbered))}.difference(order), reverse=True)
         flags = [*(gradient in own for gradient in gradients), *map(_kind_of_gradient, self._unmanaged)]
-        answers = self._replicas.exchange([*order, *flags])
-        self._replicas.order = [self._numbered[number].unit.name for number in answers[0][: len(order)]]
-        reached = [max(of_all) for of_all in zip(*(answer[len(order) :] for answer in answers), strict=True)]
+        answers = self._replicas.exchange(flags)
+        reached = [max(of_all) for of_all in zip(*answers, strict=True)]
         self._forget_pass()
         self._average_unmanaged(reached[len(gradients) :])
         return {gradient for gradient, flag in zip(gradients, reached, strict=False) if flag}
@@ -293,12 +286,6 @@ class AveragedStream(GradientStream):
         self._under_way = None
         self._forget_pass()
         super().abandon()
-
-
-def _in_words_and_numbers(unit: UnitGradients) -> tuple[bool, list[str | int]]:
-    """Return a key that sorts residents first, and `blocks.2` before `blocks.10`, as a rule in the forward's order."""
-    parts = re.split(r"(\d+)", unit.unit.name)
-    return not unit.unit.resident, [int(part) if part.isdigit() else part for part in parts]
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:

@@ -7,7 +7,6 @@ not stay where they land go through a *landing buffer* on the host, on their way
 from __future__ import annotations
 
 import enum
-import sys
 import threading
 from collections.abc import Sequence
 from itertools import groupby
@@ -83,6 +82,7 @@ class GradientMemory:
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
+        self.ticket: Ticket | None = None  # of a staging buffer, the last copy out of it; None if there was none
         self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
 
     def views(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
@@ -93,41 +93,21 @@ class GradientMemory:
         return found
 
 
-class HostGradients(GradientMemory):
-    """Such memory on the host."""
-
-    def __init__(self, nbytes: int, backend: Backend, pin: bool) -> None:
-        self._host = HostBuffer(nbytes, backend, pin)
-        super().__init__(self._host.bytes)
-
-    def close(self) -> None:
-        """Unpin the memory, and let go of it; what lies in it keeps it."""
-        self._host.release()
-
-
-class StagingBuffer(GradientMemory):
-    """Device memory in which the gradients of one unit are put together."""
-
-    def __init__(self, nbytes: int, backend: Backend) -> None:
-        super().__init__(backend.allocate(nbytes))
-        self.ticket: Ticket | None = None  # the last copy out of it; None if there was none
-
-
 class StagingBuffers:
-    """Staging buffers that take turns, each large enough for any unit's gradients."""
+    """Device memory in which units' gradients are put together: buffers that take turns, each large enough for any."""
 
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._units = units
         self._backend = backend
-        self._buffers: list[StagingBuffer] = []
+        self._buffers: list[GradientMemory] = []
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
         if not self._buffers and (nbytes := max(map(gradient_bytes, self._units), default=0)):
             self._backend.gather_free_memory()
-            self._buffers = [StagingBuffer(nbytes, self._backend) for _ in range(STAGING_BUFFERS)]
+            self._buffers = [GradientMemory(self._backend.allocate(nbytes)) for _ in range(STAGING_BUFFERS)]
 
-    def take(self, nbytes: int) -> StagingBuffer:
+    def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
         if not self._buffers:
             self.reserve()
@@ -135,7 +115,7 @@ class StagingBuffers:
         if buffer.ticket is not None:
             self._backend.trace.wait(buffer.ticket, "gradients")
         if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
-            buffer = StagingBuffer(nbytes, self._backend)
+            buffer = GradientMemory(self._backend.allocate(nbytes))
         self._buffers.append(buffer)
         return buffer
 
@@ -148,32 +128,41 @@ class StagingBuffers:
         self._buffers.clear()
 
 
-class LandingBuffer(HostGradients):
-    """Host memory through which the gradients of one unit pass."""
+class HostGradients(GradientMemory):
+    """Such memory on the host."""
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
-        super().__init__(nbytes, backend, pin)
-        self.is_free = True  # whether nothing is on its way into it, or waits in it to be read
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition | None = None) -> None:
+        self._host = HostBuffer(nbytes, backend, pin)
+        super().__init__(self._host.bytes)
+        # of a landing buffer, whether nothing is on its way into it, or waits in it to be read
+        self.is_free = False
         self._released = released
 
     def release(self) -> None:
-        """Free the buffer, as its gradients have been read."""
+        """Free a landing buffer, as its gradients have been read."""
+        assert self._released is not None
         with self._released:
             self.is_free = True
             self._released.notify_all()
 
+    def close(self) -> None:
+        """Unpin the memory, and let go of it; what lies in it keeps it."""
+        self._host.release()
+
 
 class LandingBuffers:
-    """Buffers that are used again and again; a new one is made only if no other is free."""
+    """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
     def __init__(self, units: Sequence[Unit], backend: Backend, pin: bool) -> None:
-        self._units = units
         self._backend = backend
         self._pin = pin
-        self._buffers: list[LandingBuffer] = []
+        # how many there may be on any host
+        together = max((len(unit.group.units) for unit in units), default=1)
+        self._few = max(2, together + 1, -(-len(units) // _UNITS_PER_BUFFER))
+        self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
 
-    def take(self, nbytes: int, patient: bool) -> LandingBuffer:
+    def take(self, nbytes: int, patient: bool) -> HostGradients:
         """Take a buffer; block until one is released if all are in use and there may not be more.
 
         Args:
@@ -181,31 +170,21 @@ class LandingBuffers:
             patient: Whether to rather wait than have more than a few, where the host has memory to spare.
         """
         with self._released:
-            while (buffer := self._find(nbytes, patient)) is None:
+            while True:
+                free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.bytes.nbytes)
+                is_full = len(self._buffers) >= self._few and (patient or not _is_left_over(nbytes))
+                for buffer in free:
+                    # not a much larger one, or all would become as large as the largest unit's
+                    if nbytes <= buffer.bytes.nbytes and (is_full or buffer.bytes.nbytes <= 2 * nbytes):
+                        buffer.is_free = False
+                        return buffer
+                if is_full and free:
+                    self._buffers.remove(free[0])
+                    free[0].close()
+                if free or not is_full:
+                    self._buffers.append(HostGradients(nbytes, self._backend, self._pin, self._released))
+                    return self._buffers[-1]
                 self._released.wait()
-            buffer.is_free = False
-            return buffer
-
-    def _find(self, nbytes: int, patient: bool) -> LandingBuffer | None:
-        """Find a free buffer that is large enough, or make one; None if there may not be more."""
-        free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.bytes.nbytes)
-        is_full = len(self._buffers) >= self._few() and (patient or not _is_left_over(nbytes))
-        most = sys.maxsize if is_full else 2 * nbytes  # or all would become as large as the largest unit's
-        for buffer in free:
-            if nbytes <= buffer.bytes.nbytes <= most:
-                return buffer
-        if is_full and not free:
-            return None
-        if is_full:
-            self._buffers.remove(free[0])
-            free[0].close()
-        self._buffers.append(LandingBuffer(nbytes, self._backend, self._pin, self._released))
-        return self._buffers[-1]
-
-    def _few(self) -> int:
-        """Return how many buffers there may be on any host; there are more where it has memory to spare."""
-        together: int = max(len(unit.group.units) for unit in self._units)
-        return max(2, together + 1, -(-len(self._units) // _UNITS_PER_BUFFER))
 
     def abandon(self) -> None:
         """Release all buffers, after an exception."""

@@ -17,19 +17,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import (
-    GradientLayout,
-    HostGradients,
-    LandingBuffer,
-    LandingBuffers,
-    Pin,
-    StagingBuffer,
-    StagingBuffers,
-)
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, Pin, StagingBuffers
 from sp_lightning.pipeline.gradients.unit_gradients import (
     NO_SCALING,
     Gradient,
@@ -41,7 +34,7 @@ from sp_lightning.pipeline.gradients.unit_gradients import (
     refusal,
 )
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.graphs import run_hooks
@@ -54,6 +47,7 @@ class GradientStream:
     """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
 
     Attributes:
+        of: The gradient of each weight.
         arrived: What the backward that is running has brought, in autograd's order: nobody can read it yet. The value
             tells whether the engine had nothing of it before.
     """
@@ -61,67 +55,60 @@ class GradientStream:
     def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: Pin) -> None:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
+        self.staging = StagingBuffers(units, backend)
         self._units = [UnitGradients(unit, backend, pin is Pin.ALL) for unit in units]
-        self._of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
+        self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
         self._stats = stats
-        self._staging = StagingBuffers(units, backend)
         self._landing = LandingBuffers(units, backend, pin is not Pin.NOTHING)
         self._lands_in_place = pin is not Pin.LANDING
-        self._gathering: dict[UnitGradients, None] = {}
+        self._gathering: dict[UnitGradients, None] = {}  # units with gradients that have not left the device
         self.arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
-    def gather(self, weight: Weight, tensor: Tensor) -> UnitGradients | None:
-        """Put a gradient with the others of its unit.
-
-        Returns:
-            The gradients of the unit, if they are complete now: they are to be sent.
-        """
-        gradient = self._of[weight]
+    def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
+        """Put a gradient with the others of its unit, and send them if all are there; `is_last`: no more will come."""
+        gradient = self.of[weight]
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
-        gradient.look()
         self.arrived.setdefault(gradient, gradient.host is None)
-        if not unit.gathered:
-            self._begin(unit)
-        self._put(gradient, tensor)
-        return unit if unit.gathered == len(unit.trained) else None
-
-    def _put(self, gradient: Gradient, tensor: Tensor) -> None:
-        unit = gradient.unit
         if gradient.on_device is not None:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self.send(unit, is_last=False)
-            self._begin(unit)
+        if not unit.gathered:
+            unit.begin()
+            unit.state = State.GATHERING
+            self._gathering[unit] = None
         unit.gathered += 1
         gradient.on_device = tensor
+        if unit.gathered == len(unit.trained):
+            self.send(unit, is_last)
 
-    def _begin(self, unit: UnitGradients) -> None:
-        unit.begin()
-        unit.state = State.GATHERING
-        self._gathering[unit] = None
-
-    def left_behind(self, units: Sequence[Unit]) -> list[UnitGradients]:
-        """Return what all other units have gathered: backward has moved on to these."""
-        return [unit for unit in self._gathering if unit.unit not in units]
+    def send_others(self, units: Sequence[Unit] = ()) -> None:
+        """Send what all other units have gathered: backward has moved on to these, or ends."""
+        for unit in list(self._gathering):
+            if unit.unit not in units:
+                self.send(unit, is_last=False)
 
     @torch.no_grad()
     def send(self, unit: UnitGradients, is_last: bool) -> None:
         """Send what a unit has gathered to the host; if it is complete, `is_last` says that nothing more will come."""
         self._gathering.pop(unit, None)
-        gradients = [gradient for gradient in unit.trained if gradient.on_device is not None]
-        tensors = [gradient.on_device for gradient in gradients]
-        dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
-        is_whole = dtypes == unit.layout.dtypes  # not so if a weight was used in another dtype, too
-        layout = unit.layout if is_whole else GradientLayout([gradient.weight for gradient in gradients], dtypes)
-        staging = self._staging.take(layout.nbytes)
-        torch._foreach_copy_(staging.views(layout)[0], tensors)  # type: ignore[arg-type]
-        for gradient in gradients:
-            gradient.on_device = None
+        gradients, tensors, dtypes = [], [], []
+        for gradient in unit.trained:
+            if gradient.on_device is not None:
+                gradients.append(gradient)
+                tensors.append(gradient.on_device)
+                dtypes.append(gradient.on_device.dtype)
+                gradient.on_device = None
         unit.gathered = 0
+        layout = unit.layout
+        if dtypes != layout.dtypes:  # some are missing, or a weight was used in another dtype, too
+            layout = GradientLayout([gradient.weight for gradient in gradients], dtypes)
+        staging = self.staging.take(layout.nbytes)
+        torch._foreach_copy_(staging.views(layout)[0], tensors)
         self._dispatch(unit, gradients, layout, staging, is_last)
 
     def _dispatch(
@@ -129,66 +116,65 @@ class GradientStream:
         unit: UnitGradients,
         gradients: Sequence[Gradient],
         layout: GradientLayout,
-        staging: StagingBuffer,
+        staging: GradientMemory,
         is_last: bool,
     ) -> None:
         """Send a staging buffer to where its gradients stay, through a landing buffer, or to the optimizer."""
         self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
-        is_first = is_hidden = True
+        is_new = is_hidden = True
         for gradient in gradients:
             if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
-                gradient.show()
-                gradient.is_seen = True
+                unit.show(gradient)
+            master = gradient.weight.master
+            has_hooks = bool(master._backward_hooks or master._post_accumulate_grad_hooks)
+            gradient.is_seen = has_hooks or master.grad is not None
             gradient.norm = None
-            is_first &= gradient.host is None
+            is_new &= gradient.host is None
             is_hidden &= not gradient.is_seen
         is_whole = layout is unit.layout
         taker = self.taker if is_whole and is_last and is_hidden else None
         if taker is not None and not taker.wants(unit):
             taker = None
         has_norms = self.measures_norms and layout.can_be_measured
-        is_new = is_whole and is_first and is_hidden
+        is_new &= is_whole and is_hidden
         passes = is_new and taker is not None and not taker.keeps_gradients
         if is_new and unit.sums is None and not passes and self._lands_in_place:
             unit.wait()
-            shipment = self._copy(unit, gradients, layout, staging, unit.own(), has_norms)
+            own = unit.own()
+            arrived, norms = own.views(layout)
+            shipment = Shipment(unit, gradients, arrived, self._download(unit, layout, staging, own, has_norms), None)
+            for gradient, tensor, norm in zip(gradients, arrived, norms.unbind(), strict=True):
+                gradient.host, gradient.norm = tensor, norm if has_norms else None
         else:
             buffer = self._landing.take(layout.nbytes, patient=not passes)
-            shipment = self._copy(unit, gradients, layout, staging, buffer)
+            ticket = self._download(unit, layout, staging, buffer)
+            shipment = Shipment(unit, gradients, buffer.views(layout)[0], ticket, buffer)
             if passes:
                 unit.close()  # gradients pass through a few buffers from now on
             else:
                 shipment = self._add(shipment, has_norms)
-        unit.ticket = shipment.ticket
-        unit.state = State.GATHERING if unit.gathered else State.LEAVING
+        unit.ticket, unit.state = shipment.ticket, State.LEAVING
         if taker is not None:
             taker.take(shipment)
 
-    def _copy(
+    def _download(
         self,
         unit: UnitGradients,
-        gradients: Sequence[Gradient],
         layout: GradientLayout,
-        staging: StagingBuffer,
-        memory: HostGradients,
+        staging: GradientMemory,
+        memory: GradientMemory,
         has_norms: bool = False,
-    ) -> Shipment:
+    ) -> Ticket:
         """Copy gradients to the host, and with them their norms where they land in memory of their own."""
-        arrived, norms = memory.views(layout)
-        nbytes = layout.nbytes if has_norms else layout.norms_at
+        nbytes = layout.norms_at
         if has_norms:
             tensors, measured = staging.views(layout)
             torch.stack(torch._foreach_norm(tensors, 2, torch.float32), out=measured)
+            nbytes = layout.nbytes
         ticket = staging.ticket = self._backend.download(memory.bytes[:nbytes], staging.bytes[:nbytes])
         self._backend.trace.moved(Kind.GRADIENTS, unit.unit.name, nbytes, ticket)
         self._stats.bytes_to_host += nbytes
-        if isinstance(memory, LandingBuffer):
-            return Shipment(unit, gradients, arrived, ticket, memory)
-        for gradient, tensor in zip(gradients, arrived, strict=True):
-            gradient.host = tensor
-        for gradient, norm in zip(gradients, norms.unbind(), strict=True) if has_norms else ():
-            gradient.norm = norm
-        return Shipment(unit, gradients, arrived, ticket, None)
+        return ticket
 
     def _add(self, shipment: Shipment, has_norms: bool) -> Shipment:
         """Have the thread for work on host memory add gradients that arrive in a landing buffer to those there."""
@@ -242,17 +228,13 @@ class GradientStream:
     @torch.no_grad()
     def finish(self, takes_part: bool = False) -> None:
         """Send what is left, and call users' hooks; with `takes_part`, average even if no gradient has arrived."""
-        self._send_rest(takes_part)
+        self.send_others()
         if self.taker is not None:
             self.taker.finish_backward()
-        late = [gradient for gradient in self.arrived if gradient.late]
+        late = list(filter(attrgetter("late"), self.arrived))
         self.arrived.clear()
         if late:
             self._add_late(late)
-
-    def _send_rest(self, takes_part: bool) -> None:
-        for unit in list(self._gathering):
-            self.send(unit, is_last=False)
 
     def _add_late(self, gradients: Sequence[Gradient]) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
@@ -260,8 +242,8 @@ class GradientStream:
         late = [gradient.late for gradient in gradients]
         for gradient in gradients:
             gradient.late = []
-            gradient.show()
-            gradient.unit.note_emptied()
+            gradient.unit.show(gradient)
+            gradient.unit.forget([gradient])  # it may have had none but this
         for gradient, tensors in zip(gradients, late, strict=True):
             master = gradient.weight.master
             for tensor in tensors:
@@ -278,25 +260,23 @@ class GradientStream:
         for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
+        dropped: dict[UnitGradients, list[Gradient]] = {}
         for gradient, is_new in self.arrived.items():
             gradient.on_device = None
             gradient.late.clear()
+            of_unit = dropped.setdefault(gradient.unit, [])
             if is_new or gradient.unit.state is State.CONSUMED:
-                gradient.forget()
-        for unit in {gradient.unit for gradient in self.arrived}:
+                of_unit.append(gradient)
+        for unit, gradients in dropped.items():
             unit.gathered = 0
             unit.state = State.LANDED
-            unit.note_emptied()
+            unit.forget(gradients)
         self._landing.abandon()
-        self._staging.close()
+        self.staging.close()
         self._gathering.clear()
         self.arrived.clear()
 
     # ------------------------------------------------------------------- between one backward pass and the next
-
-    def of(self, weight: Weight) -> Gradient:
-        """Return the gradient of a weight."""
-        return self._of[weight]
 
     @property
     def settled(self) -> bool:
@@ -312,28 +292,19 @@ class GradientStream:
 
     def show_all(self) -> None:
         """Make all gradients the masters' `.grad`."""
-        for gradient in self._of.values():
-            gradient.show()
+        for gradient in self.of.values():
+            gradient.unit.show(gradient)
 
     def consume(self, gradients: Iterable[Gradient]) -> None:
         """Leave weights without gradients, as a step has used them."""
-        units: dict[UnitGradients, None] = {}
+        used: dict[UnitGradients, list[Gradient]] = {}
         for gradient in gradients:
-            gradient.forget()
             gradient.weight.master.grad = None
-            units[gradient.unit] = None
-        for unit in units:
-            unit.note_emptied()
+            used.setdefault(gradient.unit, []).append(gradient)
+        for unit, of_unit in used.items():
+            unit.forget(of_unit)
 
     # ------------------------------------------------------------------------------------------------------- memory
-
-    def reserve(self) -> None:
-        """Allocate the device memory through which gradients leave, before a step that may have a backward."""
-        self._staging.reserve()
-
-    def device_bytes(self) -> int:
-        """Return the bytes of device memory held for gradients that leave."""
-        return self._staging.nbytes()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""

@@ -9,14 +9,15 @@ their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients, LandingBuffer
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.units import Unit
@@ -38,13 +39,6 @@ class Scaling:
     def times(self, factor: float | Tensor) -> Scaling:
         """Return this scaling with one more factor."""
         return Scaling((*self.factors, factor), self.clamp)
-
-    def clamped(self, limit: float) -> Scaling:
-        """Return this scaling with clipping by value after it."""
-        return Scaling(self.factors, limit)
-
-    def __bool__(self) -> bool:
-        return bool(self.factors) or self.clamp is not None
 
     def apply_(self, gradient: Tensor) -> None:
         """Scale in place, bit for bit as `GradScaler.unscale_`, `clip_grad_norm_` and `clip_grad_value_` do."""
@@ -91,29 +85,10 @@ class Gradient:
         self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
         # whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call
         self.is_seen = False
-        self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, for that reason
+        self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, as it is seen
 
-    def look(self) -> None:
-        """Find out whether somebody would see how it is added up."""
-        master = self.weight.master
-        self.is_seen = bool(master.grad is not None or master._backward_hooks or master._post_accumulate_grad_hooks)
 
-    def forget(self) -> None:
-        """Forget what the engine has on the host."""
-        self.host = self.norm = None
-        self.scaling = NO_SCALING
-
-    def show(self) -> None:
-        """Make what has landed the master's `.grad`, which is the user's."""
-        if self.host is None:
-            return
-        self.unit.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            shown = torch.empty_like(self.weight.host).copy_(self.host)
-            self.scaling.apply_(shown)
-        self.forget()
-        self.unit.note_emptied()
-        self.weight.master.grad = shown
+IS_TRAINED = attrgetter("weight.master.requires_grad")
 
 
 class UnitGradients:
@@ -138,14 +113,9 @@ class UnitGradients:
         # host memory for sums in the masters' dtypes, where gradients arrive in lower ones; None before there are
         self.sums: HostGradients | None = None
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether none of its weights requires a gradient."""
-        return not any(gradient.weight.master.requires_grad for gradient in self.gradients)
-
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
-        trained = [gradient for gradient in self.gradients if gradient.weight.master.requires_grad]
+        trained = list(filter(IS_TRAINED, self.gradients))
         if trained != self.trained:
             self.close()
             self.trained = trained
@@ -174,8 +144,22 @@ class UnitGradients:
             self.sums = HostGradients(self._sum_layout.nbytes, self._backend, pin=False)
         return self.sums.views(self._sum_layout)[0][index]
 
-    def note_emptied(self) -> None:
-        """Note that some are gone; they may have been all that the engine has of the unit."""
+    def show(self, gradient: Gradient) -> None:
+        """Make what has landed of a gradient the master's `.grad`, which is the user's."""
+        if gradient.host is None:
+            return
+        self.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            shown = torch.empty_like(gradient.weight.host).copy_(gradient.host)
+            gradient.scaling.apply_(shown)
+        self.forget([gradient])
+        gradient.weight.master.grad = shown
+
+    def forget(self, gradients: Iterable[Gradient]) -> None:
+        """Forget what the engine has of these on the host, which may be all that it has of the unit."""
+        for gradient in gradients:
+            gradient.host = gradient.norm = None
+            gradient.scaling = NO_SCALING
         if self.state is State.CONSUMED:
             return
         for gradient in self.gradients:
@@ -222,13 +206,13 @@ class Shipment:
     arrived: Sequence[Tensor]  # the tensors that they land in
     ticket: Ticket  # the copy, or the addition, that brings them
     # the landing buffer to release when they have been read; None if they land where they stay
-    buffer: LandingBuffer | None
+    buffer: HostGradients | None
 
 
 class Taker(Protocol):
     """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
 
-    keeps_gradients: bool
+    keeps_gradients: bool  # whether somebody reads them after the step
 
     def wants(self, unit: UnitGradients) -> bool:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""

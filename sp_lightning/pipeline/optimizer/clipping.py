@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, State
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
@@ -83,11 +83,11 @@ class Clipping:
         with self._at_work:
             weights = ((p, self._weights.get(id(p))) for p in parameters)
             stream = self._parts.stream
-            left = [p for p, w in weights if w is None or stream.of(w).unit.state is not State.CONSUMED]
+            left = [p for p, w in weights if w is None or stream.of[w].unit.state is not State.CONSUMED]
             found = self._with_gradients(left)
             if found is not None:
                 for gradient in _ours(found):
-                    gradient.scaling = gradient.scaling.clamped(limit)
+                    gradient.scaling = Scaling(gradient.scaling.factors, limit)
                 left = _others(found)
             self._parts.relax_guard()
         if left:
@@ -175,7 +175,7 @@ class Clipping:
         found: list[tuple[nn.Parameter, Gradient | None]] = []
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._parts.stream.of(weight)
+            gradient = None if weight is None else self._parts.stream.of[weight]
             if gradient is not None and gradient.host is not None:
                 if gradient.scaling.clamp is not None:
                     return None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.buffers import LandingBuffer
+from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, Scaling, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -48,7 +48,7 @@ class Plan:
                 if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
                     self.others[-1].append(parameter)
                 else:
-                    self.gradients[stream.of(weight)] = number
+                    self.gradients[stream.of[weight]] = number
         groups = {gradient.weight.unit.group for gradient in self.gradients}
         # the groups that its weights are in, first the one that the next forward needs first
         self.groups = sorted(groups, key=lambda group: (not group.resident, group.index))
@@ -71,7 +71,7 @@ class GroupSteps:
         plan: Plan,
         settings: Sequence[dict[str, Any]],
         gradients: Mapping[Gradient, Tensor],
-        buffers: Sequence[LandingBuffer] = (),
+        buffers: Sequence[HostGradients] = (),
     ) -> None:
         """Have the thread step a group when its gradients have landed; weights without one stay as they are.
 
@@ -88,7 +88,7 @@ class GroupSteps:
         moved = 0
         for segment in group.segments:
             for weight, copy in zip(segment.weights, segment.copies, strict=True):
-                gradient = self.stream.of(weight)
+                gradient = self.stream.of[weight]
                 if (tensor := gradients.get(gradient)) is not None:
                     # state is looked up at once: `optimizer.state` may be cleared before the thread begins
                     state = optimizer.state.get(weight.master, {})
@@ -233,7 +233,7 @@ class EarlyStep:
             self.stepped.append(unit)
         if not self.keeps_gradients:
             for gradient in arrived:
-                gradient.forget()
+                gradient.unit.forget([gradient])
         self._steps.stats.steps_in_backward += len(group.units)
 
     def finish(self) -> None:

@@ -82,7 +82,7 @@ class Optimizers(Clipping):
         if self._kept:
             with self._at_work:
                 stream = self._parts.stream
-                stream.consume(stream.of(self._weights[id(p)]) for p in self._kept if id(p) in self._weights)
+                stream.consume(stream.of[self._weights[id(p)]] for p in self._kept if id(p) in self._weights)
             self._kept = []
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
