@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sp_lightning
+from sp_lightning import optim
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,7 +23,7 @@ PACKAGE = ROOT / "sp_lightning"
 EXAMPLES = ROOT / "examples"
 
 # The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
-ROOMS = ["pipeline", "planning", "timeline", "monitor", "trainer", "entrance"]
+ROOMS = ["optim", "pipeline", "planning", "timeline", "monitor", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
 ENGINE = ["basics", "lanes", "weights", "units", "activations", "gradients", "optimizer", "layout", "whole"]
@@ -106,6 +107,7 @@ def test_the_engine_knows_torch_alone(path):
 def test_examples_use_public_names_alone(path):
     """Only a benchmark may look at a part of the engine by itself."""
     public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
+    public |= {f"sp_lightning.optim.{name}" for name in optim.__all__}
     ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
     if path.is_relative_to(EXAMPLES / "benchmarks"):
         parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "monitor"))
@@ -158,7 +160,9 @@ def test_declared_dependencies_are_those_imported():
     def names(lines: list[str]) -> set[str]:
         return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
 
-    optional = names([line for extra in ("cli", "examples") for line in project["optional-dependencies"][extra]])
+    optional = names(
+        [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
+    )
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     found -= {*sys.stdlib_module_names, "sp_lightning"}
     assert found - optional == names(project["dependencies"])

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from sp_lightning.optim import codecs, rules
 from sp_lightning.optim.codecs import (
     BLOCK,
     MAGNITUDE,
@@ -50,7 +49,7 @@ LANES = 8
 """Torch's fused kernels work on so many elements at once."""
 
 
-_SOURCES = zlib.crc32(b"".join(Path(str(each.__file__)).read_bytes() for each in (codecs, rules)))
+_SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("codecs.py", "rules.py")))
 
 
 @jit

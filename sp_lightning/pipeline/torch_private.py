@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sp_lightning import optim
+from sp_lightning.optim import optimizers as on_host
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -191,7 +191,7 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     """
     step, own = type(optimizer).step, vars(optimizer).get("step")
     code = getattr(inspect.unwrap(step), "__code__", None)  # not every callable has code: a mock, a partial
-    known = [os.path.dirname(str(package.__file__)) for package in (torch.optim, optim)]
+    known = [os.path.dirname(str(package.__file__)) for package in (torch.optim, on_host)]
     is_known = code is not None and os.path.dirname(code.co_filename) in known
     of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
     return not is_known or not (own is None or of_a_scheduler)

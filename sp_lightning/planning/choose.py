@@ -95,7 +95,7 @@ def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iter
         slots = 1
         while slots * number < units:
             yield Choice(slots * number, number)
-            slots += max(1, slots // 2)
+            slots += max(1, slots // 4)
         yield Choice(max(units, number), number)
 
 

@@ -13,7 +13,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning import optim
+from sp_lightning.optim import optimizers as on_host
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 
@@ -23,7 +23,7 @@ BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Ad
 BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
 
-ON_HOST = (optim.AdamW, optim.Adam, optim.SGD, optim.Lion)
+ON_HOST = (on_host.AdamW, on_host.Adam, on_host.SGD, on_host.Lion)
 """Optimizers of ours, which take care of each weight themselves."""
 
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
