@@ -12,6 +12,7 @@ host memory and stream them through the device, a few blocks at a time:
     python examples/finetune_lm.py                              # a tiny random model, on any machine
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
     python examples/finetune_lm.py --strategy auto              # the same run without streaming, for comparison
+    python examples/finetune_lm.py --precision bf16-true --optimizer int8   # with 6 bytes a parameter instead of 16
 
 Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
 `--save` writes an ordinary Lightning checkpoint, from which `generate.py` and `lora_lm.py` can continue.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -41,6 +43,12 @@ from transformers import (
 import sp_lightning
 
 MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "lr", "dtype", "weights"]
+OPTIMIZERS = {  # all but the first for bf16 weights
+    "adamw": partial(torch.optim.AdamW, fused=True),  # the same kernel under every strategy
+    "split": partial(sp_lightning.optim.AdamW, master="split"),
+    "int8": partial(sp_lightning.optim.AdamW, master="split", moments="int8"),
+    "int8-24": partial(sp_lightning.optim.AdamW, master="split24", moments="int8"),
+}
 LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 
 
@@ -57,6 +65,7 @@ class CausalLM(L.LightningModule):
             not trained (the base of adapters, generation) can use `"bfloat16"`, at half the host memory.
         generation: Arguments for transformers' `generate` in prediction.
         weights: A checkpoint of this module, with the same sizes, to start from.
+        optimizer: One of `OPTIMIZERS`: AdamW, by how it keeps masters and moments (docs/host_memory.md).
 
     """
 
@@ -70,6 +79,7 @@ class CausalLM(L.LightningModule):
         dtype: str = "float32",
         generation: dict[str, Any] | None = None,
         weights: str | None = None,
+        optimizer: str = "adamw",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -116,8 +126,8 @@ class CausalLM(L.LightningModule):
         return tokens[:, batch["input_ids"].shape[1] :]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over all weights, with the same kernel under every strategy."""
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], fused=True)
+        """Return AdamW over all weights."""
+        return OPTIMIZERS[self.hparams["optimizer"]](self.parameters(), lr=self.hparams["lr"])
 
 
 def make_tokenizer(model: str | None) -> PreTrainedTokenizerBase:
@@ -180,8 +190,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3)
     add_model_and_text(parser)
     parser.add_argument("--save", metavar="FILE", help="write a checkpoint when training is over")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="how AdamW keeps what it knows (default: %(default)s)"
+    )
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
+    if options.optimizer != "adamw" and options.precision != "bf16-true":
+        parser.error(f"--optimizer {options.optimizer} is for bf16 weights: add --precision bf16-true")
     return options
 
 
@@ -233,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    model = CausalLM(**{name: getattr(options, name) for name in MODEL_OPTIONS})
+    model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
     if options.save is not None:
         trainer.save_checkpoint(options.save)

@@ -88,6 +88,12 @@ def test_finetune_lm_learns_and_says_what_it_streamed(call):
     assert losses(call("finetune_lm", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
 
 
+@pytest.mark.parametrize("optimizer", ["split", "int8", "int8-24"])
+def test_finetune_lm_learns_with_compact_optimizers(call, optimizer):
+    first, last = losses(call("finetune_lm", *SMALL, "--steps=30", "--precision=bf16-true", f"--optimizer={optimizer}"))
+    assert last < 0.8 * first
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,6 +103,7 @@ def test_finetune_lm_learns_and_says_what_it_streamed(call):
         (["--k=0"], "--k: 0 is neither 'auto' nor an integer of at least 1"),
         (["--k=2", "--k-prime=3"], "k_prime"),
         (["--memory-budget=plenty"], "memory_budget"),
+        (["--optimizer=int8"], "--optimizer int8 is for bf16 weights: add --precision bf16-true"),
     ],
 )
 def test_finetune_lm_refuses(capsys, arguments, message):
@@ -231,6 +238,7 @@ def test_plain_loop_learns(capsys):
 
 TINY = {
     "finetune_lm": ["--model.layers=4", "--model.hidden=32", "--trainer.strategy.k=3"],
+    "finetune_lm_compact": ["--model.layers=4", "--model.hidden=32"],
     "lora_lm": ["--model.layers=4", "--model.hidden=32"],
     "finetune_vlm": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
     "finetune_vision": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
