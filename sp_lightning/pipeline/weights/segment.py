@@ -43,7 +43,9 @@ class Segment:
         self.lying = NOTHING  # the epoch when what lies in its place was sent
         self.memory = memory or _move_into_new_memory(self.weights, backend)  # the memory that the masters lie in
         for weight, tensor in zip(self.weights, self.memory.tensors, strict=True):
-            weight.host = weight.home = tensor
+            if weight.host is weight.home:  # not after `p.data = ...`: it is sent from where that lies
+                weight.host = tensor
+            weight.home = tensor
         # for each weight the copy that is sent; None where the master itself is
         self.copies: list[Tensor | None] = [None] * len(self.weights)
         self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
