@@ -25,6 +25,9 @@ def check_parameter(p: Tensor, name: str, master: str | None) -> None:
             f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 parameters in host memory: "
             "give it to an optimizer of torch.optim instead"
         )
+    span = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+    if p.numel() not in (0, span):
+        raise ValueError(f"{name} has gaps in memory, which a pass over it would write to: make it `.contiguous()`")
     if master in _LOW and p.dtype != torch.bfloat16:
         raise ValueError(
             f'master="{master}" is for bf16 parameters, but {name} is {p.dtype}: leave master="auto", or put this '

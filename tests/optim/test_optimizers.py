@@ -244,6 +244,9 @@ def test_what_cannot_be_done_is_said(monkeypatch):
     half, single, low = (torch.nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.half, torch.float, torch.bfloat16))
     with pytest.raises(ValueError, match="parameter 0 of its group is torch.float16"):
         optim.AdamW([half])
+    with pytest.raises(ValueError, match="parameter 0 of its group has gaps in memory"):
+        optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])])
+    optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8).t())])  # in another order, without gaps
     with pytest.raises(ValueError, match='master="split" is for bf16 parameters, but head is torch.float32'):
         optim.AdamW([("tail", low), ("head", single)], master="split")
     with pytest.raises(ValueError, match="moments='int4': expected one of"):
