@@ -211,7 +211,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             self._begins_evaluation = False
             pipeline.weights_changed()
         self.begin_step(pipeline)
-        with self.evaluation() if evaluates else nullcontext(), self._steps.step():
+        with self.block_backward_sync() if evaluates else nullcontext(), self._steps.step():
             yield
 
     @override

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations, AutoPolicy
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.buffers import Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -134,13 +134,7 @@ class Engine:
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
         pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
-        if self.replicas is None:
-            self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin)
-        else:
-            unmanaged = list(arrangement.unmanaged.values())
-            self.stream = AveragedStream(
-                arrangement.all_units, self.window, backend, stats, pin, self.replicas, self.module, unmanaged
-            )
+        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
@@ -326,12 +320,23 @@ class Engine:
         if self._planner is not None:
             self._planner.abandon()
 
-    def end_backward(self) -> None:
-        """Follow the end of a backward pass."""
+    def end_backward(self, some_came: bool) -> None:
+        """Follow the end of a backward pass, which may have brought gradients."""
         self.graphs.has_served = False
         self.backend.trace.end()
         self.activations.end_backward()
         if not self.graphs.scopes:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
+        # not after `torch.autograd.grad`, which may run in some processes only
+        on_device = self.arrangement.unmanaged.values()
+        if self.replicas is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
+            self.average_gradients()
         self.relax_guard()
+
+    def average_gradients(self) -> None:
+        """Average gradients with the other processes, if there are any, and this is no pass of this one's own."""
+        if self.replicas is not None and self.replicas.averages:
+            with self.at_work:
+                self.settle()
+                self.replicas.average(self.module, self.stream)

@@ -139,6 +139,7 @@ class Steps:
         # Of plugin and strategy the classes: on the objects, some of these methods are ours.
         return [
             *([] if automatic else ["the step is not one of automatic optimization"]),
+            *([] if self.pipeline.replicas is None else ["gradients are averaged when backward has ended"]),
             *([] if is_known else [f"`{precision.__name__}` may do anything to gradients"]),
             *_overridden([precision], _OF_THE_PRECISION),
             *_overridden([self._strategy], _OF_THE_STRATEGY),

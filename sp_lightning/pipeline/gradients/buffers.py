@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
-from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,18 +62,11 @@ class GradientLayout:
         gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
         return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
 
-    def flat_in(self, memory: Tensor) -> list[Tensor]:
-        """Return the gradients, and the padding between them, as one flat tensor for each stretch of one dtype."""
-        pairs = zip(self.dtypes, self._offsets, strict=True)
-        starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
-        runs = zip((dtype for dtype, _ in groupby(self.dtypes)), starts, [*starts[1:], self.norms_at], strict=True)
-        return [memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
-
 
 def gradient_bytes(unit: Unit) -> int:
     """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
     weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
+    return GradientLayout(weights, [weight.compute_dtype for weight in weights]).nbytes
 
 
 class GradientMemory:
@@ -124,7 +116,7 @@ class StagingBuffers:
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def close(self) -> None:
-        """Let go of the buffers; after an exception, a collective operation may still use one."""
+        """Let go of the buffers."""
         self._buffers.clear()
 
 

@@ -1,8 +1,7 @@
 """The stream of gradients from the twins on the device to the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in a staging buffer on the device, and leave
-with one device-to-host (D2H) copy, in the dtype they were computed in. With other processes they are averaged in the
-staging buffer first (averaging.py).
+with one device-to-host (D2H) copy, in the dtype they were computed in.
 
     device                        on its way                  host
     leaf.grad -> staging buffer ----------------------------> the unit's own buffer        (first of a step)
@@ -226,15 +225,16 @@ class GradientStream:
     # ------------------------------------------------------------------------------------------- when backward ends
 
     @torch.no_grad()
-    def finish(self, takes_part: bool = False) -> None:
-        """Send what is left, and call users' hooks; with `takes_part`, average even if no gradient has arrived."""
+    def finish(self) -> bool:
+        """Send what is left, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.taker is not None:
             self.taker.finish_backward()
-        late = list(filter(attrgetter("late"), self.arrived))
+        some_came, late = bool(self.arrived), list(filter(attrgetter("late"), self.arrived))
         self.arrived.clear()
         if late:
             self._add_late(late)
+        return some_came
 
     def _add_late(self, gradients: Sequence[Gradient]) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""

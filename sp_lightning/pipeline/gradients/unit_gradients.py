@@ -87,6 +87,15 @@ class Gradient:
         self.is_seen = False
         self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, as it is seen
 
+    def replace(self, value: Tensor) -> None:
+        """Have this value, in the master's dtype, in place of what has landed on the host."""
+        assert self.host is not None
+        if self.host.dtype != value.dtype:
+            self.host = self.unit.room_for(self, value.dtype)
+        self.host.copy_(value)
+        if self.norm is not None:
+            self.norm = torch.linalg.vector_norm(value, dtype=torch.float32)
+
 
 IS_TRAINED = attrgetter("weight.master.requires_grad")
 
@@ -120,7 +129,7 @@ class UnitGradients:
             self.close()
             self.trained = trained
             weights = [gradient.weight for gradient in trained]
-            self.layout = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
+            self.layout = GradientLayout(weights, [weight.compute_dtype for weight in weights])
             self._sum_layout = GradientLayout(weights, [weight.dtype for weight in weights])
 
     def own(self) -> HostGradients:
