@@ -19,7 +19,6 @@ from sp_lightning.pipeline.activations.policy import Activations, AutoPolicy
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.averaging import Replicas
-from sp_lightning.pipeline.gradients.buffers import Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -133,8 +132,8 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin)
+        pin, pin_landing = share.pin_gradients, share.pinnable != 0
+        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin, pin_landing)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)

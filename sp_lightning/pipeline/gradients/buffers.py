@@ -6,7 +6,6 @@ not stay where they land go through a *landing buffer* on the host, on their way
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -26,16 +25,6 @@ _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers th
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
 
-class Pin(enum.Enum):
-    """Which host memory for gradients is pinned. A copy to other memory would hold up the thread that launches."""
-
-    ALL = enum.auto()
-    LANDING = enum.auto()
-    """Landing buffers alone, as the host cannot pin everything: gradients are moved from there by the host."""
-
-    NOTHING = enum.auto()
-
-
 class GradientLayout:
     """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
 
@@ -50,8 +39,6 @@ class GradientLayout:
         sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         *self._offsets, self.norms_at = offsets
-        # whether a gradient is in another dtype than its master
-        self.is_lower = any(dtype != w.dtype for w, dtype in zip(weights, dtypes, strict=True))
         # whether all masters are in fp32, so that norms computed in fp32 have torch's bits
         self.can_be_measured = all(weight.dtype == torch.float32 for weight in weights)
 
