@@ -15,7 +15,7 @@ from sp_lightning.monitor import Monitor, diagnose, timed_metrics
 from sp_lightning.pipeline import Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
-from sp_lightning.trainer._namespace import Namespace, logged_step, logs_now
+from sp_lightning.trainer import Namespace, logged_step, logs_now
 from sp_lightning.trainer.host_memory import name_more_compact
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes, readable_seconds
 from sp_lightning.timeline import LANES
-from sp_lightning.trainer._namespace import Namespace, is_tuning
+from sp_lightning.trainer import Namespace, is_tuning
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
