@@ -17,7 +17,7 @@ ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "recompute
 _CHOICES = {
     "activations": get_args(ActivationPolicy),
     "overlap_optimizer": (True, False, "auto"),
-    "pin_memory": (True, False, "auto"),
+    "pin_memory": (True, False),
     "resident_optimizer": (True, False),
     "compile": (True, False),
     "debug": (True, False),
@@ -49,9 +49,9 @@ class PipelineOptions:
             the result is that of a plain step; `True` makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
             `k="auto"` finds memory to spare.
-        pin_memory: Whether to page-lock host memory, for fast copies. `"auto"` does where the device gains by it.
+        pin_memory: Whether to page-lock host memory, for fast copies, where the device gains by it.
         host_threads: Number of threads that step the optimizer on the host. `"auto"` uses `OMP_NUM_THREADS` if you set
-            it, else three quarters of the cores near the device; on a CPU, torch's number.
+            it, else three quarters of the cores; on a CPU, torch's number.
         compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
             graph.
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.
@@ -68,7 +68,7 @@ class PipelineOptions:
     activations: ActivationPolicy = "auto"
     overlap_optimizer: bool | Literal["auto"] = "auto"
     resident_optimizer: bool = False
-    pin_memory: bool | Literal["auto"] = "auto"
+    pin_memory: bool = True
     host_threads: int | Literal["auto"] = "auto"
     compile: bool = False
     debug: bool = False

@@ -90,6 +90,7 @@ class Pipeline:
             replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
+        self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
         self._engine = engine = Engine(module, self.device, self.options, self.backend, planner, replicas)

@@ -63,11 +63,10 @@ class _Measured:
 class AutoPolicy:
     """Measures units and chooses a policy for each."""
 
-    def __init__(self, second_forwards: SecondForwards, *, pin: bool, warns: bool = True) -> None:
+    def __init__(self, second_forwards: SecondForwards, *, warns: bool = True) -> None:
         self._second_forwards = second_forwards
         self._meter = second_forwards.saved.meter
         self._backend = second_forwards.backend
-        self._pin = pin
         self._warns = warns
         self._link: Link | None = None
         self._units: dict[str, _Measured] = {}  # in the order of the forward
@@ -206,7 +205,7 @@ class AutoPolicy:
         if not large or (room is not None and room < _HOST_ROOM * large):
             return None
         if self._link is None:
-            self._link = Link.measured(self._backend, self._pin)
+            self._link = Link.measured(self._backend)
         return self._link
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from typing_extensions import override
 
 
@@ -172,6 +173,17 @@ class Job(Ticket):
         self._action, self._after, self._cleanup = None, (), None
         self.done = True
         self._under_way.release()
+
+
+def use_threads(count: int | None) -> None:
+    """Have so many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
+    if count is not None:
+        usual = torch.get_num_threads()
+        torch.set_num_threads(count)
+        # This sets the count of this thread, and the default of later ones, which another thread restores.
+        other = threading.Thread(target=torch.set_num_threads, args=(usual,))
+        other.start()
+        other.join()
 
 
 class Worker:
