@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.layout.learned import WindowPlan
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import readable_bytes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from sp_lightning.pipeline import PipelineOptions
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.options import parse_bytes
 
 WRONG: list[tuple[str, Any]] = [
     *[("k", value) for value in (0, -1, True, False, "two", 1.5, None, "Auto")],

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Stats, readable_bytes
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 

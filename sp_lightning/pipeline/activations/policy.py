@@ -38,8 +38,7 @@ from sp_lightning.pipeline.activations.ways import (
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Stats, readable_bytes
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member

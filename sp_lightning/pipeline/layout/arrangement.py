@@ -16,8 +16,7 @@ from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.layout.memory import check_host_memory, choose_device_layout, largest_unit_bytes
-from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.autocast import weights_of_known_layers, weights_to_leave

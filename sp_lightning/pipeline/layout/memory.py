@@ -29,7 +29,7 @@ from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_by
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.layout.learned import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
