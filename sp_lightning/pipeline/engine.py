@@ -29,7 +29,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
@@ -154,7 +154,7 @@ class Engine:
         self.parameters = frozenset(self._names.values())
         self.optimizers.work_with(self, arrangement.weights_by_master)
         move_all_but_parameters(self.module, self.device)
-        move_unmanaged(arrangement.unmanaged.values(), self.device)
+        move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():

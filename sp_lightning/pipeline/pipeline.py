@@ -22,7 +22,7 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
@@ -164,7 +164,7 @@ class Pipeline:
         self._engine.saved.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
-        move_unmanaged(self.arrangement.unmanaged.values(), HOST)
+        move_parameters(self.arrangement.unmanaged.values(), HOST)
         bring_states_home(self.arrangement.weights)
         move_all_but_parameters(self.module, HOST)
         self.backend.close()
