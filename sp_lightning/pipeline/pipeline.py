@@ -21,7 +21,7 @@ from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.summary import Summary, summarize
+from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
@@ -178,7 +178,7 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
-        return summarize(self._engine)
+        return Summary(self._engine)
 
     @property
     def arrangement(self) -> Arrangement:
