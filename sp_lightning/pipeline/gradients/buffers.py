@@ -132,9 +132,8 @@ class HostGradients(GradientMemory):
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
-    def __init__(self, units: Sequence[Unit], backend: Backend, pin: bool) -> None:
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._backend = backend
-        self._pin = pin
         # how many there may be on any host
         together = max((len(unit.group.units) for unit in units), default=1)
         self._few = max(2, together + 1, -(-len(units) // _UNITS_PER_BUFFER))
@@ -161,7 +160,7 @@ class LandingBuffers:
                     self._buffers.remove(free[0])
                     free[0].close()
                 if free or not is_full:
-                    self._buffers.append(HostGradients(nbytes, self._backend, self._pin, self._released))
+                    self._buffers.append(HostGradients(nbytes, self._backend, True, self._released))
                     return self._buffers[-1]
                 self._released.wait()
 

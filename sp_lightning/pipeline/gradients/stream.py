@@ -51,21 +51,16 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: bool, pin_landing: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats) -> None:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit, backend, pin) for unit in units]
+        self._units = [UnitGradients(unit, backend) for unit in units]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
         self._stats = stats
-        self._landing = LandingBuffers(units, backend, pin_landing)
-        # Not if the host can pin landing buffers alone, from where it moves gradients: a copy to other memory would
-        # hold up the thread that launches.
-        self._lands_in_place = pin or not pin_landing
+        self._landing = LandingBuffers(units, backend)
         self.arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
@@ -122,7 +117,7 @@ class GradientStream:
             taker = None
         has_norms = self.measures_norms and layout.can_be_measured
         passes = is_new and taker is not None and not taker.keeps_gradients
-        if is_new and is_hidden and layout is unit.kept_as and not passes and self._lands_in_place:
+        if is_new and is_hidden and layout is unit.kept_as and not passes:
             unit.wait()
             own = unit.own()
             arrived, norms = own.views(layout)

@@ -105,10 +105,9 @@ class UnitGradients:
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit, backend: Backend, pin: bool) -> None:
+    def __init__(self, unit: Unit, backend: Backend) -> None:
         self.unit = unit
         self._backend = backend
-        self._pin = pin
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
@@ -133,7 +132,7 @@ class UnitGradients:
     def own(self) -> HostGradients:
         """Return the memory in which gradients stay, as `kept_as` tells."""
         if self.memory is None:
-            self.memory = HostGradients(self.kept_as.nbytes, self._backend, self._pin and self.kept_as is self.layout)
+            self.memory = HostGradients(self.kept_as.nbytes, self._backend, pin=self.kept_as is self.layout)
         return self.memory
 
     def room_for(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
