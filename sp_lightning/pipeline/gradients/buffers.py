@@ -150,6 +150,11 @@ class HostGradients(GradientMemory):
         self._host.release()
 
 
+def few_buffers(units: int, together: int) -> int:
+    """Return how many landing buffers there may be on any host, for so many units, of which some travel together."""
+    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
+
+
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
@@ -157,8 +162,7 @@ class LandingBuffers:
         self._backend = backend
         self._pin = pin
         # how many there may be on any host
-        together = max((len(unit.group.units) for unit in units), default=1)
-        self._few = max(2, together + 1, -(-len(units) // _UNITS_PER_BUFFER))
+        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
         self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
 
