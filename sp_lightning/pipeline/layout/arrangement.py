@@ -20,8 +20,8 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.autocast import weights_of_known_layers, weights_to_leave
 from sp_lightning.pipeline.weights.buffers import tensor_in
+from sp_lightning.pipeline.weights.leaf import weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -141,10 +141,10 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = is_averaged
-        if self.autocast is None:
+        if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
             return
         as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
-        lowered = (weights_of_known_layers(module) if self.compiled else learned.lowered) - as_is
+        lowered = learned.lowered - as_is
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
@@ -152,7 +152,7 @@ class Arrangement:
                 for weight in casts:
                     weight.compute_dtype = self.autocast
             for weight in known:
-                weight.watched = not self.compiled and id(weight.master) not in as_is
+                weight.watched = id(weight.master) not in as_is
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
