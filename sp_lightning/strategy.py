@@ -85,7 +85,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         activations: Literal["keep", "recompute", "offload", "recompute_offload", "auto"] = "auto",
         overlap_optimizer: bool | Literal["auto"] = "auto",
         resident_optimizer: bool = False,
-        pin_memory: bool | Literal["auto"] = "auto",
+        pin_memory: bool = True,
         host_threads: int | Literal["auto"] = "auto",
         compile: bool = False,
         debug: bool = False,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.ways import Footprint, Link
 from sp_lightning.pipeline.layout.memory import largest_unit_bytes
-from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.cost import Machine, UnitWork, Workload
