@@ -366,16 +366,6 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         plain_step(model, optimizer)
 
 
-def test_weights_may_be_looked_at_and_frozen() -> None:
-    """What is not about gradients is nobody's business."""
-    with attached(model := chain()) as pipeline:
-        optimizer = adam(model)
-        stepped_early(pipeline, model, optimizer)
-        assert model[3].weight.shape == (WIDTH, WIDTH)
-        assert model[3].weight.requires_grad
-        optimizer.step()
-
-
 def change_betas(optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["betas"] = (0.5, 0.5)
 
