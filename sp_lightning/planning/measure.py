@@ -13,15 +13,20 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
-from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
-from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
+from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span, available_host_memory
+from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.policy import RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.memory import sent_bytes
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.ways import Way, peak
 
-_POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload", "recompute_offload")
+_POLICIES: tuple[Policy, ...] = get_args(Policy)
+_HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
@@ -119,31 +124,34 @@ class FirstSteps:
             self.reserve_bytes = max(0, max(watched, memory.peak) - before.allocated - self.activation_peak)
 
 
-def workload_of(engine: Engine, measured: FirstSteps) -> Workload:
-    """Return the work of a step."""
+def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:
+    """Return the work of a step, with what copies of activations cost on this machine."""
     arrangement, auto, recording = engine.arrangement, engine.activations.auto, measured.recording
-    ways = {} if auto is None else auto.ways()
+    calls = {} if auto is None else auto.footprints()
     names = {unit.name for unit in arrangement.units}
     steps = [_Step(recording.spans, begin, end, names) for begin, end in recording.steps]
     for step, policies in zip(steps, measured.policies, strict=False):
         for unit in arrangement.units:
-            step.backward[unit.name] -= _second_forwards(unit, ways, policies)
+            again = [member.name for member in unit.members if policies.get(member.name) in RECOMPUTING]
+            step.backward[unit.name] -= sum(calls[name].seconds for name in again if name in calls)
     steps = [step for step in steps if step.has_backward] or steps  # a step that returns no loss has none
     added = sum(span.end - span.begin for span in recording.spans if span.kind is Kind.ADD)
     stepping: Stepping = "in backward" if measured.steps_in_backward else "under forward"
     if not measured.steps_in_backward and all(step.waits_for_all_gradients for step in steps):
         stepping = "after backward"
+    units = [
+        replace(
+            bytes_of(unit),
+            forward_seconds=min(step.forward[unit.name] for step in steps),
+            backward_seconds=max(0.0, min(step.backward[unit.name] for step in steps)),
+            ways=(_given_way(engine.options.activations, unit, recording),),
+            bytes_on_device=bytes_on_device(engine, unit),
+        )
+        for unit in arrangement.units
+    ]
+    of_units = [[calls[member.name] for member in unit.members if member.name in calls] for unit in arrangement.units]
     return Workload(
-        units=tuple(
-            replace(
-                bytes_of(unit),
-                forward_seconds=min(step.forward[unit.name] for step in steps),
-                backward_seconds=max(0.0, min(step.backward[unit.name] for step in steps)),
-                ways=_ways_of(unit, ways) or (_given_way(engine.options.activations, unit, recording),),
-                bytes_on_device=bytes_on_device(engine, unit),
-            )
-            for unit in arrangement.units
-        ),
+        units=tuple(_with_ways(units, of_units, machine)),
         resident=bytes_of(arrangement.resident),
         trains=measured.trains,
         stepping=stepping if measured.optimizer_steps else None,
@@ -160,7 +168,7 @@ def machine_of(recording: Recording) -> Machine:
     """Return the speed of copies and of the optimizer."""
     up, copy_seconds = _rate(recording, Kind.LOAD, Kind.FETCH)
     down, host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)[0], _rate(recording, Kind.STEP)[0]
-    return Machine(up, down, host, copy_seconds)
+    return Machine(up, up if math.isinf(down) else down, host, copy_seconds)
 
 
 class _Step:
@@ -216,20 +224,46 @@ def _given_way(policy: ActivationPolicy, unit: Unit, recording: Recording) -> Wa
     return Way("keep" if policy == "auto" else policy, held=0, working=0, seconds=0.0, leaving=leaving)
 
 
-def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
-    """Return the ways of a unit's activations: one policy for all members, as far as they can follow it."""
-    measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
-    together = []
-    for policy in [policy for policy in _POLICIES if any(policy in by_policy for by_policy in measured)]:
-        first_of = _POLICIES[::-1] if policy == "recompute_offload" else (policy, "keep")
-        chosen = [next(by_policy[each] for each in first_of if each in by_policy) for by_policy in measured]
-        held, leaving = sum(way.held for way in chosen), sum(way.leaving for way in chosen)
-        seconds, repeating = sum(way.seconds for way in chosen), sum(way.repeating for way in chosen)
-        together.append(Way(policy, held, peak(chosen), seconds, leaving, chosen[-1].under_way, repeating))
-    return tuple(together)
+def _with_ways(units: Sequence[UnitWork], calls: Sequence[Sequence[Footprint]], machine: Machine) -> list[UnitWork]:
+    """Return the units with the ways of their activations, where calls of their members were measured."""
+    room, large = available_host_memory(), sum(call.large for of_unit in calls for call in of_unit)
+    no_copies = math.isinf(machine.to_device) or (room is not None and room < _HOST_ROOM * large)
+    result = []
+    for number, (unit, of_unit) in enumerate(zip(units, calls, strict=True)):
+        if of_unit:
+            stays = no_copies or number >= len(units) - UNITS_THAT_STAY
+            unit = replace(unit, ways=ways_of(unit, of_unit, None if stays else machine, inputs_stay=number == 0))
+        result.append(unit)
+    return result
 
 
-def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Mapping[str, Policy]) -> float:
-    """Return the seconds that recomputing a unit's forward took in a step."""
-    again = [member.name for member in unit.members if policies.get(member.name) in RECOMPUTING]
-    return sum(way.seconds for name in again for way in ways.get(name, ()) if way.policy == "recompute")
+def ways_of(
+    unit: UnitWork, calls: Sequence[Footprint], machine: Machine | None, inputs_stay: bool = False
+) -> tuple[Way, ...]:
+    """Return the ways of a unit's activations, by preference: one policy for all members, as far as they can follow.
+
+    Args:
+        unit: The unit, with the seconds that it computes.
+        calls: What each of its members takes.
+        machine: What copies cost; None if nothing can be offloaded.
+        inputs_stay: Whether the inputs of the first one are the batch, which whoever runs the step holds.
+    """
+    seconds = sum(call.seconds for call in calls)
+    ways: dict[tuple[int, int], Way] = {}
+    for policy in _POLICIES if machine is not None else _POLICIES[:2]:
+        members = [_way_of(call, policy, inputs_stay and number == 0) for number, call in enumerate(calls)]
+        held, leaving = sum(way.held for way in members), sum(way.leaving for way in members)
+        repeating = seconds if any(way.policy in RECOMPUTING for way in members) else 0.0
+        copying = machine.offload_seconds(leaving, unit, repeating) if machine is not None and leaving else 0.0
+        way = Way(policy, held, peak(members), repeating + copying, leaving, members[-1].under_way, repeating)
+        ways.setdefault((held, leaving), way)
+    return tuple(ways.values())
+
+
+def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:
+    """Return the way of a member's activations, without what it costs."""
+    followed = policy if call.repeatable else WITHOUT_RECOMPUTING.get(policy, policy)
+    inputs = 0 if inputs_stay else call.held
+    held = call.held + (0 if followed in RECOMPUTING else call.saved)
+    leaving = {"offload": min(call.large, inputs + call.saved), "recompute_offload": inputs}.get(followed, 0)
+    return Way(followed, held - leaving, call.working, 0.0, leaving, under_way=leaving)

@@ -33,8 +33,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Surroundings
+from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.activations.ways import Footprint
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
@@ -55,7 +55,12 @@ class SecondForwards:
         self.looks: Counter[str] = Counter()  # how many calls of each member were looked at, by its name
         self.kept: set[str] = set()  # members for which something was in the way; from then on they hold what they save
         self.timed = False  # whether second forwards are timed
-        self.times: list[tuple[str, Any, Any]] = []  # their members, and the marks before and after
+        # the marks before and after those of each member, in the step that was measured last
+        self.times: dict[str, list[tuple[Any, Any]]] = {}
+
+    def seconds(self, name: str) -> float:
+        """Return how long the second forwards of a member took in the step that was measured last."""
+        return sum(self.backend.seconds(begin, end) for begin, end in self.times.get(name, ()))
 
 
 class UnitCall:
@@ -64,7 +69,6 @@ class UnitCall:
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kept: list[ref[Kept]] = []  # what the forward saves, in order
         self.member = member
-        self.input_bytes = 0
         self.footprint: Footprint | None = None  # None if nobody has counted it
         self._shared = shared
         self._meter = shared.saved.meter
@@ -188,7 +192,7 @@ class UnitCall:
                 "of it has changed in between"
             )
         if shared.timed:
-            shared.times.append((self.member.name, begin, shared.backend.mark()))
+            shared.times.setdefault(self.member.name, []).append((begin, shared.backend.mark()))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with (
