@@ -5,24 +5,28 @@ It only observes: the strategy is complete without it, and checkpoints contain n
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from sp_lightning.monitor import Monitor, diagnose, timed_metrics
-from sp_lightning.pipeline import Recording
+from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
-from sp_lightning.trainer._namespace import Namespace, logged_step, logs_now
+from sp_lightning.trainer import Namespace, logged_step, logs_now
 from sp_lightning.trainer.host_memory import name_more_compact
+from sp_lightning.trainer.narrator import device_memory, diagnose
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback as _Base
 else:
     _Base = object
+
+PREFIX = "superpipeline/"
+_SETTLING_STEPS = 5  # first steps, in which the engine learns, measures and plans
+_LEAST_INTERVAL = 20  # steps from one recording to the next, because each makes the host wait for the device at its end
 
 
 class CallbackMixin(_Base):
@@ -110,7 +114,7 @@ class CallbackMixin(_Base):
             self._logged = step
             values, self._timed = {**self._monitor.read(), **self._timed}, {}
             for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
+                logger.log_metrics({PREFIX + name: value for name, value in values.items()}, step=step)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -151,7 +155,7 @@ class CallbackMixin(_Base):
         """Compute metrics from a recording, if there is a new one, and draw it."""
         if recording is None:
             return
-        self._timed = timed_metrics(break_down(recording))
+        self._timed = break_down(recording).metrics()
         if self.timeline is not None and trainer.is_global_zero:  # at once, as the run may end at any time
             assert trainer.state.fn is not None
             plan, name = monitor.pipeline.summary(), type(trainer.lightning_module).__name__
@@ -160,3 +164,86 @@ class CallbackMixin(_Base):
                 write_timeline(recording, self.timeline, caption=caption)
             except OSError as error:  # must not end the training
                 self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {error}.")
+
+
+class Monitor:
+    """Counts what a run does, and records steps: often enough to tell where time goes, seldom enough not to cost any.
+
+    A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
+    they run during its first step, and would be missing from the picture; and in the first steps of a run the engine
+    learns.
+    """
+
+    def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
+        self.pipeline = pipeline  # the engine
+        self.latest: Recording | None = None  # the latest recording; None before the first
+        self._first = self._counted = self._count()
+        self._shown = steps
+        self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
+        self._seen = 0
+        self._last = _SETTLING_STEPS + steps + 1  # the step whose beginning ends the recording
+        self._scope = ExitStack()
+        self._recording: Recording | None = None
+
+    def step_begins(self) -> Recording | None:
+        """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
+
+        A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
+        """
+        finished = self.finish() if self._seen == self._last else None
+        position = self._seen % self._interval
+        if self._recording is None and (self._seen == 0 or position == self._interval - self._shown - 2):
+            self._recording = self._scope.enter_context(self.pipeline.record())
+            self._last = self._seen + self._shown + 1 + (_SETTLING_STEPS if self._seen == 0 else 0)
+        self._seen += 1
+        return finished
+
+    def finish(self) -> Recording | None:
+        """End the current recording early, if there is one, and return it if it shows anything new.
+
+        Called when the run ends, or something else comes between training steps.
+        """
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return None
+        self._scope.close()
+        if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
+            return None
+        recording.steps = recording.steps[1:][-self._shown :] or recording.steps
+        begin = recording.steps[0][0]
+        recording.spans = [span for span in recording.spans if span.end > begin]
+        self.latest = recording
+        return recording
+
+    def _count(self) -> dict[str, int]:
+        stats, memory = self.pipeline.stats, self.pipeline.backend.memory()
+        return {
+            "steps": stats.steps,
+            "to_device_bytes": stats.bytes_to_device,
+            "to_host_bytes": stats.bytes_to_host,
+            "loads": stats.loads,
+            "late_loads": stats.misses,
+            "heals": stats.heals,
+            "allocation_retries": memory.retries if memory else 0,
+        }
+
+    def read(self) -> dict[str, float]:
+        """Return what is logged whenever Lightning logs: means over the steps since the last call, and memory."""
+        before, self._counted = self._counted, self._count()
+        summary = self.pipeline.summary()
+        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
+        return {
+            "device_peak_bytes": float(device_memory(self.pipeline)[0]),
+            "host_bytes": float(on_host + summary.host_activation_bytes),
+            **_means(before, self._counted),
+        }
+
+    @property
+    def retries(self) -> float:
+        """How often in a step of this run the allocator ran out of memory, freed its cache and tried again."""
+        return _means(self._first, self._count())["allocation_retries"]
+
+
+def _means(before: dict[str, int], now: dict[str, int]) -> dict[str, float]:
+    steps = max(1, now["steps"] - before["steps"])
+    return {name: (count - before[name]) / steps for name, count in now.items() if name != "steps"}

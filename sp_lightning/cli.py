@@ -1,19 +1,32 @@
 """`sp-lightning fit|validate|test|predict|plan`: the strategy from the command line.
 
 The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
-model would take, without the machine for it (`plan_command.py`).
+model would take, without the machine for it (see `planning/report.py`).
 
 Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` installs.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sp_lightning.planning import Assumptions, plan
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
@@ -24,6 +37,24 @@ _STRATEGIES = {
     "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
 }
 _NEEDED = ("jsonargparse", "docstring_parser", "typeshed_client")  # what `jsonargparse[signatures]` installs
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+SHAPES = {
+    "Llama-3.1-8B": ("LlamaConfig", (128_256, 4096, 14_336, 32, 32, 8)),
+    "Qwen2.5-14B": ("Qwen2Config", (152_064, 5120, 13_824, 48, 40, 8)),
+    "Llama-3.1-70B": ("LlamaConfig", (128_256, 8192, 28_672, 80, 64, 8)),
+}
+"""Models that are planned for by name: a class of configurations of transformers, and their published sizes."""
+
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_OF_MODEL = "--model."
 
 
 def main() -> int:
@@ -40,9 +71,7 @@ def main() -> int:
     command, arguments = sys.argv[1:2], sys.argv[2:]
     try:
         if command == ["plan"]:
-            from sp_lightning import plan_command  # needs jsonargparse
-
-            plan_command.run(arguments, f"{PROGRAM} plan")
+            _plan(arguments)
         else:
             _run()
     except ArgumentError as error:
@@ -83,3 +112,101 @@ def _run_in(name: str) -> None:
 def _fail(message: str, status: int) -> int:
     print(f"{PROGRAM}: error: {message}", file=sys.stderr)
     return status
+
+
+def _plan(arguments: Sequence[str]) -> None:
+    """Print the plan for a model, as a table or as JSON."""
+    arguments, of_model = _split(arguments)
+    options = _plan_parser().parse_args(arguments)
+    name = options.model
+    is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and name not in SHAPES
+    if of_model and not is_class:
+        raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
+    module = _module(name, of_model) if is_class else _transformers_model(name)
+    try:
+        given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
+        report = plan(module, given, title=name)
+    except ValueError as error:
+        raise ArgumentError(None, str(error)) from error
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+
+
+def _plan_parser() -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} plan",
+        exit_on_error=False,
+        description="What a model would take on the device and on the host, and how long a step would take, for "
+        "several k. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
+    )
+    parser.add_argument(
+        "--model",
+        type=str,
+        required=True,
+        help=f"{', '.join(SHAPES)}; or the class of a LightningModule or nn.Module, whose arguments follow as "
+        "`--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_class_arguments(Assumptions)
+    return parser
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into ours and those for the model's class."""
+    ours: list[str] = []
+    of_model: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith(_OF_MODEL):
+            ours.append(argument)
+            continue
+        of_model.append(argument)
+        if "=" not in argument:
+            of_model += [value for value in [next(rest, None)] if value is not None]
+    return ours, of_model
+
+
+def _module(class_path: str, arguments: list[str]) -> nn.Module:
+    """Build a module on the meta device, where it takes no memory."""
+    from jsonargparse import ArgumentParser
+
+    module_name, _, class_name = class_path.rpartition(".")
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(None, f"model: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ArgumentError(None, f"model: {class_path} is not a class of modules")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(found, "model", fail_untyped=False)
+    options = parser.parse_args(arguments)
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
+    with torch.device("meta"):
+        module: nn.Module = instantiate(options).model
+        configure_model = getattr(module, "configure_model", None)  # LightningModules may build their layers there
+        if configure_model is not None:
+            configure_model()
+    return module
+
+
+def _transformers_model(name: str) -> nn.Module:
+    """Build a model of transformers on the meta device."""
+    if find_spec("transformers") is None:
+        raise ArgumentError(None, f"model: {name!r} needs transformers: pip install transformers")
+    import transformers  # takes seconds, and models of other libraries do not need it
+
+    if name in SHAPES:
+        config_class, sizes = SHAPES[name]
+        config = getattr(transformers, config_class)(**dict(zip(_SIZES, sizes, strict=True)))
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            known = f"neither a class, nor one of {', '.join(SHAPES)}, nor a configuration of transformers"
+            raise ArgumentError(None, f"model: {name!r} is {known}: {error}") from error
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto: Any = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+    with torch.device("meta"):
+        module: nn.Module = auto.from_config(config).float()
+    return module

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 
 from sp_lightning.callback import CallbackMixin
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.trainer._namespace import Namespace, namespace
+from sp_lightning.trainer import Namespace, namespace
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.monitor import PREFIX
+from sp_lightning.callback import PREFIX
 
 from .helpers import Trace, assert_same_trace, frozen, note_outputs
 from .zoo.quantized import Int8Weight

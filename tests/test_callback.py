@@ -18,13 +18,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.tuner import Tuner
 
 from sp_lightning import PipelineOptions, SuperpipelineCallback
-from sp_lightning.monitor import PREFIX, diagnose
+from sp_lightning.callback import PREFIX
 from sp_lightning.pipeline import Stats, Summary
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.planning import choose
 from sp_lightning.timeline import break_down
 from sp_lightning.trainer import narrator
-from sp_lightning.trainer.narrator import outcome
+from sp_lightning.trainer.narrator import diagnose, outcome
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
 from .recordings import make_recording

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +19,7 @@ import pytest
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from sp_lightning.cli import main
-from sp_lightning.plan_command import SHAPES
+from sp_lightning.cli import SHAPES, main
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 SHOWN = re.compile(r"```bash\n(sp-lightning plan [^\n]+)\n```\n\n```text\n(.*?)```", re.DOTALL)
@@ -141,7 +141,7 @@ def test_errors(arguments, says, capsys):
 
 
 def test_without_transformers(monkeypatch, capsys):
-    monkeypatch.setattr("sp_lightning.plan_command.find_spec", lambda name: None)
+    monkeypatch.setattr("sp_lightning.cli.find_spec", lambda name: None if name == "transformers" else find_spec(name))
     assert status("sp-lightning plan --model Llama-3.1-8B") == 2
     assert "needs transformers: pip install transformers" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.trainer._namespace import namespace
+from sp_lightning.trainer import namespace
 from sp_lightning.trainer.precision import HostGradScaler, host_precision, host_scaler
 
 from .lightning_modules import Base, assert_same_training, fit, streamed, trainer

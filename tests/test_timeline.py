@@ -19,8 +19,7 @@ from torch import nn
 import sp_lightning
 from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
 from sp_lightning.timeline import break_down, write_timeline
-from sp_lightning.timeline.picture import where_time_goes
-from sp_lightning.timeline.svg import COLORS
+from sp_lightning.timeline.picture import COLORS, where_time_goes
 
 from .recordings import make_recording
 from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock

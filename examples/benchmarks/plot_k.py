@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_lightning.pipeline import readable_seconds
-from sp_lightning.timeline.svg import box, line, picture, round_steps, text, text_width
+from sp_lightning.timeline.picture import box, line, picture, round_steps, text, text_width
 
 WIDTH, HEIGHT = 1120, 460
 TOP, BOTTOM = 118, 376

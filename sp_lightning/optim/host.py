@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, ClassVar
@@ -14,7 +13,6 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import (
-    GROUP,
     MASTERS,
     MOMENTS,
     State,
@@ -26,9 +24,8 @@ from sp_lightning.optim.layout import (
     read_master,
     weight_memory,
 )
+from sp_lightning.optim.passes import Pass, run
 from sp_lightning.optim.rules import Scaling
-
-_RANGE = 4096 * GROUP  # elements that a thread steps at once
 
 
 class HostOptimizer(Optimizer):
@@ -71,49 +68,45 @@ class HostOptimizer(Optimizer):
                         "a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim"
                     )
                 if p not in self.state or not self.state[p]:
-                    self.state[p].update(make_state(p, group["master"], group["moments"], self._moments_of(group)))
+                    self.state[p].update(make_state(p, group["master"], group["moments"], self.moments_of(group)))
                 self.state[p]["step"] += 1
         if find_spec("numba") is None:
             for group, params in groups:
-                self._step_by_torch(group, params)
+                self.step_by_torch(group, params)
             return loss
-        ranges = [r for group, params in groups for p in params for r in self._ranges(group, p)]
-        threads = min(torch.get_num_threads(), len(ranges))
-        if threads > 1:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(_step_range, ranges))
-        else:
-            for each in ranges:
-                _step_range(each)
+        run([self._pass(group, p) for group, params in groups for p in params])
         increment_version([p for _, params in groups for p in params])
         return loss
 
-    def _ranges(self, group: dict[str, Any], p: Tensor) -> Iterator[tuple[Any, ...]]:
+    def _pass(self, group: dict[str, Any], p: Tensor) -> Pass:
         state, gradient = self.state[p], p.grad
         assert gradient is not None
-        step = float(state["step"])
-        memory = (
-            *weight_memory(p, state),
+        weight, low, lowered = weight_memory(p, state)
+        return Pass(
+            self.rule(group, float(state["step"])),
+            weight,
+            low,
             flat(gradient, p),
             moment_memory(p, state, self.first),
             moment_memory(p, state, self.second),
+            lowered,
+            Scaling(factor=_ONE_LESS if group["maximize"] else Scaling().factor),
+            seed=int(state["step"]) * 0x9E3779B1 & 0x7FFFFFFF,
         )
-        scaling = Scaling(factor=_ONE_LESS if group["maximize"] else Scaling().factor)
-        for start in range(0, p.numel(), _RANGE):
-            part = slice(start, start + _RANGE)
-            weight, low, lowered, grad, first, second = (_cut(each, part) for each in memory)
-            seed = int(step) * 0x9E3779B1 & 0x7FFFFFFF
-            yield self._rule(group, step), weight, low, grad, first, second, lowered, scaling, seed, start
 
     # ---------------------------------------------------------------------------------------------- of each optimizer
 
-    def _moments_of(self, group: dict[str, Any]) -> list[str]:
+    def moments_of(self, group: dict[str, Any]) -> list[str]:
+        """Return the names of the moments that a parameter has."""
         return [name for name in (self.first, self.second) if name is not None]
 
-    def _rule(self, group: dict[str, Any], step: float) -> Any:
+    @classmethod
+    def rule(cls, group: dict[str, Any], step: float) -> Any:
+        """Return the numbers of an update, as the kernels take them; steps are counted from one."""
         raise NotImplementedError
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Step fp32 parameters with fp32 moments by torch's fused kernel; their steps are counted."""
         raise NotImplementedError
 
     def _torch_can_step(self, p: Tensor, group: dict[str, Any]) -> bool:
@@ -136,7 +129,7 @@ class HostOptimizer(Optimizer):
             for p in group["params"]:
                 state = self.state.get(p, {})
                 plain: State = {"step": state["step"].clone()} if state else {}
-                for name in self._moments_of(group) if state else ():
+                for name in self.moments_of(group) if state else ():
                     plain[name] = self._read_moment(p, state, name)
                 yield p, self.master(p), plain
 
@@ -177,7 +170,7 @@ class HostOptimizer(Optimizer):
                     self.state[p] = self._load(p, group, saved)
 
     def _load(self, p: Tensor, group: dict[str, Any], saved: State) -> State:
-        state = make_state(p, group["master"], group["moments"], self._moments_of(group))
+        state = make_state(p, group["master"], group["moments"], self.moments_of(group))
         own = master_of(p, group["master"])
         for name, value in saved.items():
             if value is None or name not in state:
@@ -186,7 +179,7 @@ class HostOptimizer(Optimizer):
                 raise ValueError(
                     f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(state[name].shape)}"
                 )
-            if value.dtype != state[name].dtype and not (value.is_floating_point() and name in self._moments_of(group)):
+            if value.dtype != state[name].dtype and not (value.is_floating_point() and name in self.moments_of(group)):
                 raise ValueError(
                     f"the checkpoint's {name} is {value.dtype}, but master={own!r} has {state[name].dtype}"
                 )
@@ -203,16 +196,3 @@ class HostOptimizer(Optimizer):
 
 
 _ONE_LESS = -Scaling().factor
-
-
-def _cut(memory: Any, part: slice) -> Any:
-    """Cut an array, or the codes and scales of a moment."""
-    if isinstance(memory, tuple):
-        return memory[0][part], memory[1][part.start // GROUP : -(-part.stop // GROUP)]
-    return None if memory is None else memory[part]
-
-
-def _step_range(arguments: tuple[Any, ...]) -> None:
-    from sp_lightning.optim.kernels import step_range
-
-    step_range(*arguments)

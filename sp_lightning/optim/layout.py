@@ -18,6 +18,12 @@ _LOW = {"split": torch.uint16, "split24": torch.uint8}
 _NAMES_OF_POSITIVE = ("exp_avg_sq",)
 
 
+def fills_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no gaps in memory, as a view of one column of a matrix has."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() in (0, span)
+
+
 def check_parameter(p: Tensor, name: str, master: str | None) -> None:
     """Raise if a parameter cannot be stepped, or cannot have this master."""
     if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16):
@@ -25,8 +31,7 @@ def check_parameter(p: Tensor, name: str, master: str | None) -> None:
             f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 parameters in host memory: "
             "give it to an optimizer of torch.optim instead"
         )
-    span = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-    if p.numel() not in (0, span):
+    if not fills_memory(p):
         raise ValueError(f"{name} has gaps in memory, which a pass over it would write to: make it `.contiguous()`")
     if master in _LOW and p.dtype != torch.bfloat16:
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sp_lightning.optim.host import HostOptimizer
 from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
@@ -46,10 +47,13 @@ class AdamW(HostOptimizer):
             raise ValueError(f"amsgrad=True: use torch.optim.{type(self).__name__}, which has it")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, master, moments)
 
-    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
-        return AdamRule.make(group, step, self.decoupled)
+    @classmethod
+    @override
+    def rule(cls, group: dict[str, Any], step: float) -> AdamRule:
+        return AdamRule.make(group, step, cls.decoupled)
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    @override
+    def step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[p] for p in params]
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         kernel(
@@ -111,13 +115,17 @@ class SGD(HostOptimizer):
         own = {"lr": lr, "momentum": momentum, "dampening": dampening}
         super().__init__(params, {**own, "weight_decay": weight_decay, "nesterov": nesterov}, master, moments)
 
-    def _moments_of(self, group: dict[str, Any]) -> list[str]:
+    @override
+    def moments_of(self, group: dict[str, Any]) -> list[str]:
         return ["momentum_buffer"] if group["momentum"] != 0 else []
 
-    def _rule(self, group: dict[str, Any], step: float) -> SgdRule:
+    @classmethod
+    @override
+    def rule(cls, group: dict[str, Any], step: float) -> SgdRule:
         return SgdRule.make(group, is_first_step=step == 1)
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    @override
+    def step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
             state = self.state[p]
             assert p.grad is not None
@@ -152,7 +160,9 @@ class Lion(HostOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, master, moments)
 
-    def _rule(self, group: dict[str, Any], step: float) -> LionRule:
+    @classmethod
+    @override
+    def rule(cls, group: dict[str, Any], step: float) -> LionRule:
         return LionRule.make(group)
 
     def _torch_can_step(self, p: Tensor, group: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ needed because torch itself relies on it across packages: `torch.utils._pytree`,
 their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an
 RNN's `_flat_weights`.
 What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
-trainer/_namespace.py.
+trainer/__init__.py.
 """
 
 from __future__ import annotations

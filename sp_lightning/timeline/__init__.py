@@ -14,8 +14,7 @@ from typing import Any
 
 from sp_lightning.pipeline import Kind, Lane, Recording
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
-from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
-from sp_lightning.timeline.svg import style
+from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, style
 
 __all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "write_timeline"]
 

@@ -77,6 +77,20 @@ class Breakdown:
         name = "work on the host" if lane is Lane.HOST else f"the way from {LANES[lane]}"
         return f"{device} The bottleneck is {name}, busy {self.share(self.busy[lane]):.0%} of the time."
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the callback logs of recorded steps, for one step (docs/timeline.md)."""
+        causes = ("weights", "gradients", "activations")
+        return {
+            "step_seconds": self.seconds / self.steps,
+            "compute_share": self.share(self.busy[Lane.COMPUTE]),
+            "stall_seconds": self.kinds[Kind.STALL] / self.steps,
+            **{f"stall_seconds_{cause}": self.stalls.get(cause, 0.0) / self.steps for cause in causes},
+            "to_device_gb_per_s": self.rate(Lane.TO_DEVICE) / 1e9,
+            "to_host_gb_per_s": self.rate(Lane.TO_HOST) / 1e9,
+            "host_seconds": self.busy[Lane.HOST] / self.steps,
+            "overlap": self.overlap,
+        }
+
 
 def break_down(recording: Recording) -> Breakdown:
     """Add up the times of a finished recording's steps. Work outside of them does not count.

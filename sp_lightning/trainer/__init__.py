@@ -1,1 +1,79 @@
-"""What the strategy does for a Trainer, in parts: its steps, processes, precision, checkpoints, and what it refuses."""
+"""What the strategy does for a Trainer, in parts: its steps, processes, precision, checkpoints, and what it refuses.
+
+Here is everything that they use from Lightning, once per namespace. `lightning.pytorch` and `pytorch_lightning` ship
+the same code twice: registries, base classes and exceptions of one are unknown to the other. The shared implementation
+therefore gets what it needs from a `Namespace`. Private names of Lightning are gathered here, each with the reason why
+it is needed, so that a change in Lightning is followed up in one place.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""The two namespaces, each with its Fabric package."""
+
+
+class Namespace:
+    """The names of one namespace that the shared implementation uses."""
+
+    def __init__(self, name: str) -> None:
+        fabric = FABRIC[name]
+        plugins = import_module(f"{name}.plugins")
+        callbacks = import_module(f"{name}.callbacks")
+        rank_zero = import_module(f"{name}.utilities.rank_zero")
+        distributed = import_module(f"{fabric}.utilities.distributed")
+        self.name = name
+        self.misconfiguration = import_module(f"{name}.utilities.exceptions").MisconfigurationException
+        self.fitting = import_module(f"{name}.trainer.states").TrainerFn.FITTING
+        # Precision plugins whose weights are plain tensors on any device; the base class is that of `32-true`.
+        self.precisions = (plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
+        self.precision = plugins.Precision
+        self.mixed_precision = plugins.MixedPrecision
+        self.summary = callbacks.ModelSummary
+        # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
+        # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
+        averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
+        self.averaging = tuple(each for each in averaging if each is not None)
+        self.reset_seed = import_module(f"{fabric}.utilities.seed").reset_seed
+        self.rank_zero_only = rank_zero.rank_zero_only
+        self.info = rank_zero.rank_zero_info
+        self.warn = rank_zero.rank_zero_warn
+        # Private. The closure that automatic optimization passes to an optimizer; it contains no user code.
+        self.closure = import_module(f"{name}.loops.optimization.automatic").Closure
+        # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
+        self.wrapping_checkpoint_io = import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO
+        # Private. The mode behind `trainer.init_module(empty_init=True)`.
+        self.empty_init = import_module(f"{fabric}.utilities.init")._EmptyInit
+        # Private. Starts the user's script once more for each further device.
+        self.script_launcher = import_module(f"{name}.strategies.launchers")._SubprocessScriptLauncher
+        # Private. Joins the other processes at the cluster environment's address.
+        self.init_process_group = distributed._init_dist_connection
+        # Private. The reduction behind `self.log(sync_dist=True)`.
+        self.reduce = distributed._sync_ddp_if_available
+
+    def check(self, condition: bool, message: str) -> None:
+        """Raise `MisconfigurationException` with `message` unless `condition` holds."""
+        if not condition:
+            raise self.misconfiguration(message)
+
+
+def logs_now(trainer: Any) -> bool:
+    """Private. Tell whether Lightning writes to its loggers after this batch; its own monitors use this."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def is_tuning(trainer: Any) -> bool:
+    """Private. Tell whether a `Tuner` runs the Trainer: its callback ends the fit before it begins."""
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+
+
+def logged_step(trainer: Any) -> int:
+    """Private. Return the step under which Lightning logs: unlike `global_step`, it does not count each optimizer."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+namespace = cache(Namespace)
+"""Returns what the adaptor uses from `lightning.pytorch` or `pytorch_lightning`."""

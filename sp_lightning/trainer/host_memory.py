@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import available_host_memory, readable_bytes
 from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, more_compact
-from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer import Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
 

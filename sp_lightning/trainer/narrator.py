@@ -1,23 +1,36 @@
-"""What the strategy says of a run: its plan, as a table or in brief, what is chosen later, and what was streamed.
+"""What is said of a run: its plan, as a table or in brief, what is chosen later, what was streamed, and advice.
 
-Metrics, recordings and advice come from the callback, if the user adds it: the strategy itself adds nothing to the
-Trainer's loggers and callbacks.
+Advice on what would make a step shorter is the callback's, who has recorded some; it is given only where a run's
+numbers support it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes, readable_seconds
-from sp_lightning.timeline import LANES
-from sp_lightning.trainer._namespace import Namespace, is_tuning
+from sp_lightning.pipeline import (
+    Kind,
+    Lane,
+    Pipeline,
+    Stats,
+    Summary,
+    WindowPlan,
+    as_table,
+    readable_bytes,
+    readable_seconds,
+)
+from sp_lightning.timeline import LANES, Breakdown
+from sp_lightning.trainer import Namespace, is_tuning
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+_MUCH = 0.3  # the least share of a lane's work that is worth doing something about
+_WORTH_ROOM = 0.1  # the least share of device memory that a larger batch or window could use
 
 _said_in_brief: set[Any] = set()  # by this process, since some libraries build a Trainer for each step
 
@@ -150,3 +163,80 @@ def outcome(stats: Stats, summary: Summary) -> str:
 def _many(count: int, noun: str) -> str:
     ending = "" if count == 1 else "es" if noun.endswith("h") else "s"
     return f"{count} {noun}{ending}"
+
+
+def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
+    """Return the peak of device memory so far, and the device memory available to this process (None if unknown).
+
+    On a device whose memory torch does not count, the peak is what the engine itself has counted.
+    """
+    memory = pipeline.backend.memory()
+    if memory is not None:
+        return memory.peak_so_far, memory.free + memory.allocated
+    summary = pipeline.summary()
+    return summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes, None
+
+
+def diagnose(
+    numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None, compact: str | None
+) -> list[str]:
+    """Return lines that say where the time of a step went and what would make it shorter.
+
+    A step has `retries` of the allocator. Perhaps it waits for the optimizer, which steps all weights after backward,
+    and perhaps there is a more compact one.
+    """
+    lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {numbers.headline()}"]
+    if retries >= 1:
+        lines.append(
+            f"The device's memory runs short {retries:.0f} times in a step: torch then waits for the device, to free "
+            "what it has cached. A smaller `memory_budget`, or smaller batches, leave it room."
+        )
+    if numbers.bottleneck is None:
+        lines.append(
+            "Lightning's `Trainer(profiler='simple')` shows what the loop does in that time."
+            if waits_for_optimizer is None
+            else f"The optimizer steps while the device waits: {waits_for_optimizer}."
+        )
+    elif numbers.bottleneck is Lane.HOST:
+        lines += _on_the_host(numbers, compact)
+    else:
+        lines += _on_the_device(numbers, pipeline, numbers.bottleneck)
+    return lines[:1] + [f"  - {advice}" for advice in lines[1:]]
+
+
+def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterator[str]:
+    """Give advice where computing itself takes the time, or copies do."""
+    summary, stats = pipeline.summary(), pipeline.stats
+    peak, total = device_memory(pipeline)
+    # The rest is unknown, or left free on purpose.
+    unused = total - peak if total is not None and pipeline.options.memory_budget is None else 0
+    has_room = total is not None and unused > _WORTH_ROOM * total
+    if lane is Lane.COMPUTE:
+        if stats.recomputed > stats.steps and has_room:
+            yield (
+                f"Units compute their forward twice, and {readable_bytes(unused)} of the device are free: "
+                "`activations='keep'`, or 'offload', computes it once."
+            )
+        return
+    if not summary.pinned and summary.device != "cpu":
+        yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
+    kind, go = (Kind.FETCH, "come back") if lane is Lane.TO_DEVICE else (Kind.OFFLOAD, "leave")
+    part = numbers.kinds[kind] / numbers.busy[lane]
+    if part > _MUCH:
+        yield f"{part:.0%} of these copies are activations that {go}: `activations='recompute'` moves none."
+    if has_room:
+        yield (
+            f"{readable_bytes(unused)} of the device are free: a larger batch computes more for the same copies of "
+            "weights and gradients."
+        )
+
+
+def _on_the_host(numbers: Breakdown, compact: str | None) -> Iterator[str]:
+    stepping = numbers.kinds[Kind.STEP]
+    if stepping > _MUCH * numbers.busy[Lane.HOST]:
+        yield (
+            f"The optimizer's steps take {readable_seconds(stepping / numbers.steps)} of the host's time in a step: a "
+            "larger batch, or `accumulate_grad_batches`, steps less often for the same data."
+        )
+        if compact is not None:
+            yield f"{compact} reads and writes half as much host memory (docs/host_memory.md)."

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer import Namespace
 from sp_lightning.trainer.steps import Steps
 
 if TYPE_CHECKING:

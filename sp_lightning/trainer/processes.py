@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Replicas
-from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer import Namespace
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Afterwards, Pipeline, is_out_of_memory, readable_bytes
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
-from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer import Namespace
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.monitor import PREFIX
+from sp_lightning.callback import PREFIX
 
 from ..lightning_modules import Notes
 from .test_memory_limits import room

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sp_lightning import optim
-from sp_lightning.optim import host
+from sp_lightning.optim import host, passes
 from sp_lightning.optim.layout import read_master
 
 SIZES = ((3,), (13,), (70, 33), (5, 64))
@@ -230,7 +230,7 @@ def test_threads_do_not_matter():
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        p = torch.nn.Parameter(torch.randn(host._RANGE + 77).bfloat16())
+        p = torch.nn.Parameter(torch.randn(passes._LEAST + 77).bfloat16())
         own = optim.AdamW([p], master="split24", moments="int8")
         p.grad = torch.randn(p.shape).bfloat16()
         own.step()

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
+from sp_lightning.optim.passes import run
+from sp_lightning.pipeline.optimizer import unit_step
 
 from ..zoo.blocks import WIDTH, chain
 
@@ -81,3 +83,28 @@ def test_steps_are_taken_in_backward() -> None:
     )  # fmt: skip
     trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
     assert seen[-1] > 0
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, lr=1e-2, fused=True),
+        partial(torch.optim.Adam, lr=1e-2, fused=True, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=1e-2, fused=True, momentum=0.9, nesterov=True),
+    ],
+    ids=lambda value: value.func.__name__,
+)
+def test_torchs_fused_optimizers_are_one_pass_under_mixed_precision(
+    make: partial[torch.optim.Optimizer], arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cast, update and copy, with the bits of plain training."""
+    monkeypatch.setattr(unit_step, "_PART", 64)  # else weights are too small to be worth it
+    passes = []
+    monkeypatch.setattr(unit_step, "run", lambda each: (passes.extend(each), run(each)))
+    arguments = {**arguments, "precision": "bf16-mixed"}
+    expected, _ = fit(SingleDeviceStrategy(device="cpu"), make, **arguments)
+    assert not passes
+    got, _ = fit(SuperpipelineStrategy(k=2, k_prime=1), make, **arguments)
+    assert passes
+    assert all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))

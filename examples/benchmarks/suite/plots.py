@@ -10,7 +10,7 @@ from typing import Any
 from plot_k import COLORS, plot
 
 from sp_lightning.pipeline import readable_bytes, readable_seconds
-from sp_lightning.timeline.svg import box, line, picture, text, text_width
+from sp_lightning.timeline.picture import box, line, picture, text, text_width
 from suite.results import Entry, entries
 
 WIDTH, ROW, TOP = 1120, 30, 108

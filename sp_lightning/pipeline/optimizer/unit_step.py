@@ -1,16 +1,14 @@
-"""The optimizer's step over weights that travel together, in one pass over host memory.
-
-An optimizer makes one pass over memory for each operation. Here the code of the user's optimizer runs on memory of our
-choice: if there is a cast, a clip or a copy to do besides the update, or torch has no fused kernel, weights are cut
-into parts that stay in the cache from one operation to the next. All bits are as after `optimizer.step()`.
+"""The optimizer's step over weights that travel together, with as few passes over host memory as can be.
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
-                       `-------------- for one part after the other, in the cache --------------'
+
+For torch's fused AdamW, Adam and SGD this is one pass of a compiled kernel (`sp_lightning.optim`). Otherwise the code
+of the user's optimizer makes a pass for each operation; it runs on memory of our choice, so large weights are cut into
+parts that stay in the cache from one operation to the next. All bits are as after `optimizer.step()`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sp_lightning.optim.of_torch import one_pass
+from sp_lightning.optim.passes import run
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, State
 from sp_lightning.pipeline.torch_private import StepCode
@@ -43,6 +43,11 @@ class Update(NamedTuple):
         """Whether there is nothing to do besides the update."""
         return self.copy is None and not self.scaling and self.gradient.dtype == self.parameter.dtype
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it makes the state."""
+        return all(value is None for value in self.state.values())
+
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
     """Update masters and state as `optimizer.step()` would, and copies.
@@ -54,24 +59,30 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         settings: The param group without its parameters, as it was when the user's `step` was called.
         updates: Those of weights that have a gradient.
     """
-    updates = [each._replace(scaling=each.scaling.without_ones()) if each.scaling else each for each in updates]
+    code = StepCode(optimizer, settings.copy())
     # parts for two threads at least: in smaller ones the time that Python takes between them would show
     limit = _PART * max(2, torch.get_num_threads())
-    if settings.get("fused") and all(update.is_plain for update in updates):
-        limit = sys.maxsize  # torch's kernel makes one pass
-    batch = _Batch(StepCode(optimizer, settings.copy()), limit)
+    cuts = type(optimizer) in BY_ELEMENT
+    together: list[Update] = []  # by torch's fused kernel, which makes one pass, or so small that Python would show
+    passes = []
     for update in updates:
-        if type(optimizer) in BY_ELEMENT and update.parameter.numel() > limit and _can_be_cut(update):
-            part = update
-            for part in _parts(update, limit):
-                batch.add(part)
-            batch.run()
-            for key, value in part.state.items():
-                if value.dim() == 0:
-                    update.state[key].copy_(value)
+        if update.scaling:
+            update = update._replace(scaling=update.scaling.without_ones())
+        parameter, gradient, scaling, state, copy = update
+        size = parameter.numel()
+        if size <= _PART // 4 or (update.is_plain and (settings.get("fused") or not cuts)):
+            together.append(update)
+        elif each := one_pass(optimizer, settings, parameter, gradient, state, copy, scaling.factors, scaling.clamp):
+            passes.append(each)
+        elif cuts and size > limit and _can_be_cut(update):
+            _update_by_parts(code, update, limit)
         else:
-            batch.add(update)
-    batch.run()
+            _update(code, [update])
+    # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
+    for is_first in (False, True):
+        _update(code, [update for update in together if update.is_first is is_first])
+    if passes:
+        run(passes)
 
 
 def _can_be_cut(update: Update) -> bool:
@@ -84,6 +95,14 @@ def _can_be_cut(update: Update) -> bool:
         and all(isinstance(value, Tensor) and value.device.type == "cpu" for value in states)
         and all(tensor.shape == parameter.shape and tensor.stride() == parameter.stride() for tensor in alike)
     )
+
+
+def _update_by_parts(code: StepCode, update: Update, limit: int) -> None:
+    for part in _parts(update, limit):
+        _update(code, [part])
+    for key, value in part.state.items():
+        if value.dim() == 0:
+            update.state[key].copy_(value)
 
 
 def _parts(update: Update, limit: int) -> Iterator[Update]:
@@ -101,49 +120,16 @@ def _parts(update: Update, limit: int) -> Iterator[Update]:
         yield Update(parameter[part], gradient[part], update.scaling, own, None if copy is None else flat(copy)[part])
 
 
-class _Batch:
-    """Updates that the optimizer's code makes at once: as many as stay in the cache from one operation to the next."""
-
-    def __init__(self, code: StepCode, limit: int) -> None:
-        self._code = code
-        self._limit = limit
-        self._updates: list[Update] = []
-        self._size = 0  # elements
-        self._are_first = True
-        self._scratch: dict[torch.dtype, Tensor] = {}  # for one batch after the other: it stays cached
-
-    def add(self, update: Update) -> None:
-        """Add an update, after making those before it if there is no room, or it is of another kind."""
-        size = update.parameter.numel()
-        # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-        is_first = all(value is None for value in update.state.values())
-        if self._size + size > self._limit or is_first != self._are_first:
-            self.run()
-            self._are_first = is_first
-        self._updates.append(update)
-        self._size += size
-
-    def run(self) -> None:
-        """Cast and scale gradients, run the optimizer's code, and write copies."""
-        if not self._updates:
-            return
-        begin = 0
-        for parameter, arrived, scaling, *_ in self._updates:
-            gradient = arrived
-            if scaling or arrived.dtype != parameter.dtype:
-                gradient = self._room_for(arrived, parameter.dtype, begin).copy_(arrived)
-                begin += arrived.numel()
-                scaling.apply_(gradient)
-            parameter.grad = gradient
-        self._code.run({update.parameter: update.state for update in self._updates})
-        for update in self._updates:
-            if update.copy is not None:
-                update.copy.copy_(update.parameter)
-        self._updates, self._size = [], 0
-
-    def _room_for(self, gradient: Tensor, dtype: torch.dtype, begin: int) -> Tensor:
-        if begin + gradient.numel() > self._limit:
-            return torch.empty_like(gradient, dtype=dtype)
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(self._limit, dtype=dtype)
-        return self._scratch[dtype].as_strided(gradient.size(), gradient.stride(), begin)
+def _update(code: StepCode, updates: Sequence[Update]) -> None:
+    """Cast and scale gradients, run the optimizer's code, and write copies."""
+    for parameter, arrived, scaling, *_ in updates:
+        gradient = arrived
+        if scaling or arrived.dtype != parameter.dtype:
+            gradient = torch.empty_like(arrived, dtype=parameter.dtype).copy_(arrived)
+            scaling.apply_(gradient)
+        parameter.grad = gradient
+    if updates:
+        code.run({update.parameter: update.state for update in updates})
+    for update in updates:
+        if update.copy is not None:
+            update.copy.copy_(update.parameter)

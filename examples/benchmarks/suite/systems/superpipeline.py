@@ -13,10 +13,10 @@ import lightning as L
 from typing_extensions import override
 
 import sp_lightning
-from sp_lightning.monitor import PREFIX, device_memory, timed_metrics
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.timeline import break_down
+from sp_lightning.trainer.narrator import device_memory
 from suite.systems.base import System
 from suite.workloads import Kind, Window, Workload
 
@@ -112,9 +112,7 @@ class _Observer(L.Callback):
         pipeline, recording = _pipeline(trainer), self._recording
         if recording is not None and len(recording.steps) > 1:
             recording.steps = recording.steps[1:]
-            self.waits = {
-                key.removeprefix(PREFIX): value for key, value in timed_metrics(break_down(recording)).items()
-            }
+            self.waits = break_down(recording).metrics()
         plan = pipeline.summary()
         self.facts = {
             "units": plan.units,

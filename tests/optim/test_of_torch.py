@@ -1,0 +1,102 @@
+"""Torch's AdamW, Adam and SGD by our kernels: the bits of separate passes, or torch's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning.optim import of_torch
+from sp_lightning.optim.of_torch import has_torchs_bits, one_pass
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import AdamRule
+
+KINDS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1}),
+]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+@pytest.mark.parametrize(("cls", "options"), KINDS)
+@pytest.mark.parametrize("shape", [(77, 131), (5,), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, dtype):
+    torch.manual_seed(0)
+    theirs, ours = (nn.Parameter(torch.empty(shape)) for _ in range(2))
+    with torch.no_grad():
+        ours.copy_(theirs.normal_())
+    reference, optimizer = cls([theirs], fused=True, **options), cls([ours], fused=True, **options)
+    copy = torch.zeros(shape, dtype=torch.bfloat16)
+    factor = torch.tensor(0.3)
+    passes = 0
+    for _ in range(4):
+        gradient = torch.randn(shape).to(dtype)
+        theirs.grad = gradient.float().clone().mul_(0.7).mul_(factor).clamp_(-0.2, 0.2)
+        reference.step()
+        state = optimizer.state[ours]
+        found = one_pass(optimizer, settings_of(optimizer), ours.data, gradient, state, copy, (0.7, factor), limit=0.2)
+        if found is None:  # it makes state
+            ours.grad = theirs.grad
+            optimizer.step()
+        else:
+            run([found])
+            assert torch.equal(copy, ours.bfloat16())
+            passes += 1
+        assert torch.equal(theirs, ours)
+        for name, value in reference.state[theirs].items():
+            assert value is None or torch.equal(value, optimizer.state[ours][name]), name
+    assert passes == (4 if options.get("momentum") is None and cls is torch.optim.SGD else 3)
+
+
+def test_it_is_left_to_torch_where_it_is_something_else():
+    weight = nn.Parameter(torch.randn(4, 6))
+
+    def pass_of(cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, factors=(), copy=None, **options):
+        optimizer = cls([weight], **{"fused": True, **options})
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        gradient = torch.zeros_like(weight, dtype=dtype)
+        return one_pass(
+            optimizer, settings_of(optimizer), weight.data, gradient, optimizer.state[weight], copy, factors
+        )
+
+    assert pass_of() is not None
+    for other in (
+        {"fused": False},
+        {"amsgrad": True},
+        {"maximize": True},
+        {"cls": torch.optim.Adagrad},
+        {"cls": type("Own", (torch.optim.AdamW,), {})},
+        {"dtype": torch.float16},
+        {"factors": (1.0, 2.0, 3.0)},
+        {"copy": torch.zeros(4, 6, dtype=torch.float16)},
+        {"copy": torch.zeros(6, 4, dtype=torch.bfloat16).t()},
+        {"weight": nn.Parameter(torch.randn(4, 6).double())},
+        {"weight": nn.Parameter(torch.randn(4, 12)[:, ::2])},
+    ):
+        assert pass_of(**other) is None, other
+
+
+def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):
+    has_torchs_bits.cache_clear()
+    make = AdamRule.make.__func__
+
+    def otherwise(cls, group, step, decoupled):
+        rule = make(cls, group, step, decoupled)
+        return rule._replace(step_size=rule.step_size * (1 + 2**-22))
+
+    monkeypatch.setattr(AdamRule, "make", classmethod(otherwise))
+    assert not has_torchs_bits(of_torch.AdamW)
+    monkeypatch.undo()
+    has_torchs_bits.cache_clear()
+    assert has_torchs_bits(of_torch.AdamW)
