@@ -26,11 +26,11 @@ from sp_lightning.trainer.host_memory import check_optimizer_memory, keep_averag
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
-from sp_lightning.trainer.steps import SteppingPlan, Steps
+from sp_lightning.trainer.steps import SteppingPlan, out_of_memory_explained
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import CheckpointIO, Precision
 
@@ -85,7 +85,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         activations: Literal["keep", "recompute", "offload", "recompute_offload", "auto"] = "auto",
         overlap_optimizer: bool | Literal["auto"] = "auto",
         resident_optimizer: bool = False,
-        pin_memory: bool | Literal["auto"] = "auto",
+        pin_memory: bool = True,
         host_threads: int | Literal["auto"] = "auto",
         compile: bool = False,
         debug: bool = False,
@@ -107,7 +107,6 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             debug=debug,
         )
         self.pipeline: Pipeline | None = None
-        self._steps: Steps | None = None
         self._begins_evaluation = False
         self._narrator = Narrator(self.lightning, self.callback)
 
@@ -174,12 +173,6 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
                 planner=AutoPlanner(self._narrator.measured),
                 replicas=self.replicas,
             )
-            self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,31 +196,37 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     @contextmanager
     def _step(self, evaluates: bool) -> Iterator[None]:
-        if self._steps is None:
+        pipeline = self.pipeline
+        if pipeline is None:
             yield
             return
-        pipeline = self._steps.pipeline
         if evaluates and self._begins_evaluation:  # callbacks may have put averages in place of weights
             self._begins_evaluation = False
             pipeline.weights_changed()
         self.begin_step(pipeline)
-        with self.evaluation() if evaluates else nullcontext(), self._steps.step():
+        with (
+            self.evaluation() if evaluates else nullcontext(),
+            out_of_memory_explained(pipeline, trains=torch.is_grad_enabled()),
+            pipeline.step(),
+        ):
             yield
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if self._steps is None:
+        pipeline = self.pipeline
+        if pipeline is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        with self._steps.optimizer_step(optimizer, isinstance(closure, self.lightning.closure)) as plan:
-            self._narrator.stepping(optimizer, plan)
+        plan = self.plan_step(pipeline, optimizer, automatic=isinstance(closure, self.lightning.closure))
+        self._narrator.stepping(optimizer, plan)
+        with self.optimizer_scope(pipeline, optimizer, plan):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
         """Yield each optimizer with the plan for its steps; there are none outside of `fit`."""
         module = self._module
-        if self._steps is not None and module.trainer.state.fn == self.lightning.fitting:
+        if self.pipeline is not None and module.trainer.state.fn == self.lightning.fitting:
             for optimizer in self.optimizers:
-                yield optimizer, self._steps.plan(optimizer, module.automatic_optimization)
+                yield optimizer, self.plan_step(self.pipeline, optimizer, module.automatic_optimization)
 
     def why_optimizer_waits(self) -> str | None:
         """Return why an optimizer steps all of its weights after backward; None if none does."""
@@ -283,14 +282,14 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
                 plugin.teardown()
 
     def _detach(self) -> None:
-        pipeline, self.pipeline, self._steps = self.pipeline, None, None
+        pipeline, self.pipeline = self.pipeline, None
         if pipeline is not None:
             pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and process groups cannot leave this process
-        return {**super().__getstate__(), "pipeline": None, "_steps": None, "replicas": None}
+        return {**super().__getstate__(), "pipeline": None, "replicas": None}
 
     @classmethod
     @override

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.trainer import host_memory
@@ -177,59 +177,3 @@ def test_a_more_compact_optimizer_is_named() -> None:
     assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
     assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
     assert host_memory.name_more_compact([]) is None
-
-
-class PinningBackend(HostBackend):
-    """Takes itself for a device whose copies to memory that is not page-locked hold up who launches them."""
-
-    can_pin = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pinned: dict[int, int] = {}
-
-    def pin(self, memory: Tensor) -> bool:
-        self.pinned[memory.data_ptr()] = memory.data_ptr() + memory.nbytes
-        return True
-
-    def unpin(self, memory: Tensor) -> None:
-        del self.pinned[memory.data_ptr()]
-
-    def download(self, target: Tensor, source: Tensor) -> Ticket:
-        begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
-        assert any(first <= begin and end <= last for first, last in self.pinned.items())
-        return super().download(target, source)
-
-
-@pytest.mark.parametrize("lowered", [False, True])
-@pytest.mark.parametrize("total", [400_000, 200_000])
-@pytest.mark.filterwarnings("ignore:.*would page-lock")
-def test_gradients_leave_to_pinned_memory_though_not_all_can_be_pinned(
-    total: int, lowered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights can, or not even these. Numbers are those of plain training, and gradients take no more memory."""
-
-    def train(pipeline: Pipeline | None) -> list[Tensor]:
-        optimizer = torch.optim.AdamW(module.parameters())
-        for step in range(5):
-            for _ in range(1 + step % 2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
-                    loss = module.blocks(torch.ones(2, WIDTH)).square().mean()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in module.parameters()]
-
-    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.total_host_memory", lambda: total)
-    torch.manual_seed(0)
-    module = Blocks()
-    weights = sum(parameter.nbytes for parameter in module.parameters())
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    expected = train(None)
-    module.load_state_dict(before)
-    pipeline = Pipeline(module, "cpu", options=PipelineOptions(k=2), backend=PinningBackend())
-    try:
-        assert (total > weights) is pipeline.summary().pinned
-        assert all(map(torch.equal, train(pipeline), expected))
-    finally:
-        pipeline.detach()

@@ -27,7 +27,7 @@ ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
 ENGINE = ["basics", "lanes", "weights", "units", "activations", "gradients", "optimizer", "layout", "whole"]
-BASICS = {"options", "stats", "sizes", "host_memory", "torch_private"}
+BASICS = {"options", "stats", "host_memory", "torch_private"}
 
 
 def modules(folder: Path) -> list[Path]:

@@ -175,7 +175,7 @@ class Calls:
     def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
         uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
-        number = self._enter(member, autocast)
+        number = self._enter(member)
         pushed = False
         try:
             pushed = self._engine.saved.push()
@@ -190,7 +190,7 @@ class Calls:
                 self._engine.saved.pop()
             self._leave(member)
 
-    def _enter(self, member: Member, autocast: torch.dtype | None) -> int:
+    def _enter(self, member: Member) -> int:
         """Bring what a call needs, put it in its place, and return the call's number."""
         engine, backward, is_backward = self._engine, self._engine.backward, in_backward()
         with engine.at_work:
@@ -203,8 +203,6 @@ class Calls:
             if member.is_streamed:
                 forward = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
-            if engine.arrangement.compiled and autocast is not None:
-                engine.outside.note_compiled_call(member)
             if self._inside:
                 engine.outside.unblock(member)
             for group in member.groups:

@@ -19,7 +19,6 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
-from sp_lightning.pipeline.gradients.buffers import Pin
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -30,7 +29,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
@@ -125,17 +124,16 @@ class Engine:
 
     def _make_parts(self) -> None:
         arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
-        share, members = arrangement.host_share, arrangement.streamed_members
+        members = arrangement.streamed_members
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
         if self.replicas is None:
-            self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin)
+            self.stream = GradientStream(arrangement.all_units, self.window, backend, stats)
         else:
             unmanaged = list(arrangement.unmanaged.values())
             self.stream = AveragedStream(
-                arrangement.all_units, self.window, backend, stats, pin, self.replicas, self.module, unmanaged
+                arrangement.all_units, self.window, backend, stats, self.replicas, self.module, unmanaged
             )
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
@@ -153,8 +151,7 @@ class Engine:
         self.parameters = frozenset(self._names.values())
         self.optimizers.work_with(self, arrangement.weights_by_master)
         move_all_but_parameters(self.module, self.device)
-        move_unmanaged(arrangement.unmanaged.values(), self.device)
-        self.pool.pinnable = arrangement.host_share.pinnable
+        move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():

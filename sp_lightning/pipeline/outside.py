@@ -147,18 +147,6 @@ class OutsideUse(Guard):
         """Note that autocast casts a weight; if that is all that it is used for, it is sent lowered from then on."""
         self._learned.lowered.add(id(weight.master))
 
-    def note_compiled_call(self, member: Member) -> None:
-        """Note a call of code that torch compiles, which shows no uses: each call casts each weight anew.
-
-        The gradients of a second cast add up in the weight's own dtype, unless it comes out of autocast's cache.
-        """
-        if not torch.is_grad_enabled() or torch.is_autocast_cache_enabled() or in_backward():
-            return
-        for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.master.requires_grad):
-            if weight.lowered and weight.cast_in.get(False) == self.graph_number and not weight.twin.group.users:
-                self.keep_as_is(weight)
-            weight.cast_in[False] = self.graph_number
-
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._learned.used_as_is.add(id(weight.master))

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,
     Machine,

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
-from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
+from sp_lightning.pipeline.stats import readable_bytes, readable_seconds
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Choice, Prediction, Workload, predict
 from sp_lightning.planning.estimate import Assumptions, estimate, more_compact

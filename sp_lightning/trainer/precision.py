@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline
 from sp_lightning.trainer import Namespace
-from sp_lightning.trainer.steps import Steps
+from sp_lightning.trainer.steps import StepsMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.strategies import Strategy as _Base
-else:
-    _Base = object
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -75,17 +72,13 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
     return scaler
 
 
-class PrecisionMixin(_Base):
+class PrecisionMixin(StepsMixin):
     """The part of the strategy that deals with its precision plugin, some of whose methods become the strategy's.
 
     The plugin's `backward` is the innermost method on the way into backward that is not a user's. Hooks, and a
     strategy's own `backward`, are around it, and so not part of the step. If a user's own class clips by itself, that
     is left alone.
     """
-
-    lightning: ClassVar[Namespace]
-    pipeline: Pipeline | None
-    _steps: Steps | None
 
     @property
     @override
@@ -101,27 +94,22 @@ class PrecisionMixin(_Base):
         if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
             plugin.scaler.strategy = self
         plugin.backward = self._backward
-        for name, ours in (("clip_grad_by_norm", self._clip_by_norm), ("clip_grad_by_value", self._clip_by_value)):
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             if getattr(type(plugin), name) is getattr(self.lightning.precision, name):
-                setattr(plugin, name, ours)
+                setattr(plugin, name, partial(self._clip, name))
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with nullcontext() if self._steps is None else self._steps.backward(kwargs):
+        with nullcontext() if self.pipeline is None else self.backward_scope(self.pipeline, kwargs):
             type(self.precision_plugin).backward(self.precision_plugin, loss, *args, **kwargs)
 
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        plugin, pipeline = self.precision_plugin, self.pipeline
-        if pipeline is None:
-            type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
-        else:
-            pipeline.optimizers.clip_grad_norm(plugin.main_params(optimizer), clip_val)
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        plugin, pipeline = self.precision_plugin, self.pipeline
-        if pipeline is None:
-            type(plugin).clip_grad_by_value(plugin, optimizer, clip_val)
-        else:
-            pipeline.optimizers.clip_grad_value(plugin.main_params(optimizer), clip_val)
+    def _clip(self, name: str, optimizer: Optimizer, clip_val: float) -> None:
+        plugin = self.precision_plugin
+        if self.pipeline is None:
+            getattr(type(plugin), name)(plugin, optimizer, clip_val)
+            return
+        engine = self.pipeline.optimizers
+        clip = engine.clip_grad_norm if name == "clip_grad_by_norm" else engine.clip_grad_value
+        clip(plugin.main_params(optimizer), clip_val)
 
 
 def host_precision(plugin: Any, lightning: Namespace) -> None:

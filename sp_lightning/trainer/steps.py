@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from sp_lightning.trainer import Namespace
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
@@ -45,74 +48,62 @@ class SteppingPlan:
     afterwards: Afterwards  # what becomes of the gradients that the step has used: whether something may read them
 
 
-class Steps:
-    """Plans the steps of an attached module's optimizers, and runs the parts of a step for the strategy's hooks.
+class StepsMixin(_Base):
+    """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
 
-    The class of the strategy may be a user's.
-    """
+    lightning: ClassVar[Namespace]
+    pipeline: Pipeline | None
+    # the optimizer in whose step Lightning runs forward and backward, with the plan for it
+    _stepping: tuple[Optimizer, SteppingPlan] | None = None
 
-    def __init__(
-        self, pipeline: Pipeline, module: LightningModule, precision: Any, strategy: type, lightning: Namespace
-    ) -> None:
-        self.pipeline = pipeline
-        self._module = module
-        self._precision = precision
-        self._strategy = strategy
-        self._lightning = lightning
-        self._steps_next: tuple[Optimizer, SteppingPlan] | None = None
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Open a scope for a training, validation, test or prediction step."""
-        with out_of_memory_explained(self.pipeline, trains=torch.is_grad_enabled()), self.pipeline.step():
-            yield
-
-    @contextmanager
-    def backward(self, arguments: dict[str, Any]) -> Iterator[None]:
+    def backward_scope(self, pipeline: Pipeline, arguments: dict[str, Any]) -> Iterator[None]:
         """Open a scope for the backward pass of a training step.
 
         In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
         """
-        pipeline, inputs = self.pipeline, arguments.get("inputs")
+        inputs = arguments.get("inputs")
         with (
             out_of_memory_explained(pipeline, trains=True),
             pipeline.step(goes_on=True),
-            self._stepping(),
+            self._overlapping(pipeline),
             pipeline.in_all_processes(),
         ):
             if inputs is not None:
                 arguments["inputs"] = pipeline.backward_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
             yield
 
-    def _stepping(self) -> AbstractContextManager[None]:
+    def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
-        if self._steps_next is None or self._steps_next[1].why_not is not None:
+        if self._stepping is None or self._stepping[1].why_not is not None:
             return nullcontext()
-        optimizer, plan = self._steps_next
-        optimizers = self.pipeline.optimizers
+        optimizer, plan = self._stepping
         if plan.why_not_in_backward is None:
-            return optimizers.stepping_in_backward(optimizer, clamp=plan.clamp)
-        return optimizers.measuring_norms() if plan.needs_norms else nullcontext()
+            return pipeline.optimizers.stepping_in_backward(optimizer, clamp=plan.clamp)
+        return pipeline.optimizers.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
-    def optimizer_step(self, optimizer: Optimizer, automatic: bool) -> Iterator[SteppingPlan]:
+    def optimizer_scope(self, pipeline: Pipeline, optimizer: Optimizer, plan: SteppingPlan) -> Iterator[None]:
         """Open a scope around an optimizer's step, within which Lightning's own loop runs forward and backward."""
-        plan = self.plan(optimizer, automatic)
-        optimizers = self.pipeline.optimizers
-        self._steps_next, optimizers.afterwards = (optimizer, plan), plan.afterwards
+        self._stepping, pipeline.optimizers.afterwards = (optimizer, plan), plan.afterwards
         try:
-            yield plan
+            yield
         finally:
-            self._steps_next, optimizers.afterwards = None, Afterwards.DROPPED
+            self._stepping, pipeline.optimizers.afterwards = None, Afterwards.DROPPED
 
-    def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
+    def plan_step(self, pipeline: Pipeline, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
         """Decide when the next step of an optimizer, in automatic optimization or not, steps which weights."""
         trainer: Any = self._module.trainer
         clips = bool(trainer.gradient_clip_val)
         by_value = clips and trainer.gradient_clip_algorithm == "value"
-        scales = getattr(self._precision, "scaler", None) is not None
+        scales = getattr(self.precision_plugin, "scaler", None) is not None
         reasons = self._hindrances(automatic)
-        is_off = self.pipeline.options.overlap_optimizer is False
+        is_off = pipeline.options.overlap_optimizer is False
         if clips and not by_value:
             reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
         if scales:
@@ -127,21 +118,21 @@ class Steps:
 
     def _afterwards(self) -> Afterwards:
         hooked = [self._module, *self._module.trainer.callbacks]  # type: ignore[attr-defined]
-        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or any(_overridden([self._strategy], ("optimizer_step",))):
+        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or any(_overridden([type(self)], ("optimizer_step",))):
             return Afterwards.KEPT_UNTIL_ZEROED
         kept = any(_overridden(hooked, _AFTER_THE_STEP))
         return Afterwards.KEPT_UNTIL_THE_NEXT_STEP if kept else Afterwards.DROPPED
 
     def _hindrances(self, automatic: bool) -> list[str]:
         """List what may read or change gradients between backward and the step."""
-        precision, trainer = type(self._precision), self._module.trainer
-        is_known = issubclass(precision, self._lightning.precisions) or precision is self._lightning.precision
+        precision, trainer = type(self.precision_plugin), self._module.trainer
+        is_known = issubclass(precision, self.lightning.precisions) or precision is self.lightning.precision
         # Of plugin and strategy the classes: on the objects, some of these methods are ours.
         return [
             *([] if automatic else ["the step is not one of automatic optimization"]),
             *([] if is_known else [f"`{precision.__name__}` may do anything to gradients"]),
             *_overridden([precision], _OF_THE_PRECISION),
-            *_overridden([self._strategy], _OF_THE_STRATEGY),
+            *_overridden([type(self)], _OF_THE_STRATEGY),
             *_overridden([self._module], _OF_THE_MODULE),
             *_overridden(trainer.callbacks, _SEES_GRADIENTS),  # type: ignore[attr-defined]
         ]

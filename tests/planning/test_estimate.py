@@ -18,7 +18,7 @@ from sp_lightning.pipeline import Lane
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import gradient_bytes, weight_bytes
 from sp_lightning.planning.estimate import STATE, estimate
-from sp_lightning.trainer.steps import Steps
+from sp_lightning.trainer.steps import StepsMixin
 
 Batch = tuple[nn.Module, dict[str, Tensor], int]
 
@@ -85,16 +85,16 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     workload, machine = estimate(module, given)
     choice = Choice(2, 1)
     taken = predict(workload, machine, choice)
-    on_host, step = [], Steps.optimizer_step
+    on_host, step = [], StepsMixin.optimizer_scope
 
     @contextmanager
-    def counted_step(steps: Steps, *args: Any) -> Iterator[Any]:
-        with step(steps, *args) as plan:
-            yield plan
-        now = steps.pipeline.summary()
+    def counted_step(strategy: StepsMixin, *args: Any) -> Iterator[None]:
+        with step(strategy, *args):
+            yield
+        now = strategy.pipeline.summary()
         on_host.append(now.host_bytes + now.host_gradient_bytes + now.optimizer_bytes)
 
-    monkeypatch.setattr(Steps, "optimizer_step", counted_step)
+    monkeypatch.setattr(StepsMixin, "optimizer_scope", counted_step)
     train(module, precision)
     counted = module.summary
     assert [unit.name for unit in workload.units] == list(counted.unit_names)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sp_lightning.pipeline.gradients.buffers import GradientMemory, Pin
+from sp_lightning.pipeline.gradients.buffers import GradientMemory
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -115,12 +115,11 @@ class AveragedStream(GradientStream):
         window: Window,
         backend: Backend,
         stats: Stats,
-        pin: Pin,
         replicas: Replicas,
         module: nn.Module,
         unmanaged: Sequence[nn.Parameter],
     ) -> None:
-        super().__init__(units, window, backend, stats, pin)
+        super().__init__(units, window, backend, stats)
         self._replicas = replicas
         self._unmanaged = unmanaged
         # alike in all processes, each of which may expect to use units in another order; residents' turn is last

@@ -6,7 +6,6 @@ not stay where they land go through a *landing buffer* on the host, on their way
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Sequence
 from itertools import groupby
@@ -25,16 +24,6 @@ from sp_lightning.pipeline.weights.weight import Weight
 STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
-
-
-class Pin(enum.Enum):
-    """Which host memory for gradients is pinned. A copy to other memory would hold up the thread that launches."""
-
-    ALL = enum.auto()
-    LANDING = enum.auto()
-    """Landing buffers alone, as the host cannot pin everything: gradients are moved from there by the host."""
-
-    NOTHING = enum.auto()
 
 
 class GradientLayout:
@@ -153,9 +142,8 @@ class HostGradients(GradientMemory):
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
-    def __init__(self, units: Sequence[Unit], backend: Backend, pin: bool) -> None:
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._backend = backend
-        self._pin = pin
         # how many there may be on any host
         together = max((len(unit.group.units) for unit in units), default=1)
         self._few = max(2, together + 1, -(-len(units) // _UNITS_PER_BUFFER))
@@ -182,7 +170,7 @@ class LandingBuffers:
                     self._buffers.remove(free[0])
                     free[0].close()
                 if free or not is_full:
-                    self._buffers.append(HostGradients(nbytes, self._backend, self._pin, self._released))
+                    self._buffers.append(HostGradients(nbytes, self._backend, True, self._released))
                     return self._buffers[-1]
                 self._released.wait()
 

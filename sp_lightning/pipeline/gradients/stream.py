@@ -22,7 +22,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, Pin, StagingBuffers
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
 from sp_lightning.pipeline.gradients.unit_gradients import (
     NO_SCALING,
     Gradient,
@@ -52,17 +52,16 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: Pin) -> None:
+    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats) -> None:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit, backend, pin is Pin.ALL) for unit in units]
+        self._units = [UnitGradients(unit, backend) for unit in units]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
         self._stats = stats
-        self._landing = LandingBuffers(units, backend, pin is not Pin.NOTHING)
-        self._lands_in_place = pin is not Pin.LANDING
+        self._landing = LandingBuffers(units, backend)
         self._gathering: dict[UnitGradients, None] = {}  # units with gradients that have not left the device
         self.arrived: dict[Gradient, bool] = {}
 
@@ -138,7 +137,7 @@ class GradientStream:
         has_norms = self.measures_norms and layout.can_be_measured
         is_new &= is_whole and is_hidden
         passes = is_new and taker is not None and not taker.keeps_gradients
-        if is_new and unit.sums is None and not passes and self._lands_in_place:
+        if is_new and unit.sums is None and not passes:
             unit.wait()
             own = unit.own()
             arrived, norms = own.views(layout)

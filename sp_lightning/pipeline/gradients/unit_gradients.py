@@ -98,10 +98,9 @@ class UnitGradients:
         layout: How these lie in memory, in the dtypes in which they arrive.
     """
 
-    def __init__(self, unit: Unit, backend: Backend, pin: bool) -> None:
+    def __init__(self, unit: Unit, backend: Backend) -> None:
         self.unit = unit
         self._backend = backend
-        self._pin = pin
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
         self.layout = self._sum_layout = GradientLayout((), ())
@@ -126,7 +125,7 @@ class UnitGradients:
     def own(self) -> HostGradients:
         """Return the memory in which gradients stay as they arrive."""
         if self._own is None:
-            self._own = HostGradients(self.layout.nbytes, self._backend, self._pin)
+            self._own = HostGradients(self.layout.nbytes, self._backend, pin=True)
         return self._own
 
     def take_own(self) -> HostGradients | None:

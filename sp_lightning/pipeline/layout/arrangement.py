@@ -15,13 +15,12 @@ from torch import nn
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes
-from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.layout.memory import check_host_memory, choose_device_layout, largest_unit_bytes
+from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.autocast import weights_of_known_layers, weights_to_leave
 from sp_lightning.pipeline.weights.buffers import tensor_in
+from sp_lightning.pipeline.weights.leaf import weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -85,9 +84,7 @@ class Arrangement:
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         # all weights, by the identity of their masters
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
-        processes = 1 if replicas is None else replicas.on_this_machine
-        at_once = 1 if memory else processes
-        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes, at_once)
+        check_host_memory(self.all_units, at_once=1 if memory or replicas is None else replicas.on_this_machine)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
@@ -105,7 +102,7 @@ class Arrangement:
         try:
             for units in self._layout.parts:
                 parts = [part for unit in units for part in _parts_of(unit)]
-                segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
+                segments = [Segment(part, self._backend, True, memory.find(part)) for part in parts]
                 self.segments += segments
                 group = Group(len(self.groups), units, segments)
                 self.groups.append(group)
@@ -122,7 +119,7 @@ class Arrangement:
             others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
             group.conflicts = frozenset(others)
         memory.keep(self.segments)
-        if self.host_share.pin and not self.is_pinned:
+        if self._backend.pins and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
                 "Copies of it are slow.",
@@ -141,10 +138,10 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = is_averaged
-        if self.autocast is None:
+        if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
             return
         as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
-        lowered = (weights_of_known_layers(module) if self.compiled else learned.lowered) - as_is
+        lowered = learned.lowered - as_is
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
@@ -152,7 +149,7 @@ class Arrangement:
                 for weight in casts:
                     weight.compute_dtype = self.autocast
             for weight in known:
-                weight.watched = not self.compiled and id(weight.master) not in as_is
+                weight.watched = id(weight.master) not in as_is
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sp_lightning.pipeline.torch_private import parts_of, without_compile
-from sp_lightning.pipeline.weights.autocast import forward_of_class
 from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
@@ -103,7 +102,10 @@ class Tree:
 
 def is_called(module: nn.Module) -> bool:
     """Tell whether a module has a forward at all; parents can only reach into containers without one."""
-    return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
+    # not by `getattr`, which would run the descriptor of a scripted module, nor by `inspect.getattr_static`, which
+    # `torch.compile` would trace when it meets the engine in a model
+    of_class = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    return of_class is not nn.Module.forward or "forward" in vars(module)
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.torch_private import call_before_compiling, hide_from_dynamo, without_compile
-from sp_lightning.pipeline.weights import autocast, leaf
+from sp_lightning.pipeline.weights import leaf
 
 _ENGINE = "sp_lightning.pipeline."
 _by_kind: dict[Any, Callable[..., Any]] = {}
@@ -56,8 +56,8 @@ def keep_out_of_graphs(backend: Backend) -> None:
 
 @functools.cache
 def _prepare_to_be_compiled() -> None:
-    in_graphs = (__name__, autocast.__name__, leaf.__name__)  # graphs of units and of hooks
-    visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
+    # in graphs of units and of hooks; hiding a package would hide all modules in it
+    visible = (__name__, leaf.__name__, __package__)
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
     call_before_compiling(_drain_backends)
 

@@ -31,8 +31,8 @@ from sp_lightning.pipeline.torch_private import (
     tensor_hooks,
     without_torch_function,
 )
-from sp_lightning.pipeline.weights.autocast import guarded
 from sp_lightning.pipeline.weights.graphs import run_hooks
+from sp_lightning.pipeline.weights.leaf import guarded
 from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight

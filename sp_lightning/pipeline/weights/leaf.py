@@ -3,15 +3,29 @@
 A forward may contain `self.weight.data.clamp_()`, which has to reach the master like any other change. So the leaf's
 `.data` shares its version. Attributes that users set on a Parameter, and its gradient, are those of the master.
 
+[Note: weights that autocast lowers]
+They are sent in its dtype, at half the bytes. Which ones these are shows in the first step, in which leaves tell how
+they are used. A leaf passes as the operand of what autocast casts, once in each graph. Whatever else a program does
+with a lowered weight gets it in its own dtype at once, which is how it is sent from then on. So numbers are those of
+plain autocast in every step. Code that torch compiles tells nothing, so no weight of a model with such code is lowered.
+
 `torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn import functional as F
+
+from sp_lightning.pipeline.torch_private import graph_task, in_backward, running_node, without_torch_function
+from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
+
+Weight: TypeAlias = Any  # weights make their leaves, and import this file
 
 CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
 """Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
@@ -39,20 +53,6 @@ class TwinParameter(nn.Parameter):
             f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, or a conversion of its module)"
             " while it is on the device. Write into it (`weight.data.copy_(...)`), or convert it between steps."
         )
-
-
-class LoweredInGraphs(TwinParameter):
-    """The leaf of a lowered weight in a model that is compiled: code that is being compiled sees the master's dtype.
-
-    For models that ask before the cast: `x.to(self.weight.dtype)`. Only fp32 is lowered.
-    """
-
-    __slots__ = ()
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype."""
-        return torch.float32 if torch.compiler.is_compiling() else super().dtype
 
 
 class EagerLeaf(TwinParameter):
@@ -93,3 +93,109 @@ def take_gradient(leaf: nn.Parameter) -> Tensor | None:
     gradient: Tensor | None = _GRADIENT.__get__(leaf)
     _GRADIENT.__set__(leaf, None)
     return gradient
+
+
+# ---------------------------------------------------------------- leaves that tell how they are used
+
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+# What autocast casts on every device, and once, whatever the other operands are
+_NAMES = (
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "multi_head_attention_forward",
+)  # fmt: skip
+_CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
+_OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
+
+
+def weights_to_leave(module: nn.Module, device_type: str) -> set[int]:
+    """Return which Parameters of torch's layers are not lowered whatever their leaves would tell, by identity.
+
+    In evaluation, some layers are a single operation, which gets the weights as they are. Only CUDA's autocast turns it
+    off; with leaves that tell how they are used, torch would compute other numbers without it.
+    """
+    parts = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)]
+    appended = [p for part in parts if isinstance(part, nn.MultiheadAttention) for p in (part.bias_k, part.bias_v)]
+    in_fast_path = [p for part in parts for p in part.parameters()] if device_type != "cuda" else []
+    return set(map(id, [*appended, *in_fast_path]))
+
+
+guarded: dict[int, tuple[Any, Weight]] = {}
+"""The guards of weights (guard.py) and the weights, by the identity of their masters: a leaf may outlive both."""
+
+
+class LoweredParameter(EagerLeaf):
+    """The leaf of a weight that is sent lowered, or in its own dtype as long as it is only watched."""
+
+    __slots__ = ()
+
+    @TwinParameter.data.getter  # type: ignore[attr-defined, untyped-decorator]
+    def data(self) -> Tensor:
+        """The values in the weight's own dtype: they may be written to, which the weight counts."""
+        with without_torch_function():
+            return self._as_is().detach()
+
+    def _as_is(self) -> nn.Parameter:
+        """Return the weight in its own dtype, which is this leaf if it is only watched."""
+        guard, weight = guarded.get(id(self.master), (None, None))
+        if guard is None or weight is None:
+            return self
+        guard.keep_as_is(weight)
+        return self if self.dtype is weight.dtype else guard.serve(weight)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation with the lower values if that is right, else with the weight as it is."""
+        kwargs = kwargs or {}
+        if func in (torch.autograd.grad, torch.autograd.backward):  # the guard of masters knows what is in graphs
+            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.master)
+            return func(*args, **kwargs)
+        with without_torch_function():
+            name = name_of(func)
+            if name in OF_THE_DTYPE:
+                return func(args[0].master)
+            # a dispatch mode hands on what backward does
+            backward_does_it = isinstance(func, OpOverload) and in_backward()
+            if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
+                return func(*args, **kwargs)
+            is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
+            leaves = list(instances_in((args, kwargs), cls))
+            found = {id(leaf): leaf if is_casting and leaf._is_cast() else leaf._as_is() for leaf in leaves}
+            if all(kind is cls for kind in types) and all(found[id(leaf)] is leaf for leaf in leaves):
+                return func(*args, **kwargs)
+            plain = {id(leaf): leaf.view_as(leaf) if found[id(leaf)] is leaf else found[id(leaf)] for leaf in leaves}
+            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: plain.get(id(leaf), leaf))
+        return func(*args, **kwargs)
+
+    def _is_cast(self) -> bool:
+        """Tell whether autocast casts it now, and its gradients may be lower ones, as no others are added to them.
+
+        What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
+        """
+        guard, weight = guarded.get(id(self.master), (None, None))
+        kind = self.device.type
+        if guard is None or weight is None or not torch.is_autocast_enabled(kind):
+            return False
+        if weight.lowered and torch.get_autocast_dtype(kind) is not weight.compute_dtype:
+            return False
+        again = in_backward()
+        if again and type(running_node()).__name__ != "CheckpointFunctionBackward":
+            return True
+        if self.dtype is not weight.compute_dtype:
+            return False  # it was served, and may have been changed since
+        builds_graph = self.requires_grad and torch.is_grad_enabled()
+        if builds_graph:
+            graph = graph_task() if again else guard.graph_number
+            earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
+            if graph == earlier:
+                return False
+        if builds_graph or not weight.master.requires_grad:
+            guard.note_cast(weight)
+        return True

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.autocast import LoweredParameter
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredInGraphs, TwinParameter
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredParameter, TwinParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -56,9 +55,7 @@ class Twin:
         weight = self.weight
         if not compiled:
             return (LoweredParameter if weight.watched else EagerLeaf).of(weight.master, self.data)
-        if not CAN_COMPILE_SUBCLASSES:
-            return nn.Parameter(self.data, requires_grad=False)
-        return (LoweredInGraphs if weight.lowered else TwinParameter)(self.data, requires_grad=False)
+        return (TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter)(self.data, requires_grad=False)
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
@@ -120,7 +117,7 @@ class Weight:
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (autocast.py)
+        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (leaf.py)
         self.averaged = False  # whether its gradient is averaged over several processes
         # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
         self.cast_in: dict[bool, int] = {}

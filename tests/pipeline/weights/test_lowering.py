@@ -17,16 +17,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.pipeline.weights.autocast import is_lowered_layer, weights_to_leave
+from sp_lightning.pipeline.weights.leaf import weights_to_leave
 
 from ...zoo.blocks import Product
-
-
-class Scaled(nn.Linear):
-    """A linear layer that also uses its weight as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.weight.mean()
 
 
 class Raw(nn.Module):
@@ -39,35 +32,6 @@ class Raw(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(x, self.w)
-
-
-def patched() -> nn.Module:
-    layer = nn.Linear(2, 2)
-    layer.forward = lambda x: x  # type: ignore[method-assign]
-    return layer
-
-
-@pytest.mark.parametrize(
-    ("layer", "lowered"),
-    [
-        (nn.Linear(2, 2), True),
-        (nn.Conv1d(2, 2, 1), True),
-        (nn.Conv2d(2, 2, 1), True),
-        (nn.Conv3d(2, 2, 1), True),
-        (nn.ConvTranspose2d(2, 2, 1), True),
-        (type("Sub", (nn.Linear,), {})(2, 2), True),
-        (Scaled(2, 2), False),
-        (patched(), False),
-        (nn.MultiheadAttention(2, 1).out_proj, False),
-        (nn.LayerNorm(2), False),
-        (nn.Embedding(2, 2), False),
-        (nn.Bilinear(2, 2, 2), False),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
-)
-def test_known_layers(layer: nn.Module, lowered: bool) -> None:
-    """Only layers whose forward is the very operation; nn.MultiheadAttention reads `out_proj`, never calls it."""
-    assert is_lowered_layer(layer) is lowered
 
 
 def test_what_attention_appends_to_keys_is_not_cast() -> None:
