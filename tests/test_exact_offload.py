@@ -229,7 +229,9 @@ def test_what_is_said_to_leave_leaves() -> None:
             pipe.module(batch).square().mean().backward()
         auto = pipe._engine.activations.auto
         said = {
-            name: {way.policy: way.leaving for way in ways_of(UnitWork(name, 0), [call], machine, name == "blocks.0")}
+            name: {
+                way.policy: way.leaving for way in ways_of(UnitWork(name, 0), [call], 1.0, machine, name == "blocks.0")
+            }
             for name, call in auto.footprints().items()
         }
         pipe.stats.clear()

@@ -228,7 +228,7 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
     work = replace(work, forward_seconds=forward, backward_seconds=backward)
-    ways = ways_of(work, [Footprint(inputs, saved - inputs, saved, saved, True, forward)], machine)
+    ways = ways_of(work, [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)], forward, machine)
     return replace(
         work,
         step_bytes=2 * (masters + state) + gradients + stepped,

@@ -105,7 +105,7 @@ def test_what_is_predicted_is_enough(device: torch.device) -> None:
         auto = pipe._engine.activations.auto
         for _ in range(8):
             chosen = {
-                name: random.choice(ways_of(UnitWork(name, 0), [call], machine, inputs_stay=name == "blocks.0"))
+                name: random.choice(ways_of(UnitWork(name, 0), [call], 1.0, machine, inputs_stay=name == "blocks.0"))
                 for name, call in auto.footprints().items()
             }
             auto.policies = {name: way.policy for name, way in chosen.items()}

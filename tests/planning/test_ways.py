@@ -103,12 +103,12 @@ def test_equal_blocks() -> None:
 
 def test_what_each_way_holds_and_costs() -> None:
     """Copies that computing hides cost a little, what sticks out costs all of its time."""
-    unit, call = UnitWork("", 10, forward_seconds=3.0, backward_seconds=6.0), Footprint(30, 70, 100, 100, True, 3.0)
-    ways = {way.policy: way for way in ways_of(unit, [call], Machine(100.0, 100.0, 1.0))}
+    unit, call = UnitWork("", 10, forward_seconds=3.0, backward_seconds=6.0), Footprint(30, 70, 100, 100, True)
+    ways = {way.policy: way for way in ways_of(unit, [call], 3.0, Machine(100.0, 100.0, 1.0))}
     assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
     assert (ways["recompute"].seconds, ways["recompute"].repeating, ways["recompute"].held) == (3.0, 3.0, 30)
     assert ways["offload"].seconds == pytest.approx(0.2)  # a tenth of one second down, of one second up
-    ways = {way.policy: way for way in ways_of(unit, [call], Machine(10.0, 20.0, 1.0))}
+    ways = {way.policy: way for way in ways_of(unit, [call], 3.0, Machine(10.0, 20.0, 1.0))}
     assert ways["offload"].seconds == pytest.approx((5 - 3) + (11 - 6) + 0.1 * 15)
     both = ways["recompute_offload"]
     assert (both.held, both.leaving, both.under_way, both.repeating) == (0, 30, 30, 3.0)
@@ -127,13 +127,13 @@ def test_what_each_way_holds_and_costs() -> None:
 def test_ways_that_would_be_the_same_are_not_told_apart(
     call: Footprint, machine: Machine | None, policies: list[Policy]
 ) -> None:
-    assert [way.policy for way in ways_of(UnitWork("", 10), [call], machine)] == policies
+    assert [way.policy for way in ways_of(UnitWork("", 10), [call], 1.0, machine)] == policies
 
 
 def test_members_of_a_unit_follow_its_policy_as_far_as_they_can() -> None:
     """The first one's inputs are the batch, which stays; the second one cannot run again."""
-    calls = [Footprint(1, 10, 11, 11, True, 2.0), Footprint(2, 20, 0, 22, False)]
-    ways = ways_of(UnitWork("", 10), calls, Machine(1, 1, 1), inputs_stay=True)
+    calls = [Footprint(1, 10, 11, 11, True), Footprint(2, 20, 0, 22, False)]
+    ways = ways_of(UnitWork("", 10), calls, 2.0, Machine(1, 1, 1), inputs_stay=True)
     assert [(way.policy, way.held, way.leaving, way.working) for way in ways] == [
         ("keep", 33, 0, 33),
         ("recompute", 23, 0, 23),

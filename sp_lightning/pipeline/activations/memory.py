@@ -33,7 +33,6 @@ class Footprint(NamedTuple):
     large: int  # how much of both is in pieces that are worth a copy to the host
     working: int  # the most that a single call took
     repeatable: bool  # whether the forwards can run again, and doing so saves memory
-    seconds: float = 0.0  # that running again takes
 
     def combined_with(self, other: Footprint) -> Footprint:
         """Return the footprint of these calls and others together, between the same forward and backward."""

@@ -7,8 +7,7 @@ inputs that were offloaded. The numbers are the same whatever is chosen.
 Under `"auto"` a planner chooses one of these for each unit, between steps. Nobody knows in advance whether what a model
 saves will fit. So units recompute at first, which takes the least memory that is possible without copies. The first
 step warms things up, and makes memory that stays. In the second one, units are measured: what a call saves is there
-when it ends, and its second forward is timed. A call with larger inputs than any that was measured recomputes as well,
-and is measured.
+when it ends. A call with larger inputs than any that was measured recomputes as well, and is measured.
 """
 
 from __future__ import annotations
@@ -67,12 +66,10 @@ class AutoPolicy:
 
     def footprints(self) -> dict[str, Footprint]:
         """Return what calls of each measured member take, in the order of the forward."""
-        again = self._second_forwards
         return {
             name: member.most._replace(
                 working=member.most.working + self._operations,
-                repeatable=member.most.repeatable and name not in again.kept,
-                seconds=again.seconds(name),
+                repeatable=member.most.repeatable and name not in self._second_forwards.kept,
             )
             for name, member in self._members.items()
             if member.most is not None
@@ -89,7 +86,6 @@ class AutoPolicy:
         """Begin a step."""
         self._is_warm, self._has_turned = self._had_backward, False
         self._measuring.clear()
-        self._second_forwards.timed = False
         for member in self._members.values():
             member.this_pass = None
         self.in_use = {}
@@ -101,21 +97,15 @@ class AutoPolicy:
         policy: Policy = "recompute"
         if measured is None or measured.most is None or self._size > measured.size or name in self._measuring:
             if self._is_warm:
-                self._measure(name, inputs)
+                if not self._measuring:
+                    self._meter.measure(inputs)
+                self._measuring.add(name)
         else:
             policy = self.policies.get(member.unit_name, "recompute")
             if not measured.most.repeatable or name in self._second_forwards.kept:
                 policy = WITHOUT_RECOMPUTING.get(policy, policy)
         self.in_use[name] = policy
         return policy
-
-    def _measure(self, name: str, inputs: Iterable[Tensor]) -> None:
-        if not self._measuring:
-            self._second_forwards.timed = True
-            self._meter.measure(inputs)
-        if name not in self._measuring:
-            self._measuring.add(name)
-            self._second_forwards.times.pop(name, None)
 
     def note(self, member: Member, call: Footprint) -> None:
         """Record the footprint of a call that recomputes."""

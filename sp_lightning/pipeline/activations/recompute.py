@@ -36,6 +36,7 @@ from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Su
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.operands import tensors_in
@@ -54,13 +55,6 @@ class SecondForwards:
         self.stats = stats
         self.looks: Counter[str] = Counter()  # how many calls of each member were looked at, by its name
         self.kept: set[str] = set()  # members for which something was in the way; from then on they hold what they save
-        self.timed = False  # whether second forwards are timed
-        # the marks before and after those of each member, in the step that was measured last
-        self.times: dict[str, list[tuple[Any, Any]]] = {}
-
-    def seconds(self, name: str) -> float:
-        """Return how long the second forwards of a member took in the step that was measured last."""
-        return sum(self.backend.seconds(begin, end) for begin, end in self.times.get(name, ()))
 
 
 class UnitCall:
@@ -173,7 +167,7 @@ class UnitCall:
                 "forward cannot run again"
             )
         shared.stats.recomputed += 1
-        begin = shared.backend.mark() if shared.timed else None
+        shared.backend.trace.begin(Kind.FORWARD, self.member.unit_name)
         self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
         inputs = self._inputs.rebuild(shared.saved)
         try:
@@ -191,8 +185,7 @@ class UnitCall:
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
-        if shared.timed:
-            shared.times.setdefault(self.member.name, []).append((begin, shared.backend.mark()))
+        shared.backend.trace.begin(Kind.BACKWARD, self.member.unit_name)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with (

@@ -31,11 +31,6 @@ def auto_policy(backend: Backend | None = None) -> AutoPolicy:
     return AutoPolicy(SecondForwards(saved, backend, Stats()), {})
 
 
-def ran_again(auto: AutoPolicy, unit: Member, seconds: float) -> None:
-    if auto._second_forwards.timed:
-        auto._second_forwards.times.setdefault(unit.name, []).append((0.0, seconds))
-
-
 CALL = Footprint(held=10, saved=100, large=100, working=110, repeatable=True)
 
 
@@ -47,7 +42,6 @@ def measure(auto: AutoPolicy, steps: int = 2, rows: int = 2, call: Footprint = C
         for unit in units:
             if auto.policy(unit, [torch.empty(rows)]) == "recompute":
                 auto.note(unit, call)
-                ran_again(auto, unit, 2.0)
         auto.end_backward()
     return [auto.in_use[unit.name] for unit in units]
 
@@ -57,10 +51,10 @@ def test_the_second_step_is_measured_and_what_was_measured_follows_its_policy() 
     assert measure(auto, 1) == ["recompute"] * 3
     assert not auto.footprints()
     assert measure(auto, 1) == ["recompute"] * 3
-    assert auto.footprints() == dict.fromkeys("abc", CALL._replace(seconds=2.0))
+    assert auto.footprints() == dict.fromkeys("abc", CALL)
     auto.policies = {"a": "keep", "b": "offload"}
     assert measure(auto, 1) == ["keep", "offload", "recompute"]
-    assert auto.footprints() == dict.fromkeys("abc", CALL._replace(seconds=2.0)), "of the step that was measured"
+    assert auto.footprints() == dict.fromkeys("abc", CALL)
 
 
 def test_a_larger_call_is_measured_again() -> None:
@@ -71,7 +65,7 @@ def test_a_larger_call_is_measured_again() -> None:
     twice = Footprint(20, 200, 200, 220, True)
     assert (measure(auto, 1), auto.input_bytes) == (["keep"] * 3, 3 * 8)
     assert (measure(auto, 1, rows=4, call=twice), auto.input_bytes) == (["recompute"] * 3, 3 * 16)
-    assert auto.footprints() == dict.fromkeys("abc", twice._replace(seconds=2.0))
+    assert auto.footprints() == dict.fromkeys("abc", twice)
     assert measure(auto, 1, rows=3) == ["keep"] * 3
 
 
@@ -105,9 +99,8 @@ def test_activations_of_several_backward_passes_do_not_add_up() -> None:
                 auto.note(unit, Footprint(10, 100, 0, 110, True))
                 auto.end_call()
             auto.reach()
-            ran_again(auto, unit, 1.0)
             auto.end_backward()
-    assert auto.footprints() == {"a": Footprint(30, 300, 0, 110, True, 3.0)}
+    assert auto.footprints() == {"a": Footprint(30, 300, 0, 110, True)}
 
 
 class TellsMemory(RecordingBackend):
