@@ -136,9 +136,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
             bytes_of(unit),
             forward_seconds=min(step.forward[unit.name] for step in steps),
             backward_seconds=min(step.backward[unit.name] - step.again[unit.name] for step in steps),
-            ways=(
-                _given_way(engine.options.activations, unit, recording, min(step.again[unit.name] for step in steps)),
-            ),
+            ways=(_given_way(engine.options.activations, unit, recording, steps),),
             bytes_on_device=bytes_on_device(engine, unit),
         )
         for unit in arrangement.units
@@ -221,10 +219,10 @@ def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
     return nbytes / seconds, 0.0
 
 
-def _given_way(policy: ActivationPolicy, unit: Unit, recording: Recording, again: float) -> Way:
-    """Return the way of a unit's activations where the user chose the policy; only its copies are known."""
+def _given_way(policy: ActivationPolicy, unit: Unit, recording: Recording, steps: Sequence[_Step]) -> Way:
+    """Return the way of a unit's activations where the user chose the policy; what it holds is not known."""
     copies = [span.nbytes for span in recording.spans if span.kind is Kind.OFFLOAD and span.name == unit.name]
-    leaving = sum(copies) // len(recording.steps)
+    leaving, again = sum(copies) // len(recording.steps), min(step.again[unit.name] for step in steps)
     return Way("keep" if policy == "auto" else policy, 0, 0, seconds=0.0, leaving=leaving, repeating=again)
 
 
