@@ -1,6 +1,6 @@
 """The interface to a kind of device: copies between it and the host, and work on host memory.
 
-accelerator.py and emulated.py implement it. Nothing here knows what is copied or when: the pipeline decides that, and
+devices.py implements it. Nothing here knows what is copied or when: the pipeline decides that, and
 the backend keeps the order right.
 
 [Note: ordering of copies]
