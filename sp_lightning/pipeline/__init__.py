@@ -14,15 +14,9 @@ from sp_lightning.pipeline.lanes.lanes import Recording as Recording
 from sp_lightning.pipeline.lanes.lanes import Span as Span
 from sp_lightning.pipeline.layout.learned import WindowPlan as WindowPlan
 from sp_lightning.pipeline.optimizer.optimizers import Afterwards as Afterwards
-from sp_lightning.pipeline.options import (
-    ActivationPolicy as ActivationPolicy,
-)
-from sp_lightning.pipeline.options import (
-    PipelineOptions as PipelineOptions,
-)
-from sp_lightning.pipeline.options import (
-    UnitPolicy as UnitPolicy,
-)
+from sp_lightning.pipeline.options import ActivationPolicy as ActivationPolicy
+from sp_lightning.pipeline.options import PipelineOptions as PipelineOptions
+from sp_lightning.pipeline.options import UnitPolicy as UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline
 from sp_lightning.pipeline.stats import Stats as Stats
 from sp_lightning.pipeline.stats import readable_bytes as readable_bytes

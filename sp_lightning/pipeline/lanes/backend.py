@@ -136,9 +136,6 @@ class Backend(ABC):
     def drain(self) -> None:
         """Block until no copy is in flight and no work is left."""
 
-    def gather_free_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
-        """Merge free memory into as few and as large blocks as possible, before long-lived memory is allocated."""
-
     def invalidate(self, memory: Tensor) -> None:
         """Fill memory that nobody may read with poison; only where `poison` is on."""
         memory.fill_(_POISON)

@@ -140,11 +140,6 @@ class AcceleratorBackend(Backend):
         use_threads(self._threads)
 
     @override
-    def gather_free_memory(self) -> None:
-        # The caching allocator would cut long-lived memory from a free block that large activations need whole again.
-        self._api.empty_cache()
-
-    @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         computing = self._api.current_stream(self.device)
         if after is None or after.done:

@@ -17,7 +17,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.layout.memory import check_host_memory, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
-from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.leaf import weights_to_leave
@@ -89,14 +89,11 @@ class Arrangement:
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(memory)
-        # all weights, by the identity of their masters' memory
-        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     # --------------------------------------------------------------------------------------------------- how it is made
 
     def _lay_out(self, memory: HostMemory) -> None:
         """Make groups, each with its place on the device and its weights' twins there."""
-        self._backend.gather_free_memory()
         arena, offsets = self._backend.allocate(self._layout.arena_bytes), iter(self._layout.offsets)
         in_arena: list[tuple[Group, int]] = []
         try:
@@ -187,7 +184,6 @@ class Arrangement:
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
-        self.weights_by_memory.clear()  # others may get that memory
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:
