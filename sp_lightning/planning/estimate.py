@@ -236,7 +236,5 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
         backward_seconds=backward,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)),
         bytes_on_device=weights + masters + state + copies if given.resident_optimizer and trained else 0,
-        # Until the first steps are measured, gradients stay as they come: in the master's dtype. Later those in a lower
-        # dtype take that besides the copies that are sent.
-        host_bytes=weights + state + max(masters, copies + gradients),
+        host_bytes=weights + state + copies,
     )

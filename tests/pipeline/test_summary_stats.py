@@ -119,17 +119,3 @@ def test_the_table(k: int, phrase: str) -> None:
     assert any(row.startswith("units") and f"6 {phrase}" in row for row in rows)
     assert any(row.startswith("k, k_prime") and row.endswith(f"{k}, 1") for row in rows)
     assert "nan" not in str(rows)
-
-
-def test_counters_of_one_step() -> None:
-    """Steps, loads, bytes and gradients of a first step of six blocks with two slots."""
-    model = chain(6, 16, 32)
-    pipeline = superpipeline(model, "cpu", k=2, units=Block)
-    with pipeline.step():
-        model(torch.randn(2, 16)).square().mean().backward()
-    slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
-    stats = pipeline.stats
-    assert (stats.steps, stats.heals, stats.promotions, stats.write_backs, stats.resets) == (1, 0, 0, 0, 0)
-    assert stats.bytes_to_device == stats.loads * slot
-    assert stats.bytes_to_host == 6 * slot
-    pipeline.detach()

@@ -138,14 +138,18 @@ class HostGradients(GradientMemory):
         self._host.release()
 
 
+def few_buffers(units: int, together: int) -> int:
+    """Return how many landing buffers there may be on any host, for so many units, of which some travel together."""
+    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
+
+
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._backend = backend
         # how many there may be on any host
-        together = max((len(unit.group.units) for unit in units), default=1)
-        self._few = max(2, together + 1, -(-len(units) // _UNITS_PER_BUFFER))
+        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
         self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
 
