@@ -2,7 +2,7 @@
 
 Its parts are made in the order in which they build on each other, and each has those that it needs by name. Some know
 the units and where their weights lie, so there are new ones for each arrangement. That changes only between steps,
-while no graph needs the old one. The reasons: the module has other parameters, steps have shown something (learned.py),
+while no graph needs the old one. The reasons: the module has other parameters, steps have shown something (`Learned`),
 a planner wants another window, autocast goes on or off.
 """
 
@@ -21,8 +21,8 @@ from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.learned import Learned, WindowPlan
+from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
