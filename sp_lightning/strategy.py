@@ -206,7 +206,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             pipeline.weights_changed()
         self.begin_step(pipeline)
         with (
-            self.evaluation() if evaluates else nullcontext(),
+            self.block_backward_sync() if evaluates else nullcontext(),
             out_of_memory_explained(pipeline, trains=torch.is_grad_enabled()),
             pipeline.step(),
         ):

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations, AutoPolicy
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -131,13 +131,7 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        if self.replicas is None:
-            self.stream = GradientStream(arrangement.all_units, self.window, backend, stats)
-        else:
-            unmanaged = list(arrangement.unmanaged.values())
-            self.stream = AveragedStream(
-                arrangement.all_units, self.window, backend, stats, self.replicas, self.module, unmanaged
-            )
+        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
@@ -322,12 +316,23 @@ class Engine:
         if self._planner is not None:
             self._planner.abandon()
 
-    def end_backward(self) -> None:
-        """Follow the end of a backward pass."""
+    def end_backward(self, some_came: bool) -> None:
+        """Follow the end of a backward pass, which may have brought gradients."""
         self.graphs.has_served = False
         self.backend.trace.end()
         self.activations.end_backward()
         if not self.graphs.scopes:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
+        # not after `torch.autograd.grad`, which may run in some processes only
+        on_device = self.arrangement.unmanaged.values()
+        if self.replicas is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
+            self.average_gradients()
         self.relax_guard()
+
+    def average_gradients(self) -> None:
+        """Average gradients with the other processes, if there are any, and this is no pass of this one's own."""
+        if self.replicas is not None and self.replicas.averages:
+            with self.at_work:
+                self.settle()
+                self.replicas.average(self.module, self.stream)

@@ -132,8 +132,7 @@ class Pipeline:
         before = None if self.replicas is None else self.replicas.passes
         yield
         if self.replicas is not None and self.replicas.passes == before:
-            with self._engine.at_work:
-                self._engine.stream.finish(takes_part=True)
+            self._engine.average_gradients()
 
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""

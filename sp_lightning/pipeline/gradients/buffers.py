@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,8 +39,6 @@ class GradientLayout:
         sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         *self._offsets, self.norms_at = offsets
-        # whether a gradient is in another dtype than its master
-        self.is_lower = any(dtype != w.dtype for w, dtype in zip(weights, dtypes, strict=True))
         # whether all masters are in fp32, so that norms computed in fp32 have torch's bits
         self.can_be_measured = all(weight.dtype == torch.float32 for weight in weights)
 
@@ -52,18 +49,11 @@ class GradientLayout:
         gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
         return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
 
-    def flat_in(self, memory: Tensor) -> list[Tensor]:
-        """Return the gradients, and the padding between them, as one flat tensor for each stretch of one dtype."""
-        pairs = zip(self.dtypes, self._offsets, strict=True)
-        starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
-        runs = zip((dtype for dtype, _ in groupby(self.dtypes)), starts, [*starts[1:], self.norms_at], strict=True)
-        return [memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
-
 
 def gradient_bytes(unit: Unit) -> int:
     """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
     weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
+    return GradientLayout(weights, [weight.compute_dtype for weight in weights]).nbytes
 
 
 class GradientMemory:
@@ -113,7 +103,7 @@ class StagingBuffers:
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def close(self) -> None:
-        """Let go of the buffers; after an exception, a collective operation may still use one."""
+        """Let go of the buffers."""
         self._buffers.clear()
 
 

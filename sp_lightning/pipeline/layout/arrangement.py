@@ -72,7 +72,7 @@ class Arrangement:
         self.streamed_members = [member for unit in division.units for member in unit.members]
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(module, learned, is_averaged=replicas is not None)
+        self._choose_dtypes(module, learned)
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k, self.k_prime = layout.window.k, layout.window.k_prime
         self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
@@ -134,10 +134,8 @@ class Arrangement:
         for member in self.members:
             member.find_groups()
 
-    def _choose_dtypes(self, module: nn.Module, learned: Learned, is_averaged: bool) -> None:
+    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
-        for weight in [weight for unit in self.all_units for weight in unit.weights]:
-            weight.averaged = is_averaged
         if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
             return
         as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)

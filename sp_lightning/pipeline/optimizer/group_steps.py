@@ -243,7 +243,7 @@ class EarlyStep:
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         for unit in self.stepped:
-            unit.state = State.LANDED
+            unit.state = State.HELD
             if not self.keeps_gradients:
                 self._steps.stream.consume(unit.trained)
         for weight in [gradient.weight for gradient in self._new]:
