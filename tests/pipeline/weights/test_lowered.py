@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.options import Policy
 
 from ...helpers import attached
 

@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.leaf import weights_to_leave
 
 from ...helpers import attached
