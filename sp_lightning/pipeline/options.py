@@ -15,7 +15,10 @@ for _power, _prefix in enumerate("kmgt", 1):
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
-ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload", "auto"]
+Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
+"""What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
+
+ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 
 _CHOICES = {
     "activations": get_args(ActivationPolicy),
@@ -31,8 +34,8 @@ _CHOICES = {
 class PipelineOptions:
     """How a module is streamed: arguments of `superpipeline` and of the strategy; every default works.
 
-    Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, and `resident_optimizer=True` leaves
-    no unit on the device.
+    Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, `activations="auto"` recomputes if
+    there is a budget, and `resident_optimizer=True` leaves no unit on the device.
 
     Args:
         k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,

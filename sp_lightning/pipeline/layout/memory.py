@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.options import PipelineOptions, Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
@@ -53,6 +52,11 @@ class WindowPlan:
     activation_bytes: int = 0  # the part of it that activations take
     # what becomes of each unit's activations, by the unit's name, if that was left to the planner
     policies: Mapping[str, Policy] = field(default_factory=dict)
+
+    @property
+    def window(self) -> tuple[object, ...]:
+        """What units are arranged by."""
+        return self.k, self.k_prime, self.kept, self.on_device
 
 
 def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:
