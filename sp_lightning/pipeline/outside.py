@@ -90,7 +90,7 @@ class OutsideUse(Guard):
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
-        self._learned.touched_outside.append(weight)
+        self._learned.used_outside.add(id(weight.master))
 
     def before_access(self, weight: Weight) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
