@@ -21,7 +21,7 @@ from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.leaf import weights_to_leave
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -132,7 +132,7 @@ class Arrangement:
             for segment in group.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.twin_class(weight, group, data, self.compiled)
+                    weight.twin = weight.twin_class(weight, group, data)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
@@ -141,6 +141,7 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = is_averaged
+            weight.leaf_class = TwinParameter if self.compiled else EagerLeaf
         if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
             return
         as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
@@ -152,12 +153,12 @@ class Arrangement:
                 for weight in casts:
                     weight.compute_dtype = self.autocast
             for weight in known:
-                weight.watched = id(weight.master) not in as_is
+                if id(weight.master) not in as_is:
+                    weight.leaf_class = LoweredParameter
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
-        weight.watched = weight.watched and not lowered
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
@@ -168,7 +169,8 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-            weight.twin = weight.twin_class(weight, group, data, self.compiled)
+            weight.leaf_class = EagerLeaf
+            weight.twin = weight.twin_class(weight, group, data)
         else:
             weight.twin = weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin

@@ -56,7 +56,7 @@ class QuantizedTwin(Twin):
 
     _places: Sequence[Tensor]
 
-    def _make_leaf(self, compiled: bool) -> nn.Parameter:
+    def _make_leaf(self) -> nn.Parameter:
         leaf = _copy_on(self.data.device, self.weight.master)
         self._places = _divide(self.data, parts_of(leaf))
         _lay(leaf, self._places)
@@ -167,13 +167,9 @@ def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
 
 def _divide(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return parts of a tensor of bytes as tensors like these, over the same storage."""
-    places = []
     with torch.inference_mode(False):
-        for part, offset in _offsets(parts):
-            empty = torch.empty(0, dtype=part.dtype, device=memory.device)
-            at = (memory.storage_offset() + offset) // part.element_size()
-            places.append(empty.set_(memory.untyped_storage(), at, part.size(), part.stride()))
-    return places
+        places = [(memory[offset : offset + part.nbytes].view(part.dtype), part) for part, offset in _offsets(parts)]
+        return [place.as_strided(part.size(), part.stride()) for place, part in places]
 
 
 def _lay(parameter: nn.Parameter, places: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredParameter, TwinParameter
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -37,12 +37,12 @@ class Twin:
     # the leaf's version when its values were last those of the master; None if that does not tell
     version_seen: int | None
 
-    def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:
+    def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
         self.weight = weight
         self.group = group  # the group that has to be on the device for its values to be valid
         self.data = data  # its values as a tensor outside of autograd
         with torch.inference_mode(False):
-            self.parameter = self._make_leaf(compiled)  # the leaf that graphs are built on
+            self.parameter = self._make_leaf()  # the leaf that graphs are built on
         leaf: Any = self.parameter
         leaf.twin_of = weight.name  # it may outlive this object
         self.key = storage_key(data)  # the identity of its memory
@@ -51,11 +51,8 @@ class Twin:
         self.note_unchanged()
         self.write_backs = 0  # writes of a forward that the master got by a write in place: these count once
 
-    def _make_leaf(self, compiled: bool) -> nn.Parameter:
-        weight = self.weight
-        if not compiled:
-            return (LoweredParameter if weight.watched else EagerLeaf).of(weight.master, self.data)
-        return (TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter)(self.data, requires_grad=False)
+    def _make_leaf(self) -> nn.Parameter:
+        return self.weight.leaf_class.of(self.weight.master, self.data)
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
@@ -117,7 +114,7 @@ class Weight:
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (leaf.py)
+        self.leaf_class: type[TwinParameter] = EagerLeaf
         self.averaged = False  # whether its gradient is averaged over several processes
         # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
         self.cast_in: dict[bool, int] = {}
@@ -134,15 +131,6 @@ class Weight:
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return self.master._version + self.replacements
-
-    def leaves(self) -> list[Tensor]:
-        """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
-
-        A leaf follows what its master requires when the unit is called. If none has done so, no graph has the weight,
-        and the master stands for itself.
-        """
-        leaves = [self.twin.parameter, *self.lowered_leaves]
-        return [leaf for leaf in leaves if leaf.requires_grad == self.master.requires_grad] or [self.master]
 
     @property
     def lowered(self) -> bool:
