@@ -54,7 +54,7 @@ def superpipeline(  # noqa: D417 (the others are documented once)
     activations: ActivationPolicy = "auto",
     overlap_optimizer: bool | Literal["auto"] = "auto",
     resident_optimizer: bool = False,
-    pin_memory: bool | Literal["auto"] = "auto",
+    pin_memory: bool = True,
     host_threads: int | Literal["auto"] = "auto",
     compile: bool = False,
     debug: bool = False,

@@ -85,7 +85,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         activations: Literal["keep", "recompute", "offload", "recompute_offload", "auto"] = "auto",
         overlap_optimizer: bool | Literal["auto"] = "auto",
         resident_optimizer: bool = False,
-        pin_memory: bool | Literal["auto"] = "auto",
+        pin_memory: bool = True,
         host_threads: int | Literal["auto"] = "auto",
         compile: bool = False,
         debug: bool = False,
@@ -155,7 +155,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            check_optimizer_memory(self.optimizers, self.num_processes, self.lightning)
+            passes = trainer.accumulate_grad_batches == 1 and all(plan.gradients_pass for _, plan in self._plans())
+            check_optimizer_memory(self.optimizers, passes, self.num_processes, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())
 
@@ -205,7 +206,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             pipeline.weights_changed()
         self.begin_step(pipeline)
         with (
-            self.evaluation() if evaluates else nullcontext(),
+            self.block_backward_sync() if evaluates else nullcontext(),
             out_of_memory_explained(pipeline, trains=torch.is_grad_enabled()),
             pipeline.step(),
         ):

@@ -7,7 +7,6 @@ import logging
 import math
 import re
 import warnings
-from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from lightning.pytorch.tuner import Tuner
 
 from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.callback import PREFIX
-from sp_lightning.pipeline import Stats, Summary
+from sp_lightning.pipeline import Stats
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.timeline import break_down
 from sp_lightning.trainer import narrator
@@ -28,26 +27,27 @@ from sp_lightning.trainer.narrator import diagnose, outcome
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
 from .recordings import make_recording
 
-SUMMARY = Summary(
-    device="cuda:0",
-    units=8,
-    k=2,
-    k_prime=1,
-    model_bytes=4 << 30,
-    device_bytes=1 << 30,
-    gradient_bytes=0,
-    resident=(),
-    resident_bytes=0,
-    host_bytes=4 << 30,
-    host_gradient_bytes=1 << 30,
-    optimizer_bytes=8 << 30,
-    host_activation_bytes=0,
-    parameters=1 << 30,
-    unit_names=(),
-    unit_bytes=(),
-    lowered=0,
-    pinned=True,
-)
+SUMMARY = {
+    "device": "cuda:0",
+    "k": 2,
+    "k_prime": 1,
+    "model_bytes": 4 << 30,
+    "device_bytes": 1 << 30,
+    "gradient_bytes": 0,
+    "saved": 0.75,
+    "host_bytes": 4 << 30,
+    "host_gradient_bytes": 1 << 30,
+    "optimizer_bytes": 8 << 30,
+    "host_bytes_per_parameter": 13.0,
+    "parameters": 1 << 30,
+    "lowered": 0,
+    "living_on_device": "",
+    "pinned": True,
+}
+
+
+def summary(**changes):
+    return SimpleNamespace(**{**SUMMARY, **changes})
 
 
 @pytest.fixture
@@ -71,7 +71,8 @@ def test_says_that_it_does_nothing_under_another_strategy(messages):
 
 def test_outcome_in_numbers():
     text = outcome(
-        Stats(steps=24, optimizer_steps=6, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), SUMMARY
+        Stats(steps=24, optimizer_steps=6, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1),
+        summary(),
     )
     assert text == (
         "Superpipeline: 24 batches, 6 optimizer steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; "
@@ -80,10 +81,9 @@ def test_outcome_in_numbers():
         "On the host: weights 4.0 GiB (4.0), gradients 1.0 GiB (1.0), optimizer 8.0 GiB (8.0); "
         "13.0 bytes per parameter in all."
     )
-    assert ": 1 batch, 1 unit load, " in outcome(Stats(steps=1, loads=1), SUMMARY), "nothing was stepped"
-    lowered = outcome(Stats(), replace(SUMMARY, host_bytes=6 << 30, lowered=8))
+    assert ": 1 batch, 1 unit load, " in outcome(Stats(steps=1, loads=1), summary()), "nothing was stepped"
+    lowered = outcome(Stats(), summary(host_bytes=6 << 30, lowered=8))
     assert "weights 4.0 GiB (4.0), copies of them in autocast's dtype 2.0 GiB (2.0), gradients" in lowered
-    assert ", 0% less." in outcome(Stats(), replace(SUMMARY, model_bytes=0))
 
 
 # --------------------------------------------------------------------------------------------- with and without one
@@ -344,11 +344,11 @@ def advice(retries=0.0, reason=None, idle=0.0, compact=None, **changes) -> list[
     recording.steps[-1] = begin, end + idle
     peak, total = changes.pop("peak", 9 << 30), changes.pop("total", 10 << 30)
     memory = None if total is None else DeviceMemory(total, total, 0, peak, peak, 0)
-    summary = replace(SUMMARY, **changes.pop("summary", {}))
+    summed_up = summary(**changes.pop("summary", {}))
     pipeline = SimpleNamespace(
         stats=Stats(steps=10, recomputed=changes.pop("recomputed", 0)),
         backend=SimpleNamespace(memory=lambda: memory),
-        summary=lambda: summary,
+        summary=lambda: summed_up,
         options=PipelineOptions(**changes),
     )
     headline, *given = diagnose(break_down(recording), pipeline, retries, reason, compact)

@@ -9,7 +9,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,20 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import LBFGS, AdamW, Optimizer
 
-from sp_lightning.pipeline import PipelineOptions
-
 from .helpers import (
-    Plan,
     Run,
-    assert_exact,
     assert_same_story,
     attached,
     bombs,
     fail,
-    reference_of,
     sgd,
 )
-from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 
 
@@ -431,22 +424,6 @@ def test_state_dict_while_attached() -> None:
     assert_same_story(story, partial(chain, 4))
 
 
-def test_load_state_dict_while_attached() -> None:
-    """Weights that were loaded are the ones that are used next, in evaluation and in training."""
-    torch.manual_seed(5)
-    other = chain(4).state_dict()
-
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        run.normal_step("before", optimizer)
-        run.evaluate("evaluation before")
-        run.model.load_state_dict(other)
-        run.evaluate("evaluation after")
-        run.normal_step("after", optimizer, seed=1)
-
-    assert_same_story(story, partial(chain, 4))
-
-
 def copy_data(model: nn.Module, values: list[Tensor]) -> None:
     """What EMA and weight averaging do: ``_version`` does not change."""
     for parameter, value in zip(model.parameters(), values, strict=True):
@@ -592,16 +569,3 @@ def test_nothing_keeps_a_detached_pipeline_alive() -> None:
     del pipe, run
     gc.collect()
     assert reference() is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes_are_exact(dtype: torch.dtype) -> None:
-    """64-true, bf16-true and 16-true stream the master itself."""
-    case = replace(
-        CASES["chain"],
-        build=lambda: chain(4).to(dtype),
-        batch=lambda: (torch.randn(5, 12, dtype=dtype),),
-        loss=lambda out, batch: out.square().mean(),
-    )
-    plan = Plan.of(case)
-    assert_exact(case, PipelineOptions(k=2, k_prime=1, debug=True), plan, reference_of(case, plan))

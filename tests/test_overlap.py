@@ -98,6 +98,22 @@ def test_host_bytes_per_parameter(
         pipeline.detach()
 
 
+def test_host_bytes_in_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, 2 + 4, and 2 for gradients, of which a part is there: they pass through already."""
+    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: False)
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)]).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))
+    try:
+        loss = model(torch.ones(2, 256, dtype=torch.bfloat16)).square().mean()
+        with pipeline.optimizers.stepping_in_backward(optimizer):
+            loss.backward()
+        optimizer.step()
+        assert 6 < pipeline.summary().host_bytes_per_parameter <= 6.5
+    finally:
+        pipeline.detach()
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_units_are_being_stepped_when_step_has_returned(autocast: bool, clip: bool) -> None:
@@ -246,9 +262,9 @@ class Counting(SuperpipelineStrategy):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_units_are_stepped_in_backward(name: str) -> None:
-    """Also in the first step, if the optimizer makes no state in it."""
+    """Also in the first step, in which the optimizer makes its state."""
     stats = assert_same_fit(lambda: Module(name))
-    assert stats.steps_in_backward == (5 if name == "sgd" else 4) * BLOCKS
+    assert stats.steps_in_backward == 5 * BLOCKS
     assert stats.heals == 0
 
 
@@ -258,7 +274,9 @@ def test_units_are_stepped_in_backward(name: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
     stats = assert_same_fit(precision=precision, **arguments)
-    assert stats.steps_in_backward == 4 * BLOCKS
+    # autocast has units arranged anew after the first batch, whose gradients have become `.grad` when others are added
+    is_shown = precision == "bf16-mixed" and "accumulate_grad_batches" in arguments
+    assert stats.steps_in_backward == (5 - is_shown) * BLOCKS
 
 
 def clamp_gradient(parameter: Tensor) -> None:
@@ -284,7 +302,8 @@ def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap
     """They are called when backward has ended, so their units are stepped after that, and others in backward."""
     strategy = {"overlap_optimizer": overlap}
     stats = assert_same_fit(Clamps, strategy, precision=precision, accumulate_grad_batches=accumulate)
-    assert stats.steps_in_backward == 4 * (BLOCKS - 1)
+    is_shown = precision == "bf16-mixed" and accumulate > 1  # as above
+    assert stats.steps_in_backward == (5 - is_shown) * (BLOCKS - 1)
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])

@@ -104,9 +104,11 @@ def test_the_ladder_of_host_memory():
     assert int8["seconds"] <= 2.1 < 3.8 <= rungs[0]["seconds"]
     alone = planned("Llama-3.1-8B --precision bf16-true --master split --moments int8")
     assert [rung["host_bytes"] for rung in alone["ladder"]] == [int8["host_bytes"]]
-    printed = run("sp-lightning plan --device_memory 24GiB --model Llama-3.1-8B --host_memory 120GiB")
+    printed = run("sp-lightning plan --device_memory 24GiB --model Llama-3.1-8B --host_memory 112GiB")
     assert re.search(r"AdamW, bf16-mixed .* -\n.*\n", printed)
-    assert re.search(r"AdamW\(master='split24', moments='int8'\), bf16-true .* fits\n$", printed)
+    assert re.search(r"AdamW\(master='split24', moments='int8'\), bf16-true .* fits\nclipped", printed)
+    assert [rung["clipped_bytes"] - rung["host_bytes"] > 8 * 2**30 for rung in rungs] == [True] * len(rungs)
+    assert int8["host_bytes"] + (6 << 30) < 64 << 30
     assert planned("Llama-3.1-8B --optimizer Muon")["ladder"][1:] == []
 
 

@@ -41,7 +41,6 @@ from .lightning_modules import (
     assert_same_training,
     fit,
     loader,
-    note_end,
     plain,
     streamed,
     trainer,
@@ -455,26 +454,6 @@ def test_arguments_are_the_engines_options():
         SuperpipelineStrategy(k=0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"units": "NoSuchBlock"}, "NoSuchBlock"),
-        ({"units": lambda name, module: False}, "units"),
-        ({"resident": ["no.such.module"]}, "no.such.module"),
-        ({"memory_budget": 100}, "memory_budget"),
-        ({"k": 2, "k_prime": 2, "memory_budget": 100}, "memory_budget"),
-    ],
-    ids=range(5),
-)
-def test_bad_arguments_at_setup(arguments, message):
-    module = Base()
-    ours = trainer(SuperpipelineStrategy(**arguments))
-    with pytest.raises((ValueError, MisconfigurationException), match=message):
-        fit(ours, module)
-    assert_plain(module)
-    note_end(module, ours)
-
-
 # What Lightning's own tests, run with the strategy in place of its default one, have found.
 
 
@@ -510,20 +489,3 @@ def test_ranks_may_be_set(name):
     setattr(strategy, name, 2)
     assert getattr(strategy, name) == 2
     assert strategy.is_distributed == (name == "world_size")
-
-
-def test_backward_of_a_subclass():
-    """It is all inside of the step, and sees what Lightning's own does."""
-
-    class Counts(SuperpipelineStrategy):
-        calls = 0
-
-        def backward(self, *args, **kwargs):
-            loss = super().backward(*args, **kwargs)
-            assert all(parameter.grad is not None for parameter in self.lightning_module.parameters())
-            self.calls += 1
-            return loss
-
-    strategy = Counts(k=2, debug=True)
-    fit(trainer(strategy, max_epochs=1), Base())
-    assert strategy.calls == 6

@@ -14,9 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
 
-import sp_lightning
 from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
 from sp_lightning.timeline import break_down, write_timeline
 from sp_lightning.timeline.picture import COLORS, where_time_goes
@@ -126,25 +124,6 @@ def test_a_step_of_mostly_idle_time_has_no_bottleneck():
 
 
 # ---------------------------------------------------------------------------------------------------------- as files
-
-
-def test_a_real_recording(tmp_path):
-    """Of the engine itself: units, copies and the optimizer's steps are there, and all of it can be drawn."""
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = sp_lightning.superpipeline(model, "cpu", k=2)
-    with pipeline.record() as recording:
-        for _ in range(2):
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-    pipeline.detach()
-    assert len(recording.steps) == 2
-    kinds = {span.kind for span in recording.spans}
-    assert {Kind.FORWARD, Kind.BACKWARD, Kind.LOAD, Kind.GRADIENTS} <= kinds
-    sp_lightning.write_timeline(recording, tmp_path / "new" / "timeline.html", caption="six <layers>")
-    text = (tmp_path / "new" / "timeline.html").read_text(encoding="utf-8")
-    assert "six &lt;layers&gt;" in text
-    assert "2 steps of" in text
 
 
 def test_a_page_that_needs_nothing(tmp_path):

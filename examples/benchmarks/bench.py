@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def size(text: str) -> int:
     """Parse an amount of memory."""
-    from sp_lightning.pipeline.sizes import parse_bytes
+    from sp_lightning.pipeline.options import parse_bytes
 
     try:
         return parse_bytes(text, device_bytes=None) or 0

@@ -112,6 +112,16 @@ class HostOptimizer(Optimizer):
     def _torch_can_step(self, p: Tensor, group: dict[str, Any]) -> bool:
         return p.dtype == torch.float32 and group["moments"] == "fp32"
 
+    def state_bytes(self, group: dict[str, Any]) -> int:
+        """Return the bytes of state that a first step makes of the parameters of a group."""
+        with torch.device("meta"):
+            made = [
+                make_state(torch.empty_like(p), group["master"], group["moments"], self.moments_of(group))
+                for p in group["params"]
+                if p.requires_grad
+            ]
+        return sum(value.nbytes for state in made for value in state.values())
+
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def master(self, p: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class FollowsBackward(Protocol):
     def arm_guard(self) -> None:
         """Guard masters from now on."""
 
-    def end_backward(self) -> None:
-        """Follow the end of a backward pass."""
+    def end_backward(self, some_came: bool) -> None:
+        """Follow the end of a backward pass, which may have brought gradients."""
 
 
 class BackwardPass:
@@ -189,9 +189,9 @@ class BackwardPass:
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
-            self._stream.finish()
+            some_came = self._stream.finish()
             self.running = False
-            self._follower.end_backward()
+            self._follower.end_backward(some_came)
 
     def _leave_units(self) -> None:
         for unit in self._reached:

@@ -18,8 +18,7 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations, AutoPolicy
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.averaging import AveragedStream, Replicas
-from sp_lightning.pipeline.gradients.buffers import Pin
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -30,7 +29,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import Guard
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
@@ -116,8 +115,7 @@ class Engine:
         auto = None  # who chooses what becomes of activations: measured anew for other units
         if self.activations.chooses and self.budget is not None:
             is_planned = self._planner is not None and "auto" in (options.k, options.k_prime)
-            pin = arrangement.host_share.pinnable != 0
-            auto = AutoPolicy(self.activations.second_forwards, pin=pin, warns=not is_planned)
+            auto = AutoPolicy(self.activations.second_forwards, warns=not is_planned)
         self.activations.choose_by(auto)
 
     def rearrange(self, autocast: torch.dtype | None) -> None:
@@ -129,18 +127,11 @@ class Engine:
 
     def _make_parts(self) -> None:
         arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
-        share, members = arrangement.host_share, arrangement.streamed_members
+        members = arrangement.streamed_members
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        pin = Pin.ALL if share.pin_gradients else Pin.NOTHING if share.pinnable == 0 else Pin.LANDING
-        if self.replicas is None:
-            self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, pin)
-        else:
-            unmanaged = list(arrangement.unmanaged.values())
-            self.stream = AveragedStream(
-                arrangement.all_units, self.window, backend, stats, pin, self.replicas, self.module, unmanaged
-            )
+        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
@@ -155,8 +146,7 @@ class Engine:
         self.parameters = frozenset(self._names.values())
         self.optimizers.work_with(self, arrangement.weights_by_master)
         move_all_but_parameters(self.module, self.device)
-        move_unmanaged(arrangement.unmanaged.values(), self.device)
-        self.pool.pinnable = arrangement.host_share.pinnable
+        move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():
@@ -324,12 +314,23 @@ class Engine:
         if self._planner is not None:
             self._planner.abandon()
 
-    def end_backward(self) -> None:
-        """Follow the end of a backward pass."""
+    def end_backward(self, some_came: bool) -> None:
+        """Follow the end of a backward pass, which may have brought gradients."""
         self.graphs.has_served = False
         self.backend.trace.end()
         self.activations.end_backward()
         if not self.graphs.scopes:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
+        # not after `torch.autograd.grad`, which may run in some processes only
+        on_device = self.arrangement.unmanaged.values()
+        if self.replicas is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
+            self.average_gradients()
         self.relax_guard()
+
+    def average_gradients(self) -> None:
+        """Average gradients with the other processes, if there are any, and this is no pass of this one's own."""
+        if self.replicas is not None and self.replicas.averages:
+            with self.at_work:
+                self.settle()
+                self.replicas.average(self.module, self.stream)

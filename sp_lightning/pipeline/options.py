@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
-from sp_lightning.pipeline.sizes import parse_bytes
+_UNITS_OF_BYTES = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS_OF_BYTES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
@@ -17,7 +20,7 @@ ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "recompute
 _CHOICES = {
     "activations": get_args(ActivationPolicy),
     "overlap_optimizer": (True, False, "auto"),
-    "pin_memory": (True, False, "auto"),
+    "pin_memory": (True, False),
     "resident_optimizer": (True, False),
     "compile": (True, False),
     "debug": (True, False),
@@ -49,9 +52,9 @@ class PipelineOptions:
             the result is that of a plain step; `True` makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
             `k="auto"` finds memory to spare.
-        pin_memory: Whether to page-lock host memory, for fast copies. `"auto"` does where the device gains by it.
+        pin_memory: Whether to page-lock host memory, for fast copies, where the device gains by it.
         host_threads: Number of threads that step the optimizer on the host. `"auto"` uses `OMP_NUM_THREADS` if you set
-            it, else three quarters of the cores near the device; on a CPU, torch's number.
+            it, else three quarters of the cores; on a CPU, torch's number.
         compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
             graph.
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.
@@ -68,7 +71,7 @@ class PipelineOptions:
     activations: ActivationPolicy = "auto"
     overlap_optimizer: bool | Literal["auto"] = "auto"
     resident_optimizer: bool = False
-    pin_memory: bool | Literal["auto"] = "auto"
+    pin_memory: bool = True
     host_threads: int | Literal["auto"] = "auto"
     compile: bool = False
     debug: bool = False
@@ -114,3 +117,24 @@ def _check_policy(units: object) -> None:
         f"`units={units!r}` must be None, a module class or class name, a non-empty list of those, "
         "or a callable (name, module) -> bool."
     )
+
+
+def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
+    """Convert a user's budget to bytes; `None` if it is a fraction of a device whose memory size is unknown.
+
+    Raises:
+        ValueError: If the budget is not positive, not a size, or a fraction above 1.
+    """
+    size: Any = budget
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
+        size = None if match is None else int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
+        raise ValueError(
+            f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above zero), a fraction of the "
+            "device's memory (a float up to 1.0) or text such as '12GB'."
+        )
+    if isinstance(size, float):
+        return None if device_bytes is None else int(size * device_bytes)
+    return int(size)

@@ -21,8 +21,8 @@ from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.summary import Summary, summarize
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters, move_unmanaged
+from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
@@ -90,6 +90,7 @@ class Pipeline:
             replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
+        self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
         self._engine = engine = Engine(module, self.device, self.options, self.backend, planner, replicas)
@@ -131,8 +132,7 @@ class Pipeline:
         before = None if self.replicas is None else self.replicas.passes
         yield
         if self.replicas is not None and self.replicas.passes == before:
-            with self._engine.at_work:
-                self._engine.stream.finish(takes_part=True)
+            self._engine.average_gradients()
 
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
@@ -163,7 +163,7 @@ class Pipeline:
         self._engine.saved.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
-        move_unmanaged(self.arrangement.unmanaged.values(), HOST)
+        move_parameters(self.arrangement.unmanaged.values(), HOST)
         bring_states_home(self.arrangement.weights)
         move_all_but_parameters(self.module, HOST)
         self.backend.close()
@@ -177,7 +177,7 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
-        return summarize(self._engine)
+        return Summary(self._engine)
 
     @property
     def arrangement(self) -> Arrangement:

@@ -1,8 +1,10 @@
-"""Counters of what the engine did, for tests, the callback and the benchmarks."""
+"""Counters of what the engine did, and bytes and seconds as people read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @dataclass
@@ -40,3 +42,23 @@ class Stats:
         for field in fields(self):
             setattr(self, field.name, 0)
         self.activation_bytes = self.activation_peak_bytes = held
+
+
+def readable_bytes(count: int) -> str:
+    """Format a number of bytes, with a unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Format a time with three digits and a unit."""
+    if not seconds:
+        return "0 s"
+    size, unit = next((each for each in UNITS_OF_TIME if abs(seconds) >= 0.9995 * each[0]), UNITS_OF_TIME[-1])
+    value = seconds / size
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.layout.learned import WindowPlan
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import readable_bytes
 
 
-@dataclass(frozen=True)
 class Summary:
-    """The plan of a pipeline; `str()` of it is a table."""
+    """The plan of a pipeline, and what it takes at the moment; `str()` of it is a table."""
 
-    device: str  # that forward and backward run on
-    units: int
-    k: int  # units on the device at once
-    k_prime: int  # units moved together
-    model_bytes: int  # of all weights in their own dtypes
-    # Of the device, for slots, resident weights, and everything that belongs to units which live there: never exceeded.
-    device_bytes: int
-    gradient_bytes: int  # of the device, for gradients on their way to the host
-    resident: tuple[str, ...]  # names of resident weights
-    resident_bytes: int  # of them, on the device
-    host_bytes: int  # for weights and for the copies of them that are sent
-    host_gradient_bytes: int  # for gradients, as far as it has been allocated
-    optimizer_bytes: int  # for optimizer state on the host, as far as it exists
-    host_activation_bytes: int  # for offloaded activations, as far as it has been allocated
-    parameters: int  # elements of all weights
-    unit_names: tuple[str, ...]
-    unit_bytes: tuple[int, ...]  # sent for each unit
-    lowered: int  # number of weights that are sent in autocast's dtype
-    pinned: bool  # whether everything that is sent lies in pinned memory
-    plan: WindowPlan | None = None  # the planner's choice and its prediction; None if nothing was planned
+    def __init__(self, engine: Engine) -> None:
+        arrangement, stream = engine.arrangement, engine.stream
+        weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
+        self.device = str(engine.device)  # that forward and backward run on
+        self.units = len(arrangement.units)
+        self.k = arrangement.k  # units on the device at once
+        self.k_prime = arrangement.k_prime  # units moved together
+        self.model_bytes = sum(weight.nbytes for weight in weights)  # of all weights in their own dtypes
+        # of the device, for slots, resident weights, and everything that belongs to units which live there: never more
+        self.device_bytes = arrangement.device_bytes()
+        self.gradient_bytes = stream.staging.nbytes()  # of the device, for gradients on their way to the host
+        self.resident = tuple(weight.name for weight in arrangement.resident.weights)  # names of resident weights
+        self.resident_bytes = sum(weight.compute_bytes for weight in arrangement.resident.weights)  # on the device
+        # of the host, for weights and for the copies of them that are sent
+        self.host_bytes = sum(segment.host_bytes() for segment in arrangement.segments)
+        # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
+        self.host_gradient_bytes = stream.host_bytes()
+        self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
+        self.host_activation_bytes = engine.pool.held
+        self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
+        self.unit_names = tuple(unit.name for unit in arrangement.units)
+        # sent for each unit
+        self.unit_bytes = tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units)
+        self.lowered = sum(weight.lowered for weight in weights)  # number of weights that are sent in autocast's dtype
+        self.pinned = arrangement.is_pinned  # whether everything that is sent lies in pinned memory
+        self.plan = arrangement.plan  # the planner's choice and its prediction; None if nothing was planned
 
     @property
     def host_bytes_per_parameter(self) -> float:
@@ -71,33 +74,6 @@ class Summary:
 
     def __str__(self) -> str:
         return as_table(self.rows())
-
-
-def summarize(engine: Engine) -> Summary:
-    """Summarize the plan of the pipeline that these parts belong to."""
-    arrangement = engine.arrangement
-    every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
-    return Summary(
-        device=str(engine.device),
-        units=len(arrangement.units),
-        k=arrangement.k,
-        k_prime=arrangement.k_prime,
-        model_bytes=sum(weight.nbytes for weight in every_weight),
-        device_bytes=arrangement.device_bytes(),
-        gradient_bytes=engine.stream.staging.nbytes(),
-        resident=tuple(weight.name for weight in arrangement.resident.weights),
-        resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
-        host_bytes=sum(segment.host_bytes() for segment in arrangement.segments),
-        host_gradient_bytes=engine.stream.host_bytes(),
-        optimizer_bytes=engine.optimizers.state_bytes(weight.master for weight in arrangement.weights),
-        host_activation_bytes=engine.pool.held,
-        parameters=sum(weight.master.numel() for weight in every_weight),
-        unit_names=tuple(unit.name for unit in arrangement.units),
-        unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),
-        lowered=sum(weight.lowered for weight in every_weight),
-        pinned=arrangement.is_pinned,
-        plan=arrangement.plan,
-    )
 
 
 def as_table(rows: Sequence[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy, Way, choose_ways, peak
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,
     Machine,

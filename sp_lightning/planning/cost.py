@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way, peak
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, few_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.layout.memory import place_in_arena, travel_together
 
@@ -49,7 +49,7 @@ class UnitWork:
     backward_seconds: float = 0.0  # on the device, without recomputing
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)  # for its activations, by preference
     bytes_on_device: int = 0  # with gradients and optimizer state, if it lives there; 0 if it may not
-    host_bytes: int = 0  # for weights, the copies that are sent, gradients and optimizer state
+    host_bytes: int = 0  # for weights, the copies that are sent, and optimizer state
     resent_bytes: int | None = None  # after a step, if weights that are not stepped still lie there; None for all
 
     @property
@@ -155,7 +155,9 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
         seconds=step.seconds(),
         lanes=step.lanes,
         device_bytes=weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways),
-        host_bytes=sum(way.leaving for way in ways) + sum(unit.host_bytes for unit in workload.everything),
+        host_bytes=sum(way.leaving for way in ways)
+        + sum(unit.host_bytes for unit in workload.everything)
+        + landing_bytes(workload, choice.k_prime),
         bytes_to_device=step.bytes_to_device,
         bytes_to_host=step.bytes_to_host,
     )
@@ -171,6 +173,13 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 def gradient_bytes(workload: Workload) -> int:
     """Return the device memory for gradients on their way to the host."""
     return STAGING_BUFFERS * max(unit.gradient_bytes for unit in workload.everything)
+
+
+def landing_bytes(workload: Workload, k_prime: int) -> int:
+    """Return the host memory for gradients: for few of them where they are stepped as they come, else for all."""
+    gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
+    passing = workload.stepping == "in backward"
+    return sum(gradients[: few_buffers(len(gradients), k_prime)] if passing else gradients)
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.ways import Footprint, Link
 from sp_lightning.pipeline.layout.memory import largest_unit_bytes
-from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.cost import Machine, UnitWork, Workload
@@ -237,7 +236,5 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
         backward_seconds=backward,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)),
         bytes_on_device=weights + masters + state + copies if given.resident_optimizer and trained else 0,
-        # Until the first steps are measured, gradients stay as they come: in the master's dtype. Later those in a lower
-        # dtype take that besides the copies that are sent.
-        host_bytes=weights + state + max(masters, copies + gradients),
+        host_bytes=weights + state + copies,
     )

@@ -35,7 +35,7 @@ def bytes_of(unit: Unit) -> UnitWork:
         name=unit.name,
         weight_bytes=sent_bytes(weights),
         gradient_bytes=gradient_bytes(Unit(unit.name, weights=trained)) if trained else 0,
-        step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.gradient_dtype.itemsize for w in trained),
+        step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.compute_dtype.itemsize for w in trained),
         resent_bytes=sent_bytes(trained),
     )
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
-from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
+from sp_lightning.pipeline.stats import readable_bytes, readable_seconds
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Choice, Prediction, Workload, predict
+from sp_lightning.planning.cost import Choice, Prediction, Workload, landing_bytes, predict
 from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
 
 _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
@@ -31,6 +31,7 @@ class Rung:
     given: Assumptions
     host_bytes: int
     seconds: float
+    clipped_bytes: int  # of host memory if gradients are clipped by norm, and so wait there for each other
 
     @property
     def label(self) -> str:
@@ -66,7 +67,7 @@ class Report:
             "best": self.best and _as_dict(self.best),
             "ladder": [
                 {name: getattr(rung.given, name) for name in ("precision", "optimizer", "master", "moments")}
-                | {"host_bytes": rung.host_bytes, "seconds": rung.seconds}
+                | {"host_bytes": rung.host_bytes, "clipped_bytes": rung.clipped_bytes, "seconds": rung.seconds}
                 for rung in self.ladder
             ],
         }
@@ -94,14 +95,17 @@ class Report:
 
     def _ladder_lines(self) -> list[str]:
         hosts = _HOSTS if self.given.host_bytes is None else (self.given.host_bytes,)
-        sizes = "".join(f"{readable_bytes(size):>11}" for size in hosts)
-        lines = [f"{'on the host':<55} {'memory':>11}{'step':>11}{sizes}"]
+        columns = ["memory", "clipped", "step", *map(readable_bytes, hosts)]
+        lines = [f"{'on the host':<55} {''.join(f'{column:>11}' for column in columns)}"]
         for rung in self.ladder:
             fits = "".join(f"{'fits' if rung.fits(size) else '-':>11}" for size in hosts)
-            lines.append(
-                f"{rung.label:<55} {readable_bytes(rung.host_bytes):>11}{readable_seconds(rung.seconds):>11}{fits}"
+            numbers = (
+                readable_bytes(rung.host_bytes),
+                readable_bytes(rung.clipped_bytes),
+                readable_seconds(rung.seconds),
             )
-        return lines
+            lines.append(f"{rung.label:<55} {''.join(f'{number:>11}' for number in numbers)}{fits}")
+        return [*lines, "clipped: with gradient_clip_val, for which all gradients wait on the host"]
 
 
 def _as_dict(row: Prediction) -> dict[str, Any]:
@@ -135,7 +139,9 @@ def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]
     for way in ways:
         workload, machine = estimate(module, way)
         predicted = predict(workload, machine, choice)
-        rungs.append(Rung(way, predicted.host_bytes, predicted.seconds))
+        clipped = replace(workload, stepping="after backward" if workload.stepping else None)
+        waiting = landing_bytes(clipped, choice.k_prime) - landing_bytes(workload, choice.k_prime)
+        rungs.append(Rung(way, predicted.host_bytes, predicted.seconds, predicted.host_bytes + waiting))
     return rungs
 
 

@@ -11,7 +11,7 @@ from html import escape
 from typing import Literal
 
 from sp_lightning.pipeline import Kind, Lane, Recording, Span, readable_bytes, readable_seconds
-from sp_lightning.pipeline.sizes import UNITS_OF_TIME
+from sp_lightning.pipeline.stats import UNITS_OF_TIME
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
 
 WIDTH = 1280

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.optim.host import HostOptimizer
 from sp_lightning.pipeline import available_host_memory, readable_bytes
 from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, more_compact
 from sp_lightning.trainer import Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
+_PASSING = 0.2  # the part of all gradients that lies on the host at once, if each is stepped as it comes
 
 
 def materialize(module: nn.Module, lightning: Namespace) -> None:
@@ -69,23 +71,33 @@ def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> Non
             callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
 
 
-def check_optimizer_memory(optimizers: Sequence[Optimizer], processes: int, lightning: Namespace) -> None:
+def check_optimizer_memory(
+    optimizers: Sequence[Optimizer], gradients_pass: bool, processes: int, lightning: Namespace
+) -> None:
     """Refuse, before the first step makes them, gradients and optimizer state that do not fit into host memory.
 
-    If memory runs out, the system ends the process without an error. Each of `processes` on this machine needs as much.
+    If memory runs out, the system ends the process without an error.
+
+    Args:
+        optimizers: The optimizers.
+        gradients_pass: Whether gradients are stepped as they come, and never wait for all others.
+        processes: The processes on this machine, each of which needs as much.
+        lightning: The Lightning that runs.
 
     Raises:
         MisconfigurationException: If they do not fit.
     """
     free = available_host_memory()
-    gradients = processes * sum(_trained_bytes(group) for optimizer in optimizers for group in optimizer.param_groups)
+    share = _PASSING if gradients_pass else 1.0
+    trained = sum(_trained_bytes(group) for optimizer in optimizers for group in optimizer.param_groups)
+    gradients = int(processes * share * trained)
     state = processes * sum(map(_state_bytes, optimizers))
     if free is None or not state or gradients + state <= free:
         return
     names = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
     if len(names) == 1:
-        advice = _next_rung(names[0], optimizers, processes, free) or advice
+        advice = _next_rung(names[0], optimizers, share, processes, free) or advice
     lightning.check(
         False,
         f"{' and '.join(names)} would keep {readable_bytes(state)} of state in host memory, beside "
@@ -93,12 +105,12 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], processes: int, ligh
     )
 
 
-def _next_rung(name: str, optimizers: Sequence[Optimizer], processes: int, free: int) -> str | None:
+def _next_rung(name: str, optimizers: Sequence[Optimizer], share: float, processes: int, free: int) -> str | None:
     """Name the most exact way to keep masters and moments that fits, if there is one."""
     trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     numbers, masters = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
     for way in more_compact(Assumptions(optimizer=name)) if name in COMPACT else ():
-        weights_and_gradients = 2 * torch.bfloat16.itemsize * numbers
+        weights_and_gradients = int((1 + share) * torch.bfloat16.itemsize * numbers)
         needed = processes * (weights_and_gradients + way.state_bytes(numbers, masters))
         if needed <= free + processes * masters:
             return (
@@ -119,10 +131,12 @@ def name_more_compact(optimizers: Sequence[Optimizer]) -> str | None:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of state that an optimizer has yet to make; 0 if it is not one of torch's."""
+    """Return the bytes of state that an optimizer has yet to make; 0 if it is not one of torch's, or of ours."""
     name = type(optimizer).__name__
     if name not in STATE or optimizer.state:
         return 0
+    if isinstance(optimizer, HostOptimizer):
+        return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
     return sum(
         (STATE[name] + (name in _MAY_HAVE_MOMENTUM and group["momentum"] != 0)) * _trained_bytes(group)
         for group in optimizer.param_groups

@@ -47,7 +47,6 @@ class ProcessesMixin(_Base):
         # the engine's handle to all processes, once the process group exists; None if there is only one
         self.replicas: Replicas | None = None
         self._buffers_due = False
-        self._accumulates = False
 
     @property
     @override
@@ -123,12 +122,20 @@ class ProcessesMixin(_Base):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        # Lightning enters this around all micro-batches of a step but the last one. Each of them is averaged.
-        self._accumulates = True
+        """Open a scope for backward passes whose gradients are not averaged, or not yet.
+
+        Lightning does so around all micro-batches of a step but the last one, in which the sums are averaged. In
+        evaluation steps, they are each process's own, as in DDP.
+        """
+        replicas = self.replicas
+        if replicas is None:
+            yield
+            return
+        averaged, replicas.averages = replicas.averages, False
         try:
             yield
         finally:
-            self._accumulates = False
+            replicas.averages = averaged
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
@@ -141,20 +148,7 @@ class ProcessesMixin(_Base):
         if self.replicas is not None:
             if self._buffers_due:
                 self.replicas.share_buffers(pipeline.module)
-            self._buffers_due = torch.is_grad_enabled() and not self._accumulates
-
-    @contextmanager
-    def evaluation(self) -> Generator[None, None, None]:
-        """Open a scope for an evaluation step, whose backward is this process's own, as in DDP."""
-        replicas = self.replicas
-        if replicas is None:
-            yield
-            return
-        averaged, replicas.averages = replicas.averages, False
-        try:
-            yield
-        finally:
-            replicas.averages = averaged
+            self._buffers_due = torch.is_grad_enabled() and self.replicas.averages
 
     @property
     def _is_connected(self) -> bool:

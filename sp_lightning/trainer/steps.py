@@ -47,6 +47,12 @@ class SteppingPlan:
     clamp: float | None  # the absolute value that gradients are clipped to; None if they are not clipped by value
     afterwards: Afterwards  # what becomes of the gradients that the step has used: whether something may read them
 
+    @property
+    def gradients_pass(self) -> bool:
+        """Whether gradients are stepped as they come, and never wait for all others."""
+        is_in_backward = self.why_not is None and self.why_not_in_backward is None
+        return is_in_backward and self.afterwards is Afterwards.DROPPED
+
 
 class StepsMixin(_Base):
     """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
@@ -103,6 +109,8 @@ class StepsMixin(_Base):
         by_value = clips and trainer.gradient_clip_algorithm == "value"
         scales = getattr(self.precision_plugin, "scaler", None) is not None
         reasons = self._hindrances(automatic)
+        if pipeline.replicas is not None:
+            reasons.append("gradients are averaged when backward has ended")
         is_off = pipeline.options.overlap_optimizer is False
         if clips and not by_value:
             reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")

@@ -61,6 +61,20 @@ def micro_step(pipe: Pipeline, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+def steps_that_wait_for_nothing(pipe: Pipeline, device: torch.device, steps: int, first: int) -> None:
+    """From the `first` of these steps on, CUDA itself reports any call that makes the host wait."""
+    x = torch.randn(ROWS, WIDTH, device=device)
+    optimizer = SGD(pipe.module.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.cuda.set_sync_debug_mode("error" if step >= first else "default")
+        try:
+            micro_step(pipe, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(model: nn.Module, device: torch.device, steps: int = 3, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and weights of a short training."""
     losses = []

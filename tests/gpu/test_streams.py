@@ -15,7 +15,19 @@ from torch.optim import SGD
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 
 from ..second_device import IN_USE
-from .parts import BLOCK_BYTES, BLOCKS, HIDDEN, ROWS, WIDTH, LazyBlock, big_chain, micro_step, on_device, train
+from .parts import (
+    BLOCK_BYTES,
+    BLOCKS,
+    HIDDEN,
+    ROWS,
+    WIDTH,
+    LazyBlock,
+    big_chain,
+    micro_step,
+    on_device,
+    steps_that_wait_for_nothing,
+    train,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -36,19 +48,8 @@ def test_copies_wait_for_the_computing(k: int, cuda: torch.device) -> None:
 
 
 def test_no_host_synchronization_in_a_step(cuda: torch.device) -> None:
-    """CUDA itself reports any call that makes the host wait."""
-    model = big_chain()
-    x = torch.randn(ROWS, WIDTH, device=cuda)
-    with on_device(model, cuda) as pipe:
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            try:
-                micro_step(pipe, x)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            optimizer.step()
-            optimizer.zero_grad()
+    with on_device(big_chain(), cuda) as pipe:
+        steps_that_wait_for_nothing(pipe, cuda, 4, first=2)
 
 
 def test_a_copy_that_waits_for_the_host_holds_up_no_other(cuda: torch.device) -> None:

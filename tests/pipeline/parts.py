@@ -66,11 +66,11 @@ class InterruptedTicket(PendingTicket):
 class RecordingBackend(Backend):
     """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
 
-    def __init__(self, can_pin: bool = False) -> None:
+    def __init__(self, pins: bool = False) -> None:
         super().__init__(torch.device("cpu"), poison=True, host=Worker("unused"))
         self.calls: list[tuple[str, Any]] = []
         self._failing: dict[str, BaseException] = {}
-        self._can_pin = can_pin
+        self.pins = pins
         self.pinned: set[int] = set()
 
     @override
@@ -121,11 +121,6 @@ class RecordingBackend(Backend):
     @override
     def drain(self) -> None:
         self.calls.append(("drain", None))
-
-    @property
-    @override
-    def can_pin(self) -> bool:
-        return self._can_pin
 
     @override
     def pin(self, memory: Tensor) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from sp_lightning.pipeline import PipelineOptions
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.options import parse_bytes
 
 WRONG: list[tuple[str, Any]] = [
     *[("k", value) for value in (0, -1, True, False, "two", 1.5, None, "Auto")],
@@ -18,7 +18,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("units", value) for value in (5, [], (), [5], ["Block", 3], {"Block"}, 1.5, b"Block")],
     *[("resident", value) for value in ("head", [3], [nn.Linear], [None], None, 7)],
     *[("activations", value) for value in ("drop", "Keep", None, True, ["keep"])],
-    *[("pin_memory", value) for value in (1, 0, "yes", None, "Auto")],
+    *[("pin_memory", value) for value in (1, 0, "yes", None, "auto")],
     *[("host_threads", value) for value in (0, -1, 1.5, True, "all", None)],
     *[("compile", value) for value in (1, 0, "auto", "inductor", {}, None)],
     *[("debug", value) for value in (1, 0, "auto", None)],
@@ -31,7 +31,7 @@ RIGHT: list[tuple[str, Any]] = [
     *[("units", value) for value in (None, "Block", nn.Linear, [nn.Linear, "Block"], lambda name, module: True)],
     *[("resident", value) for value in ((), [], ["head", "norm.weight"])],
     *[("activations", value) for value in ("keep", "recompute", "offload", "recompute_offload", "auto")],
-    *[("pin_memory", value) for value in ("auto", True, False)],
+    *[("pin_memory", value) for value in (True, False)],
     *[("host_threads", value) for value in ("auto", 1, 64)],
     *[("compile", value) for value in (True, False)],
     *[("debug", value) for value in (True, False)],

@@ -117,7 +117,7 @@ def test_frozen_weights_have_no_gradients():
     assert trained.gradient_bytes >= 512 * 256 * 4
     assert frozen.backward_seconds == pytest.approx(frozen.forward_seconds)
     assert trained.backward_seconds == pytest.approx(2 * trained.forward_seconds)
-    assert frozen.host_bytes * 4 == pytest.approx(trained.host_bytes, rel=0.01)  # its weight alone
+    assert frozen.host_bytes * 3 == pytest.approx(trained.host_bytes, rel=0.01)  # its weight alone
     model.requires_grad_(False)
     assert plan(model, given).rows[0].bytes_to_host == 0
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from .case import Batch, Case, own_loss
 
 VOCABULARY, LENGTH = 61, 8
+LAYERS = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+SMALL = {**LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
 
 
 def tokens(rows: int = 2, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Tensor:
@@ -54,48 +56,17 @@ def gpt2(tied: bool = True, layers: int = 4, checkpoint: bool | None = None) -> 
 
 
 def llama(tied: bool = False) -> nn.Module:
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-            tie_word_embeddings=tied,
-            attention_dropout=0.1,
-        )
-    ).train()
+    sizes = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, tie_word_embeddings=tied, attention_dropout=0.1)).train()
 
 
 def bert() -> nn.Module:
-    return hf.BertForMaskedLM(
-        hf.BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=16,
-        )
-    ).train()
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL)).train()
 
 
 def albert() -> nn.Module:
     """One layer of weights, called three times."""
-    return hf.AlbertForMaskedLM(
-        hf.AlbertConfig(
-            vocab_size=VOCABULARY,
-            embedding_size=8,
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.1,
-        )
-    ).train()
+    return hf.AlbertForMaskedLM(hf.AlbertConfig(**SMALL, embedding_size=8, hidden_dropout_prob=0.1)).train()
 
 
 def t5() -> nn.Module:
@@ -116,19 +87,8 @@ def t5() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    return hf.MixtralForCausalLM(
-        hf.MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=4,
-            max_position_embeddings=16,
-            output_router_logits=True,
-        )
-    ).train()
+    sizes = {**SMALL, "intermediate_size": 16, "num_key_value_heads": 1, "num_local_experts": 4}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, output_router_logits=True)).train()
 
 
 class Experts(nn.Module):

@@ -7,15 +7,14 @@ import transformers as hf
 from torch import nn
 
 from .case import Batch, Case, own_loss
-from .language import VOCABULARY, tokens
+from .language import LAYERS, SMALL, tokens
 
 IMAGE_TOKEN, PATCHES = 1, 4
 
 
 def clip() -> nn.Module:
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    text = {**tower, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 0}
-    vision = {**tower, "image_size": 8, "patch_size": 4}
+    text = {**SMALL, "eos_token_id": 2, "bos_token_id": 0}
+    vision = {**LAYERS, "image_size": 8, "patch_size": 4}
     return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).train()
 
 
@@ -25,24 +24,8 @@ def clip_batch() -> Batch:
 
 def llava() -> nn.Module:
     """A CLIP tower whose last layer but one feeds a Llama: its last layer gets no gradient."""
-    vision = hf.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-        projection_dim=8,
-    )
-    text = hf.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
+    vision = hf.CLIPVisionConfig(**LAYERS, image_size=8, patch_size=4, projection_dim=8)
+    text = hf.LlamaConfig(**{**SMALL, "max_position_embeddings": 32}, num_key_value_heads=2)
     config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
     return hf.LlavaForConditionalGeneration(config).train()
 

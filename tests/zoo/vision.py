@@ -10,6 +10,7 @@ from torchvision.models import ResNet, SwinTransformer
 from torchvision.models.resnet import Bottleneck
 
 from .case import Batch, Case, own_loss
+from .language import LAYERS
 
 CLASSES = 7
 
@@ -27,18 +28,8 @@ def class_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def vit() -> nn.Module:
-    return hf.ViTForImageClassification(
-        hf.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            intermediate_size=32,
-            image_size=8,
-            patch_size=4,
-            num_labels=CLASSES,
-            hidden_dropout_prob=0.1,
-        )
-    ).train()
+    sizes = {**LAYERS, "num_hidden_layers": 4, "image_size": 8, "patch_size": 4}
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes, num_labels=CLASSES, hidden_dropout_prob=0.1)).train()
 
 
 def vit_batch() -> Batch:

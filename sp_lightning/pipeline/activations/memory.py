@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Stats, readable_bytes
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
@@ -120,10 +119,9 @@ class HostPool:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.pinnable: int | None = None  # how many bytes may be page-locked; None for any number
         self.held = self.in_use = 0  # bytes that the pool has, and those that are on loan
         self._backend = backend
-        self._pinned = self._most_in_use = 0
+        self._most_in_use = 0
         self._buffers: set[HostBuffer] = set()
         self._free: list[HostBuffer] = []  # by their size
 
@@ -159,11 +157,9 @@ class HostPool:
                 f"{readable_bytes(size)} more are needed and {readable_bytes(free)} are free. Use a smaller batch, "
                 "`activations='recompute'`, or a machine with more memory."
             )
-        pin = self._backend.can_pin and (self.pinnable is None or self._pinned + size <= self.pinnable)
-        buffer = HostBuffer(size, self._backend, pin)
+        buffer = HostBuffer(size, self._backend, pin=True)
         self._buffers.add(buffer)
         self.held += size
-        self._pinned += size * buffer.pinned
         return buffer
 
     def _release(self, buffers: list[HostBuffer]) -> None:
@@ -171,5 +167,4 @@ class HostPool:
         self._free = []
         for buffer in buffers:
             self.held -= buffer.nbytes
-            self._pinned -= buffer.nbytes * buffer.pinned
             buffer.release()

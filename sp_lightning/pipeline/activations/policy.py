@@ -38,8 +38,7 @@ from sp_lightning.pipeline.activations.ways import (
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Stats, readable_bytes
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
@@ -63,11 +62,10 @@ class _Measured:
 class AutoPolicy:
     """Measures units and chooses a policy for each."""
 
-    def __init__(self, second_forwards: SecondForwards, *, pin: bool, warns: bool = True) -> None:
+    def __init__(self, second_forwards: SecondForwards, *, warns: bool = True) -> None:
         self._second_forwards = second_forwards
         self._meter = second_forwards.saved.meter
         self._backend = second_forwards.backend
-        self._pin = pin
         self._warns = warns
         self._link: Link | None = None
         self._units: dict[str, _Measured] = {}  # in the order of the forward
@@ -206,7 +204,7 @@ class AutoPolicy:
         if not large or (room is not None and room < _HOST_ROOM * large):
             return None
         if self._link is None:
-            self._link = Link.measured(self._backend, self._pin)
+            self._link = Link.measured(self._backend)
         return self._link
 
 

@@ -63,9 +63,9 @@ class Link(NamedTuple):
         return sending + fetching + _HIDDEN_COST * nbytes * (1 / self.up + 1 / self.down)
 
     @staticmethod
-    def measured(backend: Backend, pin: bool) -> Link:
-        """Measure the link by copies, from and to host memory that is pinned if that for activations is."""
-        device, host = backend.allocate(_PROBE_BYTES), HostBuffer(_PROBE_BYTES, backend, pin)
+    def measured(backend: Backend) -> Link:
+        """Measure the link by copies, from and to host memory like that for activations."""
+        device, host = backend.allocate(_PROBE_BYTES), HostBuffer(_PROBE_BYTES, backend, pin=True)
         seconds = []
         for copy, target, source in [(backend.upload, device, host.bytes), (backend.download, host.bytes, device)]:
             copy(target, source).join()

@@ -6,10 +6,8 @@ not stay where they land go through a *landing buffer* on the host, on their way
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Sequence
-from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,16 +25,6 @@ _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers th
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
 
-class Pin(enum.Enum):
-    """Which host memory for gradients is pinned. A copy to other memory would hold up the thread that launches."""
-
-    ALL = enum.auto()
-    LANDING = enum.auto()
-    """Landing buffers alone, as the host cannot pin everything: gradients are moved from there by the host."""
-
-    NOTHING = enum.auto()
-
-
 class GradientLayout:
     """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
 
@@ -51,8 +39,6 @@ class GradientLayout:
         sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         *self._offsets, self.norms_at = offsets
-        # whether a gradient is in another dtype than its master
-        self.is_lower = any(dtype != w.dtype for w, dtype in zip(weights, dtypes, strict=True))
         # whether all masters are in fp32, so that norms computed in fp32 have torch's bits
         self.can_be_measured = all(weight.dtype == torch.float32 for weight in weights)
 
@@ -63,18 +49,11 @@ class GradientLayout:
         gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
         return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
 
-    def flat_in(self, memory: Tensor) -> list[Tensor]:
-        """Return the gradients, and the padding between them, as one flat tensor for each stretch of one dtype."""
-        pairs = zip(self.dtypes, self._offsets, strict=True)
-        starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
-        runs = zip((dtype for dtype, _ in groupby(self.dtypes)), starts, [*starts[1:], self.norms_at], strict=True)
-        return [memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
-
 
 def gradient_bytes(unit: Unit) -> int:
     """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
     weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
+    return GradientLayout(weights, [weight.compute_dtype for weight in weights]).nbytes
 
 
 class GradientMemory:
@@ -124,7 +103,7 @@ class StagingBuffers:
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def close(self) -> None:
-        """Let go of the buffers; after an exception, a collective operation may still use one."""
+        """Let go of the buffers."""
         self._buffers.clear()
 
 
@@ -150,15 +129,18 @@ class HostGradients(GradientMemory):
         self._host.release()
 
 
+def few_buffers(units: int, together: int) -> int:
+    """Return how many landing buffers there may be on any host, for so many units, of which some travel together."""
+    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
+
+
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
-    def __init__(self, units: Sequence[Unit], backend: Backend, pin: bool) -> None:
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._backend = backend
-        self._pin = pin
         # how many there may be on any host
-        together = max((len(unit.group.units) for unit in units), default=1)
-        self._few = max(2, together + 1, -(-len(units) // _UNITS_PER_BUFFER))
+        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
         self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
 
@@ -182,7 +164,7 @@ class LandingBuffers:
                     self._buffers.remove(free[0])
                     free[0].close()
                 if free or not is_full:
-                    self._buffers.append(HostGradients(nbytes, self._backend, self._pin, self._released))
+                    self._buffers.append(HostGradients(nbytes, self._backend, True, self._released))
                     return self._buffers[-1]
                 self._released.wait()
 

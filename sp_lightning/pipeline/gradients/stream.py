@@ -1,8 +1,7 @@
 """The stream of gradients from the twins on the device to the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in a staging buffer on the device, and leave
-with one device-to-host (D2H) copy, in the dtype they were computed in. With other processes they are averaged in the
-staging buffer first (averaging.py).
+with one device-to-host (D2H) copy, in the dtype they were computed in.
 
     device                        on its way                  host
     leaf.grad -> staging buffer ----------------------------> the unit's own buffer        (first of a step)
@@ -22,7 +21,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, Pin, StagingBuffers
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
 from sp_lightning.pipeline.gradients.unit_gradients import (
     NO_SCALING,
     Gradient,
@@ -52,18 +51,16 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, pin: Pin) -> None:
+    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats) -> None:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit, backend, pin is Pin.ALL) for unit in units]
+        self._units = [UnitGradients(unit, backend) for unit in units]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
         self._stats = stats
-        self._landing = LandingBuffers(units, backend, pin is not Pin.NOTHING)
-        self._lands_in_place = pin is not Pin.LANDING
-        self._gathering: dict[UnitGradients, None] = {}  # units with gradients that have not left the device
+        self._landing = LandingBuffers(units, backend)
         self.arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
@@ -75,76 +72,58 @@ class GradientStream:
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
         self.arrived.setdefault(gradient, gradient.host is None)
-        if gradient.on_device is not None:  # of another leaf, or of a reentrant checkpoint, which accumulates again
-            self.send(unit, is_last=False)
+        if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
+            self._send(unit, is_last=False)
         if not unit.gathered:
             unit.begin()
-            unit.state = State.GATHERING
-            self._gathering[unit] = None
-        unit.gathered += 1
-        gradient.on_device = tensor
-        if unit.gathered == len(unit.trained):
-            self.send(unit, is_last)
+            unit.state = State.HELD
+        unit.gathered[gradient] = tensor
+        if len(unit.gathered) == len(unit.trained):
+            self._send(unit, is_last)
 
     def send_others(self, units: Sequence[Unit] = ()) -> None:
         """Send what all other units have gathered: backward has moved on to these, or ends."""
-        for unit in list(self._gathering):
-            if unit.unit not in units:
-                self.send(unit, is_last=False)
+        for unit in self._units:
+            if unit.gathered and unit.unit not in units:
+                self._send(unit, is_last=False)
 
     @torch.no_grad()
-    def send(self, unit: UnitGradients, is_last: bool) -> None:
-        """Send what a unit has gathered to the host; if it is complete, `is_last` says that nothing more will come."""
-        self._gathering.pop(unit, None)
+    def _send(self, unit: UnitGradients, is_last: bool) -> None:
+        """Send what a unit has gathered to where it stays, through a landing buffer, or to the optimizer.
+
+        If it is complete, `is_last` says that nothing more will come.
+        """
+        self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
+        gathered, unit.gathered = unit.gathered, {}
         gradients, tensors, dtypes = [], [], []
+        is_new = is_hidden = True
         for gradient in unit.trained:
-            if gradient.on_device is not None:
+            if (tensor := gathered.get(gradient)) is not None:
                 gradients.append(gradient)
-                tensors.append(gradient.on_device)
-                dtypes.append(gradient.on_device.dtype)
-                gradient.on_device = None
-        unit.gathered = 0
+                tensors.append(tensor)
+                dtypes.append(tensor.dtype)
+                if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
+                    unit.show(gradient)
+                gradient.norm = None
+                is_new &= gradient.host is None
+                is_hidden &= not gradient.is_seen
         layout = unit.layout
         if dtypes != layout.dtypes:  # some are missing, or a weight was used in another dtype, too
             layout = GradientLayout([gradient.weight for gradient in gradients], dtypes)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], tensors)
-        self._dispatch(unit, gradients, layout, staging, is_last)
-
-    def _dispatch(
-        self,
-        unit: UnitGradients,
-        gradients: Sequence[Gradient],
-        layout: GradientLayout,
-        staging: GradientMemory,
-        is_last: bool,
-    ) -> None:
-        """Send a staging buffer to where its gradients stay, through a landing buffer, or to the optimizer."""
-        self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
-        is_new = is_hidden = True
-        for gradient in gradients:
-            if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
-                unit.show(gradient)
-            master = gradient.weight.master
-            has_hooks = bool(master._backward_hooks or master._post_accumulate_grad_hooks)
-            gradient.is_seen = has_hooks or master.grad is not None
-            gradient.norm = None
-            is_new &= gradient.host is None
-            is_hidden &= not gradient.is_seen
-        is_whole = layout is unit.layout
-        taker = self.taker if is_whole and is_last and is_hidden else None
+        taker = self.taker if layout is unit.layout and is_last and is_hidden else None
         if taker is not None and not taker.wants(unit):
             taker = None
         has_norms = self.measures_norms and layout.can_be_measured
-        is_new &= is_whole and is_hidden
         passes = is_new and taker is not None and not taker.keeps_gradients
-        if is_new and unit.sums is None and not passes and self._lands_in_place:
+        if is_new and is_hidden and layout is unit.kept_as and not passes:
             unit.wait()
             own = unit.own()
             arrived, norms = own.views(layout)
             shipment = Shipment(unit, gradients, arrived, self._download(unit, layout, staging, own, has_norms), None)
-            for gradient, tensor, norm in zip(gradients, arrived, norms.unbind(), strict=True):
-                gradient.host, gradient.norm = tensor, norm if has_norms else None
+            for gradient, place, norm in zip(gradients, arrived, norms.unbind(), strict=True):
+                gradient.host, gradient.norm = place, norm if has_norms else None
         else:
             buffer = self._landing.take(layout.nbytes, patient=not passes)
             ticket = self._download(unit, layout, staging, buffer)
@@ -153,7 +132,7 @@ class GradientStream:
                 unit.close()  # gradients pass through a few buffers from now on
             else:
                 shipment = self._add(shipment, has_norms)
-        unit.ticket, unit.state = shipment.ticket, State.LEAVING
+        unit.ticket, unit.state = shipment.ticket, State.HELD
         if taker is not None:
             taker.take(shipment)
 
@@ -197,7 +176,6 @@ class GradientStream:
                 gradient.norm = torch.empty(())
                 norms.append((gradient.norm, target))
         after = [shipment.ticket] if unit.ticket is None else [shipment.ticket, unit.ticket]
-        becomes_part = unit.take_own() if unit.sums is not None else None
 
         def add() -> None:
             with without_torch_function(), torch.no_grad():
@@ -206,35 +184,29 @@ class GradientStream:
                 for norm, target in norms:
                     norm.copy_(torch.linalg.vector_norm(target, dtype=torch.float32))
 
-        def release() -> None:
-            buffer.release()
-            if becomes_part is not None:
-                becomes_part.close()
-
         moved = 2 * sum(target.nbytes for target, _, _ in jobs)
-        ticket = self._backend.work(add, after, moved, release)
+        ticket = self._backend.work(add, after, moved, buffer.release)
         self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, ticket)
         return Shipment(unit, shipment.gradients, [target for target, _, _ in jobs], ticket, None)
 
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""
-        unit = shipment.unit
         if shipment.buffer is not None:
-            unit.ticket = None if unit.ticket is shipment.ticket else unit.ticket
-            unit.ticket = self._add(shipment, has_norms=False).ticket
+            shipment.unit.ticket = self._add(shipment, has_norms=False).ticket
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
     @torch.no_grad()
-    def finish(self, takes_part: bool = False) -> None:
-        """Send what is left, and call users' hooks; with `takes_part`, average even if no gradient has arrived."""
+    def finish(self) -> bool:
+        """Send what is left, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.taker is not None:
             self.taker.finish_backward()
-        late = list(filter(attrgetter("late"), self.arrived))
+        some_came, late = bool(self.arrived), list(filter(attrgetter("late"), self.arrived))
         self.arrived.clear()
         if late:
             self._add_late(late)
+        return some_came
 
     def _add_late(self, gradients: Sequence[Gradient]) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
@@ -260,21 +232,13 @@ class GradientStream:
         for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
-        dropped: dict[UnitGradients, list[Gradient]] = {}
         for gradient, is_new in self.arrived.items():
-            gradient.on_device = None
             gradient.late.clear()
-            of_unit = dropped.setdefault(gradient.unit, [])
-            if is_new or gradient.unit.state is State.CONSUMED:
-                of_unit.append(gradient)
-        for unit, gradients in dropped.items():
-            unit.gathered = 0
-            unit.state = State.LANDED
-            unit.forget(gradients)
-        self._landing.abandon()
-        self.staging.close()
-        self._gathering.clear()
+            gradient.unit.gathered.clear()
+            gradient.unit.state = State.HELD
+            gradient.unit.forget([gradient] if is_new else [])
         self.arrived.clear()
+        self._landing.abandon()
 
     # ------------------------------------------------------------------- between one backward pass and the next
 
@@ -317,3 +281,4 @@ class GradientStream:
         for unit in self._units:
             unit.close()
         self._landing.close()
+        self.staging.close()

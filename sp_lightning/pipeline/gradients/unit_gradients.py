@@ -57,14 +57,8 @@ class State(enum.Enum):
     EMPTY = enum.auto()
     """The engine has none."""
 
-    GATHERING = enum.auto()
-    """Backward has brought some, which are on the device."""
-
-    LEAVING = enum.auto()
-    """They are on their way to the host, or into a sum there."""
-
-    LANDED = enum.auto()
-    """They are on the host."""
+    HELD = enum.auto()
+    """The engine has some, on the device, on their way to the host, or there."""
 
     CONSUMED = enum.auto()
     """An optimizer has stepped the unit with them in backward; its `step()` has yet to be called."""
@@ -73,19 +67,31 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("host", "is_seen", "late", "norm", "on_device", "scaling", "unit", "weight")
+    __slots__ = ("host", "late", "norm", "scaling", "unit", "weight")
 
     def __init__(self, weight: Weight, unit: UnitGradients) -> None:
         self.weight = weight
         self.unit = unit
-        self.on_device: Tensor | None = None  # what backward has brought, as long as it has not left
         # what the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
         self.host: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that; None if it is not known
         self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
-        # whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call
-        self.is_seen = False
         self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, as it is seen
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call."""
+        master = self.weight.master
+        return bool(master._backward_hooks or master._post_accumulate_grad_hooks) or master.grad is not None
+
+    def replace(self, value: Tensor) -> None:
+        """Have this value, in the master's dtype, in place of what has landed on the host."""
+        assert self.host is not None
+        if self.host.dtype != value.dtype:
+            self.host = self.unit.room_for(self, value.dtype)
+        self.host.copy_(value)
+        if self.norm is not None:
+            self.norm = torch.linalg.vector_norm(value, dtype=torch.float32)
 
 
 IS_TRAINED = attrgetter("weight.master.requires_grad")
@@ -96,22 +102,20 @@ class UnitGradients:
 
     Attributes:
         layout: How these lie in memory, in the dtypes in which they arrive.
+        kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit, backend: Backend, pin: bool) -> None:
+    def __init__(self, unit: Unit, backend: Backend) -> None:
         self.unit = unit
         self._backend = backend
-        self._pin = pin
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
-        self.layout = self._sum_layout = GradientLayout((), ())
+        self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
         self.state = State.EMPTY
-        self.gathered = 0  # how many of them backward has brought that have not left
+        self.gathered: dict[Gradient, Tensor] = {}  # what backward has brought, as long as it has not left the device
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
-        self._own: HostGradients | None = None  # for gradients as they arrive
-        # host memory for sums in the masters' dtypes, where gradients arrive in lower ones; None before there are
-        self.sums: HostGradients | None = None
+        self.memory: HostGradients | None = None  # the host memory that they stay in; None if there is none yet
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
@@ -120,29 +124,28 @@ class UnitGradients:
             self.close()
             self.trained = trained
             weights = [gradient.weight for gradient in trained]
-            self.layout = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
-            self._sum_layout = GradientLayout(weights, [weight.dtype for weight in weights])
+            self.layout = GradientLayout(weights, [weight.compute_dtype for weight in weights])
+            is_lower = any(weight.lowered for weight in weights)
+            self._sum_layout = GradientLayout(weights, [w.dtype for w in weights]) if is_lower else self.layout
+            self.kept_as = self.layout
 
     def own(self) -> HostGradients:
-        """Return the memory in which gradients stay as they arrive."""
-        if self._own is None:
-            self._own = HostGradients(self.layout.nbytes, self._backend, self._pin)
-        return self._own
-
-    def take_own(self) -> HostGradients | None:
-        """Give away that memory, if there is some, to be closed when nobody needs it."""
-        own, self._own = self._own, None
-        return own
+        """Return the memory in which gradients stay, as `kept_as` tells."""
+        if self.memory is None:
+            self.memory = HostGradients(self.kept_as.nbytes, self._backend, pin=self.kept_as is self.layout)
+        return self.memory
 
     def room_for(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
-        """Return memory for the sum of one weight's gradients, or for the first of them, which came in this dtype."""
+        """Return memory for the sum of one weight's gradients, or for the first of them, which came in this dtype.
+
+        From the first sum on, gradients that arrive in lower dtypes than the masters' are kept in the masters'.
+        """
         index = self.trained.index(gradient)
-        is_first = gradient.host is None and self.sums is None and dtype == self.layout.dtypes[index]
-        if is_first or not self.layout.is_lower:
-            return self.own().views(self.layout)[0][index]
-        if self.sums is None:
-            self.sums = HostGradients(self._sum_layout.nbytes, self._backend, pin=False)
-        return self.sums.views(self._sum_layout)[0][index]
+        is_sum = gradient.host is not None or dtype != self.kept_as.dtypes[index]
+        if is_sum and self.kept_as is not self._sum_layout:
+            self.close()  # what lies in it keeps it
+            self.kept_as = self._sum_layout
+        return self.own().views(self.kept_as)[0][index]
 
     def show(self, gradient: Gradient) -> None:
         """Make what has landed of a gradient the master's `.grad`, which is the user's."""
@@ -181,20 +184,17 @@ class UnitGradients:
         finally:
             if ticket.done:  # not if an interrupt has ended the wait
                 self.ticket = None
-                if self.state is State.LEAVING:
-                    self.state = State.LANDED
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory."""
-        return sum(memory.bytes.nbytes for memory in (self._own, self.sums) if memory is not None)
+        return 0 if self.memory is None else self.memory.bytes.nbytes
 
     def close(self) -> None:
         """Let go of the memory; what lies in it keeps it."""
         self.wait()
-        for memory in (self._own, self.sums):
-            if memory is not None:
-                memory.close()
-        self._own = self.sums = None
+        if self.memory is not None:
+            self.memory.close()
+        self.memory, self.kept_as = None, self.layout
 
 
 @dataclass(eq=False)
@@ -255,8 +255,6 @@ def add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
     if target.dtype == arrived.dtype or target.stride() != arrived.stride():
         target.add_(arrived)
         return
-    count = arrived.numel()
-    flat_target, flat_arrived = target.as_strided((count,), (1,)), arrived.as_strided((count,), (1,))
-    for start in range(0, count, _CHUNK):
-        end = min(start + _CHUNK, count)
-        flat_target[start:end].add_(flat_arrived[start:end].to(target.dtype))
+    flat = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), _CHUNK) for tensor in (target, arrived)]
+    for part, added in zip(*flat, strict=True):
+        part.add_(added)

@@ -7,6 +7,8 @@ issued before, and would make them wait until computing has come as far as it wa
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,9 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores, choose_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -60,9 +61,9 @@ class _StreamTicket(Ticket):
 class AcceleratorBackend(Backend):
     """CUDA, and any other type of device for which torch has streams and events."""
 
-    def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
+    def __init__(self, device: torch.device, poison: bool = False, threads: int | None = None) -> None:
         super().__init__(device, poison, Worker("superpipeline-host", self._begin_work))
-        self._cores = cores
+        self._threads = threads
         self._former_peak = 0
         self._api: Any = torch.get_device_module(device)
         if not hasattr(self._api, "Stream"):
@@ -71,12 +72,13 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
-        if device.type == "cuda":
+        self.pins = device.type == "cuda"
+        if self.pins:
             use_expandable_segments(self._up)
 
     def _begin_work(self) -> None:
         self._api.set_device(self.device)  # or waiting for an event would create a context on device 0
-        self._cores.occupy()
+        use_threads(self._threads)
 
     @override
     def gather_free_memory(self) -> None:
@@ -143,17 +145,10 @@ class AcceleratorBackend(Backend):
         self._api.synchronize(self.device)  # so that the event completes now, not when the device gets to it
         return super().origin()
 
-    @property
-    @override
-    def can_pin(self) -> bool:
-        return self.device.type == "cuda"
-
     @override
     def pin(self, memory: Tensor) -> bool:
         # torch's allocator of pinned memory rounds up to a power of two: up to twice the memory (pytorch#150517)
-        if not self.can_pin or memory.nbytes == 0:
-            return False
-        with self._api.device(self.device), self._cores.nearby():
+        with self._api.device(self.device):
             done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
             if not done:
                 self._clear_error()
@@ -216,7 +211,28 @@ def make_backend(device: torch.device, host_threads: int | Literal["auto"], proc
 
     `debug` poisons unused memory, and delays copies on the emulated device.
     """
-    cores = choose_cores(device, host_threads, processes)
+    threads = _threads(device, processes) if host_threads == "auto" else host_threads
     if device.type == "cpu":
-        return HostBackend(device, poison=debug, max_delay=0.002 if debug else 0.0, cores=cores)
-    return AcceleratorBackend(device, poison=debug, cores=cores)
+        return HostBackend(device, poison=debug, max_delay=0.002 if debug else 0.0, threads=threads)
+    return AcceleratorBackend(device, poison=debug, threads=threads)
+
+
+_CORES = Path("/sys/devices/system/cpu")
+_ONE_LEFT_FREE_IN = 4  # one core in four, and at least one, is left to the training loop and data loaders
+
+
+def _threads(device: torch.device, processes: int) -> int | None:
+    """Choose how many threads share an operation on host memory, while another one launches kernels; None for torch's.
+
+    On the CPU sums are to be those of plain training. `torchrun` grants one thread, to spare its other processes, by
+    the variable that users set.
+    """
+    if device.type == "cpu" or ("OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ):
+        return None
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    try:  # hyperthreads of one core count once
+        cores = len({(_CORES / f"cpu{each}" / "topology" / "thread_siblings_list").read_text() for each in allowed})
+    except OSError:
+        cores = len(allowed)
+    cores = max(1, cores // processes)
+    return max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN))

@@ -74,6 +74,7 @@ class Backend(ABC):
 
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets have to know when they began and ended
+        self.pins = False  # whether host memory that is sent is pinned (page-locked), for fast copies
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
@@ -142,13 +143,8 @@ class Backend(ABC):
         """Fill memory that nobody may read with poison; only where `poison` is on."""
         memory.fill_(_POISON)
 
-    @property
-    def can_pin(self) -> bool:
-        """Whether pinned (page-locked) host memory makes copies faster."""
-        return False
-
     def pin(self, memory: Tensor) -> bool:
-        """Pin host memory in place; return False if that is impossible or pointless."""
+        """Pin host memory in place; return False if that is impossible."""
         return False
 
     def unpin(self, memory: Tensor) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
-from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
-from sp_lightning.pipeline.lanes.lanes import Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Ticket, Worker, use_threads
 
 
 class HostBackend(Backend):
@@ -28,9 +27,9 @@ class HostBackend(Backend):
         poison: bool = False,
         max_delay: float = 0.0,
         seed: int = 0,
-        cores: HostCores = ANYWHERE,
+        threads: int | None = None,
     ) -> None:
-        host = Worker("superpipeline-host", cores.occupy, max_delay, seed)
+        host = Worker("superpipeline-host", partial(use_threads, threads), max_delay, seed)
         super().__init__(device or torch.device("cpu"), poison, host)
         self._up = Worker("superpipeline-upload", max_delay=max_delay, seed=seed)
         self._down = Worker("superpipeline-download", max_delay=max_delay, seed=seed)

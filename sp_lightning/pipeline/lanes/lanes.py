@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from typing_extensions import override
 
 
@@ -106,26 +107,22 @@ class Ticket(ABC):
         return None
 
 
+@dataclass(eq=False)
 class Job(Ticket):
     """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
 
+    action: Callable[[], None] | None
+    after: Sequence[Ticket] = ()
+    cleanup: Callable[[], None] | None = None
+    rank: int = 0
     done: bool = False  # an attribute, as it is asked for often
+    error: BaseException | None = None
+    began: float = 0.0
+    ended: float = 0.0
 
-    def __init__(
-        self,
-        action: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.error: BaseException | None = None
-        self._action: Callable[[], None] | None = action
-        self._after = after
-        self._cleanup = cleanup
+    def __post_init__(self) -> None:
         self._under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
         self._under_way.acquire()
-        self._began = self._ended = 0.0
 
     @override
     def join(self) -> None:
@@ -137,16 +134,16 @@ class Job(Ticket):
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
-        return self._began - origin.host, self._ended - origin.host
+        return self.began - origin.host, self.ended - origin.host
 
     @property
     def is_ready(self) -> bool:
         """Whether all that has to be done before it is."""
-        return all(ticket.done for ticket in self._after)
+        return all(ticket.done for ticket in self.after)
 
     def wait_until_ready(self) -> None:
         """Block until all that has to be done before it is, or has failed."""
-        for ticket in self._after:
+        for ticket in self.after:
             with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for the job
                 ticket.join()
 
@@ -155,23 +152,34 @@ class Job(Ticket):
         try:
             if failed is not None:
                 raise failed
-            for earlier in self._after:
+            for earlier in self.after:
                 earlier.join()
-            assert self._action is not None
-            self._began = time.perf_counter()
-            self._action()
+            assert self.action is not None
+            self.began = time.perf_counter()
+            self.action()
         except BaseException as error:
             self.error = error
-        self._ended = time.perf_counter()
-        if self._cleanup is not None:
-            self._cleanup()
+        self.ended = time.perf_counter()
+        if self.cleanup is not None:
+            self.cleanup()
         self.finish()
 
     def finish(self) -> None:
         """Mark it as done, and wake whoever waits for it; what it held is free by then."""
-        self._action, self._after, self._cleanup = None, (), None
+        self.action, self.after, self.cleanup = None, (), None
         self.done = True
         self._under_way.release()
+
+
+def use_threads(count: int | None) -> None:
+    """Have so many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
+    if count is not None:
+        usual = torch.get_num_threads()
+        torch.set_num_threads(count)
+        # This sets the count of this thread, and the default of later ones, which another thread restores.
+        other = threading.Thread(target=torch.set_num_threads, args=(usual,))
+        other.start()
+        other.join()
 
 
 class Worker:
@@ -191,8 +199,7 @@ class Worker:
         self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._waiting: list[Job] = []  # in the order of submission
-        self._is_working = False
+        self._jobs: list[Job] = []  # those that are not done, in the order of submission
         self._closing = False
 
     def submit(
@@ -208,7 +215,7 @@ class Worker:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         with self._changed:
-            self._waiting.append(job)
+            self._jobs.append(job)
             self._changed.notify_all()
         return job
 
@@ -217,7 +224,7 @@ class Worker:
         if threading.current_thread() is self._thread:  # called by a job, one that compiles: it cannot wait for itself
             return
         with self._changed:
-            while self._waiting or self._is_working:
+            while self._jobs:
                 self._changed.wait()
 
     def close(self) -> None:
@@ -239,26 +246,19 @@ class Worker:
             if self._max_delay:
                 time.sleep(self._random.uniform(0, self._max_delay))
             job.run(failed)
+            with self._changed:
+                self._jobs.remove(job)
+                self._changed.notify_all()
 
     def _next(self) -> Job | None:
         """Wait for the next job, and return it; None if the thread is to end."""
-        with self._changed:
-            self._is_working = False
-            self._changed.notify_all()
-            while not self._waiting and not self._closing:
-                self._changed.wait()
-            if not self._waiting:
-                return None
-            oldest, some_are_ready = self._waiting[0], self._most_urgent() is not None
-        if not some_are_ready:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closing:
+                    self._changed.wait()
+                if not self._jobs:
+                    return None
+                if ready := [job for job in self._jobs if job.is_ready]:
+                    return min(ready, key=attrgetter("rank"))
+                oldest = self._jobs[0]
             oldest.wait_until_ready()
-        with self._changed:
-            chosen = self._most_urgent() or oldest
-            self._waiting.remove(chosen)
-            self._is_working = True
-            return chosen
-
-    def _most_urgent(self) -> Job | None:
-        """Return the most urgent job that is ready; None if none is."""
-        in_order = sorted(self._waiting, key=attrgetter("rank"))
-        return next((job for job in in_order if job.is_ready), None)

@@ -15,9 +15,8 @@ from torch import nn
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import HostShare, choose_device_layout, largest_unit_bytes
-from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.layout.memory import check_host_memory, choose_device_layout, largest_unit_bytes
+from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
@@ -73,7 +72,7 @@ class Arrangement:
         self.streamed_members = [member for unit in division.units for member in unit.members]
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(module, learned, is_averaged=replicas is not None)
+        self._choose_dtypes(module, learned)
         self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k, self.k_prime = layout.window.k, layout.window.k_prime
         self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
@@ -85,9 +84,7 @@ class Arrangement:
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         # all weights, by the identity of their masters
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
-        processes = 1 if replicas is None else replicas.on_this_machine
-        at_once = 1 if memory else processes
-        self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes, at_once)
+        check_host_memory(self.all_units, at_once=1 if memory or replicas is None else replicas.on_this_machine)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
@@ -105,7 +102,7 @@ class Arrangement:
         try:
             for units in self._layout.parts:
                 parts = [part for unit in units for part in _parts_of(unit)]
-                segments = [Segment(part, self._backend, self.host_share.pin, memory.find(part)) for part in parts]
+                segments = [Segment(part, self._backend, True, memory.find(part)) for part in parts]
                 self.segments += segments
                 group = Group(len(self.groups), units, segments)
                 self.groups.append(group)
@@ -122,7 +119,7 @@ class Arrangement:
             others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
             group.conflicts = frozenset(others)
         memory.keep(self.segments)
-        if self.host_share.pin and not self.is_pinned:
+        if self._backend.pins and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
                 "Copies of it are slow.",
@@ -137,12 +134,13 @@ class Arrangement:
         for member in self.members:
             member.find_groups()
 
-    def _choose_dtypes(self, module: nn.Module, learned: Learned, is_averaged: bool) -> None:
+    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
-        for weight in [weight for unit in self.all_units for weight in unit.weights]:
-            weight.averaged = is_averaged
-            weight.leaf_class = TwinParameter if self.compiled else EagerLeaf
-        if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
+        if self.compiled:  # such code does not show how it uses weights
+            for weight in [weight for unit in self.all_units for weight in unit.weights]:
+                weight.leaf_class = TwinParameter
+            return
+        if self.autocast is None:
             return
         as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
         lowered = learned.lowered - as_is
@@ -156,7 +154,7 @@ class Arrangement:
                 if id(weight.master) not in as_is:
                     weight.leaf_class = LoweredParameter
 
-    def make_resident(self, weight: Weight) -> Twin:
+    def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
         beside = weight.unit.group
@@ -176,7 +174,6 @@ class Arrangement:
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
-        return weight.twin
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 

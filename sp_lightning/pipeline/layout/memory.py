@@ -21,17 +21,15 @@ has stepped it, or when it is used next if its weights have changed otherwise, a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
-from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
-from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.layout.learned import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
@@ -167,60 +165,27 @@ def sent_bytes(weights: Iterable[Weight]) -> int:
     return lay_out([weight.compute_bytes for weight in weights])[1]
 
 
-_PINNED_SHARE = 0.8  # of the host's memory, so that the rest of the system does not starve
-
-
-class HostShare:
-    """The share of the host's memory that an arrangement takes.
+def check_host_memory(units: Sequence[Unit], at_once: int) -> None:
+    """Check that the host has memory for gradients and for copies of weights.
 
     Args:
         units: All units.
-        backend: Pins memory, if it can.
-        pin_memory: The user's choice.
-        processes: How many processes share the host.
-        at_once: How many of them take their share at this moment.
-
-    Attributes:
-        pin: Whether to pin weights.
-        pin_gradients: Whether to pin gradients.
-        pinnable: Bytes that may be pinned besides these; None if there is no limit.
+        at_once: How many processes take as much of the same host's memory at this moment.
 
     Raises:
-        ValueError: If host memory does not suffice.
+        ValueError: If it has not.
     """
-
-    def __init__(
-        self, units: Sequence[Unit], backend: Backend, pin_memory: bool | str, processes: int, at_once: int
-    ) -> None:
-        weights = [weight for unit in units for weight in unit.weights]
-        for_weights = sum(weight.compute_bytes for weight in weights)
-        for_gradients = sum(map(gradient_bytes, units))
-        total = total_host_memory()
-        limit = int(_PINNED_SHARE * total) // processes if total and pin_memory is not True else None
-        if not backend.can_pin or pin_memory is False:
-            limit = 0
-        self.pin = limit is None or for_weights <= limit
-        self.pin_gradients = limit is None or for_weights + for_gradients <= limit
-        self.pinnable = limit and limit - self.pin * for_weights - self.pin_gradients * for_gradients
-        if limit and total and not self.pin_gradients:
-            warnings.warn(
-                f"Pinning {readable_bytes(for_weights)} of weights and {readable_bytes(for_gradients)} of gradients "
-                f"would page-lock more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
-                f"{'Gradients' if self.pin else 'Both'} are left as they are, which makes copies slow. "
-                "`pin_memory=True` page-locks everything.",
-                stacklevel=2,
-            )
-
-        present = [weight.master.grad for weight in weights if weight.master.grad is not None]
-        coming = max(0, for_gradients - sum(grad.nbytes for grad in present if grad.layout is torch.strided))
-        moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
-        needed = coming + sum(weight.compute_bytes for weight in weights if weight.lowered) + moving
-        free = available_host_memory()
-        if free is not None and needed * at_once > free:
-            each = f" in each of {at_once} processes" if at_once > 1 else ""
-            raise ValueError(
-                f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
-                f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
-                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
-                f"{', or train on fewer devices (`Trainer(devices=1)`)' if processes > 1 else ''}."
-            )
+    weights = [weight for unit in units for weight in unit.weights]
+    present = [weight.master.grad for weight in weights if weight.master.grad is not None]
+    coming = max(0, sum(map(gradient_bytes, units)) - sum(g.nbytes for g in present if g.layout is torch.strided))
+    moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
+    needed = coming + sum(weight.compute_bytes for weight in weights if weight.lowered) + moving
+    free = available_host_memory()
+    if free is not None and needed * at_once > free:
+        each = f" in each of {at_once} processes" if at_once > 1 else ""
+        raise ValueError(
+            f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
+            f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
+            f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
+            f"{', or train on fewer devices (`Trainer(devices=1)`)' if at_once > 1 else ''}."
+        )

@@ -144,7 +144,7 @@ class Clipping:
             gradient.scaling = gradient.scaling.times(factor)
             gradient.norm = None
         for unit in units:
-            unit.ticket, unit.state = ticket, State.LEAVING
+            unit.ticket = ticket
         if others:
             ticket.join()
             _multiply(others, factor)

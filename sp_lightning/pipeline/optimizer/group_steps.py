@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, Scaling, Shipment, State, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
@@ -182,19 +182,21 @@ class EarlyStep:
         # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []
+        # those whose state this step makes; it stands in the order in which torch would make it
+        self._new = {g for g, number in plan.gradients.items() if IS_TRAINED(g) and self._lacks_state(g, number)}
+        optimizer.state.update({g.weight.master: {} for g in plan.gradients if g in self._new})
+
+    def _lacks_state(self, gradient: Gradient, number: int) -> bool:
+        optimizer = self.optimizer
+        return not optimizer.state.get(gradient.weight.master) and keeps_state(
+            optimizer, optimizer.param_groups[number]
+        )
 
     def wants(self, unit: UnitGradients) -> bool:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""
         if unit.unit.group.resident:
             return False
-        groups, state = self.optimizer.param_groups, self.optimizer.state
-        for gradient in unit.trained:
-            weight, number = gradient.weight, self.plan.gradients.get(gradient)
-            if number is None or weight.lowered_leaves:
-                return False
-            if keeps_state(self.optimizer, groups[number]) and not state.get(weight.master):
-                return False
-        return True
+        return all(g in self.plan.gradients and not g.weight.lowered_leaves for g in unit.trained)
 
     def take(self, shipment: Shipment) -> None:
         """Step the unit's group when its last gradients have landed; if it is still needed, when backward leaves it."""
@@ -228,6 +230,8 @@ class EarlyStep:
             gradient.scaling = self._scaling
         buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
         self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
+        if not self._new.isdisjoint(arrived):
+            self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
         for unit in [shipment.unit for shipment in shipments]:
             unit.state = State.CONSUMED
             self.stepped.append(unit)
@@ -239,9 +243,12 @@ class EarlyStep:
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         for unit in self.stepped:
-            unit.state = State.LANDED
+            unit.state = State.HELD
             if not self.keeps_gradients:
                 self._steps.stream.consume(unit.trained)
+        for weight in [gradient.weight for gradient in self._new]:
+            if not self.optimizer.state.get(weight.master):
+                self.optimizer.state.pop(weight.master, None)  # it got no gradient
 
     def abandon(self) -> None:
         """Finish, and warn if not all weights have been stepped: the optimizer's `step()` will not be called."""

@@ -234,7 +234,9 @@ class Optimizers(Clipping):
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
         """
-        if self._overlaps is False or self._early is not None or why_not_by_unit(optimizer) is not None:
+        replicas = self._parts.replicas
+        is_averaged = replicas is not None and replicas.averages  # when backward has ended
+        if self._overlaps is False or self._early is not None or is_averaged or why_not_by_unit(optimizer) is not None:
             yield
             return
         with self._at_work:

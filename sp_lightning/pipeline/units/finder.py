@@ -21,6 +21,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -59,55 +60,25 @@ def find_units(
     """
     tree = Tree(root, resident, split, used_outside)
     largest = sys.maxsize if max_unit_bytes is None else max_unit_bytes
-    atoms = _atoms_by_structure(tree, largest) if policy is None else _atoms_by_policy(tree, policy)
-    parts, shared = _join_sharing(tree, atoms)
+    if policy is None:
+        atoms = _atoms_by_structure(tree, largest)
+    else:
+        matches = _as_predicate(policy)
+        atoms = _divide(tree, Atom("", root), lambda here, _: matches(here.name, without_compile(here.module)), set())
+        if not (atoms or split or used_outside) and tree.total:
+            raise _nothing_matches(policy, root)
+    parts, resident_weights = _join_sharing(tree, atoms)
     if policy is None:
         parts = _join_neighbors(tree, parts, largest)
-    units: list[Unit] = []
+    units = [unit for part in parts if (unit := _make_unit(tree, part, resident_weights)).weights]
+    streamed = {id(weight) for unit in units for weight in unit.weights}
     rest = Unit("resident", resident=True)
-    streamed: set[int] = set()
-    for unit in [_make_unit(tree, part, tree.resident_weights | shared) for part in parts]:
-        streamed |= {id(weight) for weight in unit.weights}
-        if unit.weights:
-            units.append(unit)
-        for member in () if unit.weights else unit.members:
-            member.unit = rest  # all of its weights are shared and resident, but its calls must be noticed
-            rest.members.append(member)
     rest.weights = [weight for weight in tree.weights.values() if id(weight) not in streamed]
-    division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
     for weight in rest.weights:
         weight.unit = rest
+    division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
-
-
-def _atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
-    """Find the modules that the user's policy selects, in the order of the tree.
-
-    Raises:
-        ValueError: If it selects nothing that could stream.
-    """
-    matches = _as_predicate(policy)
-    atoms: list[Atom] = []
-    covered = {id(without_compile(tree.root))}
-    matched = False
-    for name, module in tree.root.named_modules():
-        inner = without_compile(module)
-        if id(inner) in covered or not matches(name, inner):
-            continue
-        covered |= {id(part) for part in module.modules()}
-        if tree.may_be_member(module):
-            matched = matched or any(id(parameter) in tree.weights for parameter in module.parameters())
-            if tree.bytes_of(module):
-                atoms.append(Atom(name, module))
-    if not matched and tree.total:
-        classes = Counter(type(module).__name__ for module in tree.root.modules())
-        common = ", ".join(name for name, _ in classes.most_common(8))
-        raise ValueError(
-            f"`units={policy!r}` matches no module of `{type(tree.root).__name__}` that is called and has "
-            f"weights to stream. Its most frequent module classes are: {common}."
-        )
-    return atoms
 
 
 def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
@@ -122,45 +93,57 @@ def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
     )
 
 
+def _nothing_matches(policy: UnitPolicy, root: nn.Module) -> ValueError:
+    classes = Counter(type(module).__name__ for module in root.modules())
+    common = ", ".join(name for name, _ in classes.most_common(8))
+    return ValueError(
+        f"`units={policy!r}` matches no module of `{type(root).__name__}` that is called and has weights to stream. "
+        f"Its most frequent module classes are: {common}."
+    )
+
+
 def _atoms_by_structure(tree: Tree, largest: int) -> list[Atom]:
     """Find the modules that are not divided further, in the order of the tree; `largest` is in bytes."""
-    root = Atom("", tree.root)
-    atoms = _divide(tree, root, largest, min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES), set())
-    keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
-    if sum(tree.weights[key].nbytes for key in keys) >= 0.9 * tree.total:
-        return atoms
-    return _divide(tree, root, largest, 0, set())  # many small leaves add up: stream them too
-
-
-def _divide(tree: Tree, here: Atom, largest: int, small: int, seen: set[int], is_block: bool = False) -> list[Atom]:
-    """Find atoms at and below a module; leaves outside of lists with less than `small` bytes are left out."""
-    module, inner = here.module, without_compile(here.module)
-    nbytes = tree.bytes_of(module)
-    if nbytes == 0 or id(inner) in seen:
-        return []
-    seen.add(id(inner))
-    children = tree.streamable_children(module)
-    if not children:
-        return [here] if tree.may_be_member(module) and (is_block or nbytes >= small) else []
-    if _stays_whole(tree, module, largest, is_block):
-        return [here]
-    children_are_blocks = isinstance(inner, _LISTS) and len(children) > 1
     atoms: list[Atom] = []
-    for name, child in children:
-        full_name = f"{here.name}.{name}" if here.name else name
-        atoms += _divide(tree, Atom(full_name, child), largest, small, seen, children_are_blocks)
+    for small in (min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES), 0):
+        atoms = _divide(tree, Atom("", tree.root), partial(_stays_whole, tree, largest, small), set())
+        keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
+        if sum(tree.weights[key].nbytes for key in keys) >= 0.9 * tree.total:
+            break  # else many small leaves add up: stream them, too
     return atoms
 
 
-def _stays_whole(tree: Tree, module: nn.Module, largest: int, is_block: bool) -> bool:
+def _divide(
+    tree: Tree, here: Atom, stays_whole: Callable[[Atom, bool], bool], seen: set[int], is_block: bool = False
+) -> list[Atom]:
+    """Find atoms at and below a module; `stays_whole` is asked of each with whether it is a child of a list."""
+    module, inner = here.module, without_compile(here.module)
+    if not tree.bytes_of(module) or id(inner) in seen:
+        return []
+    seen.add(id(inner))
+    children = tree.streamable_children(module)
+    may_be_whole = tree.may_be_member(module) and not (children and module is tree.root)
+    if may_be_whole and stays_whole(here, is_block):
+        seen.update(map(id, module.modules()))
+        return [here]
+    are_blocks = isinstance(inner, _LISTS) and len(children) > 1
+    atoms: list[Atom] = []
+    for name, child in children:
+        full_name = f"{here.name}.{name}" if here.name else name
+        atoms += _divide(tree, Atom(full_name, child), stays_whole, seen, are_blocks)
+    return atoms
+
+
+def _stays_whole(tree: Tree, largest: int, small: int, here: Atom, is_block: bool) -> bool:
+    """Tell whether a module is not divided; leaves outside of lists with less than `small` bytes are left out."""
+    module, nbytes = here.module, tree.bytes_of(here.module)
+    if not tree.streamable_children(module):
+        return is_block or nbytes >= small
     if isinstance(without_compile(module), nn.MultiheadAttention):
         return True  # it uses `out_proj.weight` without calling `out_proj`
-    nbytes = tree.bytes_of(module)
-    if module is tree.root or not tree.may_be_member(module) or nbytes > largest:
-        return False
     called = [*module.children()] if type(module) is nn.Sequential and not is_compiled(module) else []
-    if len(called) > 1 and all(map(tree.streamable_children, called)):
-        return False  # it only calls blocks, and each of them can then recompute its activations by itself
+    if nbytes > largest or (len(called) > 1 and all(map(tree.streamable_children, called))):
+        return False  # what only calls blocks is divided, as each of them can recompute its activations by itself
     if is_block:
         return 4 * nbytes <= tree.total or not _has_blocks(tree, module)
     return nbytes * _TYPICAL_UNIT_COUNT <= tree.total
@@ -177,30 +160,31 @@ def _has_blocks(tree: Tree, module: nn.Module) -> bool:
 
 
 def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], set[int]]:
-    """Join leaves that share a weight (a tied embedding and head) into one part, at the position of the first of them.
+    """Join a leaf to the first one that it shares a weight with (a tied embedding and head).
 
     Returns:
-        The parts, and the shared weights that are resident instead, by the identity of the parameter: those of blocks,
-        and those that a module outside of all atoms has, too.
+        The parts, and the weights that are resident, by the identity of the parameter: also those that blocks share,
+        and those of modules outside of all atoms.
     """
     inside = {id(module) for atom in atoms for module in atom.module.modules()}
-    named = named_own_parameters(tree.root)
-    resident = {id(p) for _, owner, p in named if id(owner) not in inside and id(p) in tree.weights}
-    owners: dict[int, list[int]] = {}
-    for number, atom in enumerate(atoms):
-        for key in {id(parameter) for parameter in atom.module.parameters()} & tree.weights.keys():
-            owners.setdefault(key, []).append(number)
-    part_of = list(range(len(atoms)))  # by atom, the first atom of its part
-    for key, numbers in owners.items():
-        if len(numbers) < 2 or key in resident or key in tree.resident_weights:
-            continue
-        if any(tree.streamable_children(atoms[number].module) for number in numbers):
-            resident.add(key)
-            continue
-        joined = {part_of[number] for number in numbers}
-        part_of = [min(joined) if part in joined else part for part in part_of]
-    pairs = list(zip(atoms, part_of, strict=True))
-    return [[atom for atom, part in pairs if part == first] for first in dict.fromkeys(part_of)], resident
+    resident = {id(p) for _, owner, p in named_own_parameters(tree.root) if id(owner) not in inside}
+    resident |= tree.resident_weights
+    parts: list[list[Atom]] = []
+    part_of: dict[int, list[Atom]] = {}  # by weight, the first part that has it
+    for atom in atoms:
+        keys = [id(p) for p in atom.module.parameters() if id(p) not in resident]
+        first_parts = [part_of[key] for key in keys if key in part_of]
+        is_leaf = not tree.streamable_children(atom.module)
+        if is_leaf and first_parts and not tree.streamable_children(first_parts[0][0].module):
+            part = first_parts[0]
+            part.append(atom)
+        else:
+            part = [atom]
+            parts.append(part)
+        for key in keys:
+            if part_of.setdefault(key, part) is not part:
+                resident.add(key)
+    return parts, resident
 
 
 def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int) -> list[list[Atom]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others
-from sp_lightning.pipeline.weights.quantized import is_quantized, move_parameter
+from sp_lightning.pipeline.weights.quantized import move_parameter
 
 HOST = torch.device("cpu")
 
@@ -46,21 +46,7 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
 
 
 def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that can stream, with their gradients; the Parameter objects stay the same."""
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter in parameters:
-            if is_quantized(parameter):
-                move_parameter(parameter, device)
-                continue
-            # copied even if it is there already, so that memory shared with other weights is freed; and both before
-            # either is set, as memory may run out here: no gradient must be lost
-            data = parameter.data.to(device, copy=True)
-            gradient = None if parameter.grad is None else parameter.grad.to(device, copy=True)
-            parameter.data, parameter.grad = data, gradient
-
-
-def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that cannot stream: trained tensor subclasses, those of scripted modules."""
+    """Move parameters that are elsewhere, with their gradients; the Parameter objects stay the same."""
     for parameter in parameters:
         if parameter.device != device:
             with torch.inference_mode(parameter.is_inference()):

@@ -98,8 +98,8 @@ class HostBuffer:
             self.pin()
 
     def pin(self) -> None:
-        """Pin the memory, if that is possible."""
-        if not self.pinned and self.nbytes:
+        """Pin the memory, if the backend does and it is possible."""
+        if self._backend.pins and not self.pinned and self.nbytes:
             self.pinned = self._backend.pin(self.bytes)
 
     def unpin(self) -> None:

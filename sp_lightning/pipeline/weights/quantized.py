@@ -33,12 +33,7 @@ def is_quantized(parameter: nn.Parameter) -> bool:
 
 
 def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter as `Module.to` does, which knows tensors that contain others, and calls a class's own `to`.
-
-    It gets memory of its own even if it is there already.
-    """
-    if parameter.device == device:
-        _lay(parameter, [part.clone() for part in parts_of(parameter)])
+    """Move a parameter as `Module.to` does, which knows tensors that contain others, and calls a class's own `to`."""
     owner = nn.Module()
     owner.register_parameter("parameter", parameter)
     owner.to(device)

@@ -115,7 +115,6 @@ class Weight:
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
         self.leaf_class: type[TwinParameter] = EagerLeaf
-        self.averaged = False  # whether its gradient is averaged over several processes
         # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
         self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory
@@ -141,11 +140,6 @@ class Weight:
     def compute_bytes(self) -> int:
         """The bytes of the weight as it is sent."""
         return self.layout.numel() * self.compute_dtype.itemsize
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient leaves the device: the weight's if it is averaged over processes."""
-        return self.dtype if self.averaged else self.compute_dtype
 
     def adopt(self, host: Tensor) -> None:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""

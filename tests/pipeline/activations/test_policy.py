@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import AcceleratorBackend
 from sp_lightning.pipeline.activations.memory import HostPool, Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import AutoPolicy
@@ -19,8 +19,6 @@ from sp_lightning.pipeline.lanes.backend import Backend, DeviceMemory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.units import Member
 
-from ...helpers import is_block
-from ...zoo.blocks import chain, rows
 from ..parts import RecordingBackend
 
 FAST, SLOW = Link(1e12, 1e12), Link(1.0, 1.0)
@@ -35,7 +33,7 @@ class Chooser(AutoPolicy):
     """Chooses between steps, as the pipeline has it choose."""
 
     def __init__(self, backend: Backend, room: int) -> None:
-        super().__init__(second_forwards(backend), pin=False)
+        super().__init__(second_forwards(backend))
         self.room = room
 
     def begin_step(self) -> None:
@@ -45,7 +43,7 @@ class Chooser(AutoPolicy):
 
 
 def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> Chooser:
-    monkeypatch.setattr(Link, "measured", staticmethod(lambda backend, pin: link))
+    monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: link))
     return Chooser(RecordingBackend(), room)
 
 
@@ -240,33 +238,6 @@ def test_what_cannot_run_again_follows_its_unit_in_another_way(monkeypatch: pyte
     for prescribed, followed in [("recompute", "keep"), ("recompute_offload", "offload"), ("offload", "offload")]:
         chooser.prescribe(dict.fromkeys("abc", prescribed))
         assert {chooser.policy(member(name), 8, []) for name in "abc"} == {followed}
-
-
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_the_link_is_measured_with_memory_as_activations_have_it(
-    pin_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is not page-locked is copied more slowly, and offloading costs more."""
-    pinned: list[bool] = []
-
-    def measured(backend: Backend, pin: bool) -> Link:
-        pinned.append(pin)
-        return FAST
-
-    monkeypatch.setattr(Link, "measured", staticmethod(measured))
-    model = chain(6)
-    options = PipelineOptions(
-        units=is_block,
-        k=2,
-        activations="auto",
-        memory_budget="1GiB",
-        pin_memory=pin_memory,
-    )
-    pipeline = Pipeline(model, "cpu", options=options, backend=RecordingBackend(can_pin=True))
-    for _ in range(3):
-        model(*rows(1 << 16)).sum().backward()
-    pipeline.detach()
-    assert pinned == [pin_memory]
 
 
 @pytest.mark.parametrize(

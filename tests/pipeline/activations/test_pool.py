@@ -18,7 +18,7 @@ PAGE = 4096
 
 @pytest.fixture
 def backend() -> RecordingBackend:
-    return RecordingBackend(can_pin=True)
+    return RecordingBackend(pins=True)
 
 
 @pytest.fixture
@@ -84,24 +84,10 @@ def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backen
     assert backend.said("drain") == ["drain"]
 
 
-def test_no_more_is_page_locked_than_allowed(backend: RecordingBackend) -> None:
-    """What is above the limit works, slower."""
-    pool = HostPool(backend)
-    pool.pinnable = 2 * PAGE
-    pool.take(2 * PAGE)
-    loan = pool.take(PAGE)
-    assert len(backend.pinned) == 1
-    assert not loan.pinned
-    pool.close()
-    assert not backend.pinned
-
-
-@pytest.mark.parametrize("can_pin", [True, False])
-def test_nothing_is_page_locked_where_nothing_may_be(can_pin: bool) -> None:
+def test_nothing_is_page_locked_where_the_backend_does_not() -> None:
     """Because the user said so, or because the device gains nothing by it."""
-    backend = RecordingBackend(can_pin=can_pin)
+    backend = RecordingBackend(pins=False)
     pool = HostPool(backend)
-    pool.pinnable = 0 if can_pin else None
     pool.take(PAGE)
     assert not backend.pinned
     pool.close()

@@ -39,12 +39,6 @@ def average_gradients(model: nn.Module) -> None:
             parameter.grad = reduce(torch.add, parts)
 
 
-def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if total is None or gradient is None:
-        return gradient if total is None else total
-    return gradient + total if total.layout != torch.strided else total + gradient
-
-
 def train(
     build: Model,
     options: PipelineOptions | None,
@@ -65,23 +59,16 @@ def train(
     pipeline = None if options is None else Pipeline(model, device, options=options, replicas=replicas)
     generator = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
-    totals: dict[str, Tensor | None] = {}
     for step in range(3):
         for micro in range(accumulate):
+            replicas.averages = micro == accumulate - 1  # of their sum
             with nullcontext() if pipeline is None else pipeline.step():
                 loss = model(batch(generator).to(device)).square().mean()
                 with nullcontext() if pipeline is None else pipeline.in_all_processes():
                     loss.backward()
             trace[f"step {step} / loss {micro}"] = frozen(loss)
-            if pipeline is None:  # each micro-batch is averaged
-                average_gradients(model)
-                totals = (
-                    {name: _sum(totals.get(name), p.grad) for name, p in model.named_parameters()}
-                    if micro
-                    else {name: p.grad for name, p in model.named_parameters()}
-                )
-                for name, parameter in model.named_parameters():
-                    parameter.grad = totals[name] if micro == accumulate - 1 else None
+        if pipeline is None:
+            average_gradients(model)
         note_gradients(trace, f"step {step}", dict(model.named_parameters()))
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -65,17 +65,7 @@ def random_graphs() -> None:
             debug=True,
         )
         accumulate, clip = example.plan.accumulate, example.plan.clip
-        expected = train(example.model, None, accumulate, clip=clip)
-        actual = train(example.model, options, accumulate, clip=clip)
-        # several gradients of a weight in one backward are added up before they are averaged
-        if "reentrant" in str(example.trees):
-            assert list(expected) == list(actual)
-            for label, value in expected.items():
-                assert (value is None) == (actual[label] is None), (label, example)
-                if isinstance(value, Tensor):
-                    torch.testing.assert_close(actual[label], value, rtol=1e-4, atol=1e-5)
-        else:
-            assert_same_trace(expected, actual)
+        assert_averages(example.model, options, accumulate=accumulate, clip=clip)
 
 
 def test_random_graphs() -> None:
@@ -138,7 +128,7 @@ def parameters_that_stay_on_the_device() -> None:
 
 
 class Hooked(nn.Module):
-    """A user's hook masks a gradient: it is called with what was averaged."""
+    """A user's hook masks a gradient: it is called with the process's own, as in plain training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +196,7 @@ def a_pass_of_one_process_alone() -> None:
 
 
 class Elsewhere(nn.Module):
-    """In one process a weight is used outside of its unit, and so has left it: units differ from then on."""
+    """In one process a weight is used outside of its unit, and so lives on the device from then on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,11 +208,7 @@ class Elsewhere(nn.Module):
 
 
 def other_units() -> None:
-    model = Elsewhere()
-    with attached(model) as pipeline, pytest.raises(RuntimeError, match="have different units.*resident="):  # noqa: PT012
-        for _ in range(2):
-            with pipeline.step():
-                model(torch.randn(5, WIDTH)).square().mean().backward()
+    assert_averages(Elsewhere)
 
 
 def quantized_weights_of_the_first() -> None:
@@ -259,6 +245,7 @@ def test_single_things() -> None:
             mixed_dtypes,
             accumulation,
             a_pass_of_one_process_alone,
+            other_units,
             quantized_weights_of_the_first,
             buffers_of_the_first,
         ]
@@ -314,15 +301,6 @@ def a_graph_on_weights_from_outside_of_a_step() -> None:
         pipeline.reset()
 
 
-def other_strides() -> None:
-    """Gradients are added up as they lie in memory."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(2, 2))
-    if dist.get_rank():
-        model = model.to(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match="the first difference is in '0.weight'"):
-        Pipeline(model, "cpu", replicas=Replicas())
-
-
 def an_exception_while_gradients_are_averaged() -> None:
     """Nothing of the failed pass is in the next one's gradients."""
 
@@ -358,10 +336,8 @@ def test_processes_that_disagree_raise() -> None:
         [
             other_models,
             a_graph_on_weights_from_outside_of_a_step,
-            other_strides,
             no_shape_yet,
             other_numbers_of_steps,
-            other_units,
             sparse_gradients,
             an_exception_while_gradients_are_averaged,
         ]

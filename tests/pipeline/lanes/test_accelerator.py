@@ -13,7 +13,6 @@ from torch import nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.lanes import accelerator
 from sp_lightning.pipeline.lanes.lanes import Worker
 
@@ -87,10 +86,9 @@ class PinningBackend(AcceleratorBackend):
 
     cleared = 0
 
-    @property
-    @override
-    def can_pin(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.pins = True
 
     @override
     def _clear_error(self) -> None:
@@ -129,7 +127,7 @@ def chain() -> nn.Module:
 
 
 def attach(model: nn.Module, **options: Any) -> tuple[Pipeline, PinningBackend]:
-    backend = PinningBackend(torch.device("cpu"))
+    backend = PinningBackend()
     choices = PipelineOptions(k=2, k_prime=1, units=nn.Linear, **options)
     return Pipeline(model, "cpu", options=choices, backend=backend), backend
 
@@ -156,39 +154,8 @@ def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) ->
     assert not runtime.registered
 
 
-@pytest.mark.parametrize(("pin_memory", "pinned"), [("auto", False), (True, True)])
-def test_page_locks_take_no_more_than_their_share(
-    runtime: FakeRuntime,
-    monkeypatch: pytest.MonkeyPatch,
-    pin_memory: Any,
-    pinned: bool,
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    """Above the share nothing is page-locked, and it says so; a user who insists gets what they ask for."""
-    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.total_host_memory", lambda: 5000)
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_the_user_may_have_nothing_page_locked(runtime: FakeRuntime, pin_memory: bool) -> None:
     pipe, _ = attach(chain(), pin_memory=pin_memory)
-    assert pipe.summary().pinned is pinned
-    assert [str(warning.message)[:16] for warning in recwarn if "would page-lock" in str(warning.message)] == (
-        [] if pinned else ["Pinning 4.2 KiB "]
-    )
+    assert pipe.summary().pinned is bool(runtime.registered) is pin_memory
     pipe.detach()
-    assert not runtime.registered
-
-
-@pytest.mark.parametrize(
-    ("pin_memory", "total", "left"),
-    [(True, 5000, None), (False, 50_000, 0), ("auto", 50_000, 40_000), ("auto", 5000, 4000), ("auto", None, None)],
-)
-@pytest.mark.filterwarnings("ignore:.*would page-lock")
-def test_bytes_that_may_be_page_locked_besides(
-    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
-) -> None:
-    """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
-    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.total_host_memory", lambda: total)
-    pipe, _ = attach(chain(), pin_memory=pin_memory)
-    plan = pipe.arrangement
-    pinnable = plan.host_share.pinnable
-    weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
-    locked = weights + sum(map(gradient_bytes, plan.all_units)) if pipe.summary().pinned else 0
-    pipe.detach()
-    assert pinnable == (left and left - locked)

@@ -161,7 +161,7 @@ def test_threads_are_there_from_the_first_copy_until_close() -> None:
 def test_defaults_of_a_backend() -> None:
     """No backend page-locks, or knows its memory, unless it says so."""
     with host_backend() as backend:
-        assert not backend.can_pin
+        assert not backend.pins
         assert not backend.pin(filled(0))
         assert backend.memory() is None
         assert backend.count_peak_anew() is None

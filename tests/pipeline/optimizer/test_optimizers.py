@@ -91,22 +91,6 @@ def test_listeners_hear_of_each_call_of_a_closure(
     assert listener.closures == len(listener.told) - 1 > 1
 
 
-def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> None:
-    """To the end of the step, and no longer."""
-    seen: list[bool] = []
-
-    class Looking(SGD):
-        def step(self, closure: Any = None) -> Any:
-            seen.append(optimizer_steps.depth > 0)
-            loss = super().step(closure)
-            seen.append(optimizer_steps.depth > 0)
-            return loss
-
-    Looking([listener.weight], lr=0.1).step(listener.closure)
-    assert seen == [True, True]
-    assert not optimizer_steps.depth
-
-
 def test_a_closure_that_raises(listener: Listener) -> None:
     """Nobody is told of a step that was none, and the next one is told of."""
 

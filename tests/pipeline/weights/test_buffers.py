@@ -27,7 +27,7 @@ def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
 
 
 def test_a_page_lock_is_undone_once() -> None:
-    backend = RecordingBackend()
+    backend = RecordingBackend(pins=True)
     buffer = HostBuffer(100, backend, pin=True)
     assert buffer.pinned
     assert backend.pinned == {buffer.bytes.data_ptr()}

@@ -5,16 +5,6 @@ from __future__ import annotations
 from sp_lightning.pipeline.weights.graphs import Graphs
 
 
-def test_a_graph_waits_from_the_end_of_its_step_to_its_backward() -> None:
-    graphs = Graphs()
-    graph = graphs.current
-    assert not graphs.waiting()
-    graphs.begin()
-    assert graphs.waiting()
-    graph.done = True
-    assert not graphs.waiting()
-
-
 def test_a_graph_that_has_had_a_backward_does_not_wait_again() -> None:
     """What is computed after that may be kept for ever, such as a preview of a generator's images."""
     graphs = Graphs()
@@ -29,13 +19,3 @@ def test_a_dropped_graph_does_not_wait() -> None:
     graphs = Graphs()
     graphs.begin()
     assert not graphs.waiting()
-
-
-def test_a_graph_from_before_a_new_arrangement_is_outdated() -> None:
-    """And what is built from then on is another."""
-    graphs = Graphs()
-    graph = graphs.current
-    graphs.outdate()
-    assert graph.outdated
-    assert graphs.current is not graph
-    assert not graphs.current.outdated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 
 import pytest
@@ -40,13 +39,6 @@ def test_torch_treats_it_like_any_parameter(leaf: TwinParameter) -> None:
     module = nn.Module()
     module.weight = leaf
     assert list(module.parameters()) == [leaf]
-
-
-def test_a_pickle_is_an_ordinary_parameter(leaf: TwinParameter) -> None:
-    file = io.BytesIO()
-    torch.save(leaf, file)
-    file.seek(0)
-    assert type(torch.load(file, weights_only=False)) is nn.Parameter
 
 
 @pytest.mark.skipif(not CAN_COMPILE_SUBCLASSES, reason="such leaves are not used in compiled models then")

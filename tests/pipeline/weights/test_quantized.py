@@ -224,14 +224,6 @@ def test_all_that_a_weight_consists_of_moves() -> None:
     assert {part.device.type for part in (weight, *parts_of(weight))} == {"meta"}
 
 
-def test_a_copy_gets_memory_of_its_own() -> None:
-    weight = nn.Parameter(Int8Weight.of(torch.randn(3, 4)), requires_grad=False)
-    before = parts_of(weight.detach())
-    move_parameter(weight, torch.device("cpu"))
-    assert all(torch.equal(*pair) for pair in zip(parts_of(weight), before, strict=True))
-    assert not {part.data_ptr() for part in before} & {part.data_ptr() for part in parts_of(weight)}
-
-
 def test_the_state_of_a_packed_weight_is_its_own() -> None:
     """The miniature is like what it stands for: copies share the state, which moves with the weight."""
     packed = PackedLinear(nn.Linear(4, 3)).weight

@@ -25,7 +25,7 @@ def again(weights: list[Weight], lowered: torch.dtype | None = None, memory: Hos
     weights = [Weight(weight.name, weight.master) for weight in weights]
     for weight in weights:
         weight.compute_dtype = lowered or weight.dtype
-    return Segment(weights, RecordingBackend(can_pin=True), True, memory and memory.find(weights))
+    return Segment(weights, RecordingBackend(pins=True), True, memory and memory.find(weights))
 
 
 def sent(segment: Segment, number: int) -> Tensor:

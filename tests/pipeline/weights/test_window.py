@@ -101,13 +101,6 @@ def test_a_prefetched_group_is_not_readable_before_a_wait() -> None:
     assert scene.groups[0].residency is Residency.READABLE
 
 
-def test_a_place_is_taken_from_its_owner() -> None:
-    scene = Scene(4, 2)
-    scene.window.bring(scene.groups[0])
-    scene.window.bring(scene.groups[2])
-    assert scene.groups[0].residency is Residency.ABSENT
-
-
 def test_an_evicted_place_is_poisoned() -> None:
     """A read of a slot that was given away shows as NaN."""
     scene = Scene(2, 1)
@@ -129,20 +122,6 @@ def test_a_known_loop_is_prefetched(k: int) -> None:
             scene.use(index)
     assert scene.stats.misses == 0, "with one slot, the next group is fetched when the call has ended"
     assert scene.stats.loads == 2 * sum(bool(group.conflicts) for group in scene.groups)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_the_turn_at_the_end_keeps_what_backward_needs_first(k: int) -> None:
-    """A training step of N units loads 2N - k: forward's last k are backward's first k."""
-    scene = Scene(6, k)
-    step = [(index, Pass.FORWARD) for index in range(6)] + [(index, Pass.BACKWARD) for index in reversed(range(6))]
-    for use in step * 2:
-        scene.use(*use)
-    scene.stats.clear()
-    for index, direction in step:
-        scene.use(index, direction)
-    assert scene.stats.loads == 2 * (6 - k)  # without an optimizer step, the first k are still there
-    assert scene.stats.misses == 0
 
 
 def test_a_prefetch_does_not_evict_groups_in_use() -> None:
@@ -257,15 +236,6 @@ def test_resident_loads_are_counted_apart() -> None:
     scene.groups[1].resident = True
     scene.window.prefetch()
     assert (scene.stats.loads, scene.stats.resident_loads) == (1, 1)
-
-
-def test_a_group_of_several_units_counts_as_several_loads() -> None:
-    """k_prime units travel in one copy, and are counted as what they are."""
-    scene = Scene(2, 1)
-    scene.groups[0].units *= 3
-    scene.window.bring(scene.groups[0])
-    assert scene.stats.loads == 3
-    assert scene.backend.said("upload") == ["upload"]
 
 
 # ------------------------------------------------------------------------------------------- while masters are stepped
