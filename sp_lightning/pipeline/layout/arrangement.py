@@ -142,7 +142,7 @@ class Arrangement:
             return
         if self.autocast is None:
             return
-        as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
+        as_is = learned.used_as_is | weights_to_leave(module)
         lowered = learned.lowered - as_is
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]

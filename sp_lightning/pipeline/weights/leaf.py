@@ -108,22 +108,20 @@ _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _NAMES = (
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "multi_head_attention_forward",
+    "rnn_relu_cell",
 )  # fmt: skip
 _CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
 _OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
 
 
-def weights_to_leave(module: nn.Module, device_type: str) -> set[int]:
+def weights_to_leave(module: nn.Module) -> set[int]:
     """Return which Parameters of torch's layers are not lowered whatever their leaves would tell, by identity.
 
-    In evaluation, some layers are a single operation, which gets the weights as they are. Only CUDA's autocast turns it
-    off; with leaves that tell how they are used, torch would compute other numbers without it.
+    In evaluation, some layers may be a single operation, which gets the weights as they are. With leaves that tell how
+    they are used, torch would compute other numbers without it.
     """
     parts = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)]
-    appended = [p for part in parts if isinstance(part, nn.MultiheadAttention) for p in (part.bias_k, part.bias_v)]
-    in_fast_path = [p for part in parts for p in part.parameters()] if device_type != "cuda" else []
-    return set(map(id, [*appended, *in_fast_path]))
+    return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
 guarded: dict[int, tuple[Any, Weight]] = {}

@@ -34,9 +34,6 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
 
-    # the leaf's version when its values were last those of the master; None if that does not tell
-    version_seen: int | None
-
     def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
         self.weight = weight
         self.group = group  # the group that has to be on the device for its values to be valid
@@ -71,16 +68,19 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        weight = self.weight
-        return weight.master._version + weight.replacements + self.parameter._version - self.write_backs
+        return self.weight.version + self.leaf_version() - self.write_backs
+
+    def leaf_version(self) -> int:
+        """Return a version that grows with every write of a forward."""
+        return self.parameter._version
 
     def is_touched(self) -> bool:
-        """Tell whether a forward may have written to it, where its version is not the one that was seen."""
-        return True
+        """Tell whether a forward may have written to it since its values were those of the master."""
+        return self.leaf_version() != self._version_seen
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
-        self.version_seen = self.parameter._version
+        self._version_seen = self.leaf_version()
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
@@ -156,7 +156,8 @@ class Weight:
 
         Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
         """
-        if self.host is self.home and self.master.data_ptr() == self.home.data_ptr():
+        address, at_home = self.master.data_ptr(), self.home.data_ptr()
+        if self.host is self.home and address == at_home:
             return False
         if self.is_converted:
             raise RuntimeError(
@@ -164,9 +165,8 @@ class Weight:
                 f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
                 "or an optimizer has not stepped yet. Convert the module between steps."
             )
-        if self.master.data_ptr() != self.host.data_ptr():
-            is_home = self.master.data_ptr() == self.home.data_ptr()
-            self.host = self.home if is_home else self.master.data
+        if address != self.host.data_ptr():
+            self.host = self.home if address == at_home else self.master.data
             self.replacements += 1
         return True
 
