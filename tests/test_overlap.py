@@ -20,7 +20,6 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.pipeline.optimizer import unit_step
-from sp_lightning.trainer import narrator
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, note_state, slow_host
 from .lightning_modules import trainer
@@ -475,9 +474,8 @@ def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) ->
     assert_same_fit(ReadingLater, precision=precision, **arguments)
 
 
-def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(narrator, "_said_in_brief", set())
     fit(Module(), SuperpipelineStrategy(k=2, units=[Block]))
     assert caplog.text.count("AdamW steps each unit in backward") == 1
     fit(Looking(), SuperpipelineStrategy(k=2, units=[Block]))

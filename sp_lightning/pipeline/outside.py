@@ -16,8 +16,7 @@ from torch import nn
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
-from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graphs

@@ -83,7 +83,6 @@ class StagingBuffers:
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
         if not self._buffers and (nbytes := max(map(gradient_bytes, self._units), default=0)):
-            self._backend.gather_free_memory()
             self._buffers = [GradientMemory(self._backend.allocate(nbytes)) for _ in range(STAGING_BUFFERS)]
 
     def take(self, nbytes: int) -> GradientMemory:

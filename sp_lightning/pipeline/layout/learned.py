@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -32,6 +32,11 @@ class WindowPlan:
     activation_bytes: int = 0  # the part of it that activations take
     # what becomes of each unit's activations, by the unit's name, if that was left to the planner
     policies: Mapping[str, Policy] = field(default_factory=dict)
+
+    @property
+    def window(self) -> tuple[object, ...]:
+        """What units are arranged by."""
+        return self.k, self.k_prime, self.kept, self.on_device
 
 
 class Learned:
