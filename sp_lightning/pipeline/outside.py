@@ -180,7 +180,7 @@ class Guard:
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
-        self._engine.learned.touched_outside.append(weight)
+        self._engine.learned.used_outside.add(id(weight.master))
 
     def is_first_cast(self, weight: Weight) -> bool:
         """Tell whether the graph that is being built has no cast of a weight by autocast yet, and note that it has."""
