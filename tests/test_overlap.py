@@ -307,7 +307,7 @@ def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
     """The norm comes with the gradients; units wait for it and step under the next forward."""
     stats = assert_same_fit(gradient_clip_val=clip, accumulate_grad_batches=accumulate, precision=precision)

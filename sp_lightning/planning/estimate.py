@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
@@ -49,7 +50,7 @@ _LADDER: tuple[tuple[Master, Moments], ...] = (
     ("split24", "int8"),
 )
 _LOW_BYTES = {None: 0.0, "split": 2.0, "split24": 1.0}  # of a master, beside the bf16 weight
-_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 64}  # with a scale for each group
+_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 
 _KNOWN: dict[str, tuple[object, ...]] = {
     "precision": get_args(Precision),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,22 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Afterwards, Pipeline, is_out_of_memory, readable_bytes
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
-from sp_lightning.trainer import Namespace
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
+from sp_lightning.trainer import StrategyPart
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
 _OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
 _CLIPS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
 _OF_THE_PRECISION = ("backward", *_CLIPS, "optimizer_step", "post_backward")
-_BEFORE_ZERO_GRAD = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step")
-_AFTER_THE_STEP = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_start")
+_BEFORE_ZERO_GRAD = ("optimizer_zero_grad", "on_before_zero_grad")
+_AFTER_THE_STEP = (
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_validation_start",
+)
 _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 _SMALLER_BUDGET = 0.85  # the budget to try next, as a share of one that did not suffice: fragmentation took the rest
 
@@ -54,18 +55,11 @@ class SteppingPlan:
         return is_in_backward and self.afterwards is Afterwards.DROPPED
 
 
-class StepsMixin(_Base):
+class StepsMixin(StrategyPart):
     """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
 
-    lightning: ClassVar[Namespace]
-    pipeline: Pipeline | None
     # the optimizer in whose step Lightning runs forward and backward, with the plan for it
     _stepping: tuple[Optimizer, SteppingPlan] | None = None
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @contextmanager
     def backward_scope(self, pipeline: Pipeline, arguments: dict[str, Any]) -> Iterator[None]:
@@ -126,9 +120,9 @@ class StepsMixin(_Base):
 
     def _afterwards(self) -> Afterwards:
         hooked = [self._module, *self._module.trainer.callbacks]  # type: ignore[attr-defined]
-        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or any(_overridden([type(self)], ("optimizer_step",))):
+        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
             return Afterwards.KEPT_UNTIL_ZEROED
-        kept = any(_overridden(hooked, _AFTER_THE_STEP))
+        kept = any(_overridden([*hooked, type(self)], _AFTER_THE_STEP))
         return Afterwards.KEPT_UNTIL_THE_NEXT_STEP if kept else Afterwards.DROPPED
 
     def _hindrances(self, automatic: bool) -> list[str]:
