@@ -203,7 +203,7 @@ class Calls:
                 forward = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
             if self._inside:
-                engine.outside.unblock(member)
+                engine.guard.unblock(member)
             for group in member.groups:
                 engine.window.bring(group)
             engine.window.prefetch([*member.groups, *backward.in_use])

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.leaf import weights_to_leave
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -180,16 +180,20 @@ class Arrangement:
             for segment in group.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.twin_class(weight, group, data, self.compiled)
+                    weight.twin = weight.twin_class(weight, group, data)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
 
     def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
-        if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
+        if self.compiled:  # such code does not show how it uses weights
+            for weight in [weight for unit in self.all_units for weight in unit.weights]:
+                weight.leaf_class = TwinParameter
             return
-        as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
+        if self.autocast is None:
+            return
+        as_is = learned.used_as_is | weights_to_leave(module)
         lowered = learned.lowered - as_is
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
@@ -198,12 +202,12 @@ class Arrangement:
                 for weight in casts:
                     weight.compute_dtype = self.autocast
             for weight in known:
-                weight.watched = id(weight.master) not in as_is
+                if id(weight.master) not in as_is:
+                    weight.leaf_class = LoweredParameter
 
-    def make_resident(self, weight: Weight) -> Twin:
+    def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
-        weight.watched = weight.watched and not lowered
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
@@ -214,13 +218,13 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-            weight.twin = weight.twin_class(weight, group, data, self.compiled)
+            weight.leaf_class = EagerLeaf
+            weight.twin = weight.twin_class(weight, group, data)
         else:
             weight.twin = weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
-        return weight.twin
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 
