@@ -40,11 +40,6 @@ class TwinParameter(nn.Parameter):
 
     twin_of: str
 
-    @classmethod
-    def of(cls, _master: nn.Parameter, data: Tensor) -> nn.Parameter:
-        """Make the leaf that stands in for a master in a model that is compiled."""
-        return cls(data, requires_grad=False) if CAN_COMPILE_SUBCLASSES else nn.Parameter(data, requires_grad=False)
-
     @property
     def data(self) -> Tensor:
         """The values, without history, as of any Parameter."""
@@ -66,13 +61,6 @@ class EagerLeaf(TwinParameter):
     __slots__ = ("master",)
 
     master: nn.Parameter
-
-    @classmethod
-    def of(cls, master: nn.Parameter, data: Tensor) -> EagerLeaf:
-        """Make the leaf that stands in for a master in any other model."""
-        leaf = cls(data, requires_grad=False)
-        leaf.master, leaf.__dict__ = master, master.__dict__
-        return leaf
 
     @property
     def grad(self) -> Tensor | None:
@@ -100,7 +88,11 @@ def take_gradient(leaf: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-# ---------------------------------------------------------------- leaves that tell how they are used
+LEAF_IN_GRAPHS: type[nn.Parameter] = TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
+"""The class of leaves in a model that torch compiles, or parts of it."""
+
+
+# ----------------------------------------------------------------------------------- leaves that tell how they are used
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
