@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.torch_private import in_backward, running_node, without_torch_function
+from sp_lightning.pipeline.torch_private import explain_graph_break, in_backward, running_node, without_torch_function
 from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 
 Weight: TypeAlias = Any  # weights make their leaves, and import this file
@@ -191,3 +191,9 @@ class LoweredParameter(EagerLeaf):
         if builds_graph or not weight.master.requires_grad:
             guard.note_cast(weight)
         return True
+
+
+explain_graph_break(
+    vars(LoweredParameter)["__torch_function__"].__func__,
+    "under autocast, superpipeline has to see how weights are used; compile the module that owns them",
+)
