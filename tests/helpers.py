@@ -358,10 +358,10 @@ class Run:
 
 
 @contextmanager
-def attached(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
+def attached(model: nn.Module, planner: Planner | None = None, **options: Any) -> Iterator[Pipeline]:
     """A pipeline over a model of Blocks, each of them a unit, with delays and poison; always detached."""
     defaults = {"k": 2, "k_prime": 1, "units": is_block, "debug": True}
-    pipe = Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}))
+    pipe = Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}), planner=planner)
     try:
         yield pipe
     finally:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.emulated import copy_memory
+from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 
 

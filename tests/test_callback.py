@@ -20,8 +20,8 @@ from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.callback import PREFIX
 from sp_lightning.pipeline import Stats
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
+from sp_lightning.planning import choose
 from sp_lightning.timeline import break_down
-from sp_lightning.trainer import narrator
 from sp_lightning.trainer.narrator import diagnose, outcome
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
@@ -51,9 +51,8 @@ def summary(**changes):
 
 
 @pytest.fixture
-def messages(caplog, monkeypatch):
+def messages(caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(narrator, "_said_in_brief", set())
     return lambda: [record.message for record in caplog.records if record.levelno == logging.INFO]
 
 
@@ -142,7 +141,7 @@ def test_a_run_prints_its_plan_and_its_outcome(messages, entry, module, given, m
 
 
 def test_a_plan_is_printed_once(messages):
-    """By the same Trainer; what came of a run is said as long as the plan is new. In brief, by the same process."""
+    """By the same Trainer; what came of a run is said as long as the plan is new."""
     told = []
     run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True)
     for entry in ["predict", "predict", "test", "fit"]:
@@ -152,9 +151,9 @@ def test_a_plan_is_printed_once(messages):
         told.append(("k, k_prime" in said, "unit loads" in said))
     nothing, everything = (False, False), (True, True)  # what optimizers do is new in the first fit
     assert told == [everything, nothing, nothing, everything]
-    before = len(messages())
+    before, run = len(messages()), trainer(streamed())
     for _ in range(3):
-        trainer(streamed()).fit(Base(), loader(2))
+        run.fit(Base(), loader(2))
     (said,) = [text for text in messages()[before:] if text.startswith("Superpipeline")]
     assert said.startswith("Superpipeline: 4 units")
 
@@ -224,16 +223,16 @@ def test_the_chosen_window_is_printed_once(messages):
 def test_the_reason_for_a_small_window_is_warned_of_once(monkeypatch):
     """It explains a slow run."""
 
-    def nothing_fits(*args, **kwargs):
-        raise ValueError("Nothing fits.")
+    def with_nothing(workload, machine, budget, **options):
+        return choose(workload, machine, 1 if budget == 1 << 30 else budget, **options)
 
-    monkeypatch.setattr("sp_lightning.planning.planner.choose", nothing_fits)
+    monkeypatch.setattr("sp_lightning.planning.planner.choose", with_nothing)
     ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
-    with pytest.warns(UserWarning, match="the window stays as small as it is. Nothing fits"):
+    with pytest.warns(UserWarning, match="1 B of device memory is too little"):
         fit(ours, module)
     with warnings.catch_warnings(record=True) as later:
         ours.predict(module, loader())
-    assert not [warning for warning in later if "stays as small" in str(warning.message)]
+    assert not [warning for warning in later if "is too little" in str(warning.message)]
 
 
 # ------------------------------------------------------------------------------------------------ timeline, diagnosis

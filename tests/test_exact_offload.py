@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.optim import SGD
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import HostPool
-from sp_lightning.pipeline.activations.ways import Policy
-from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.planning import AutoPlanner
+from sp_lightning.planning import AutoPlanner, Machine, UnitWork
+from sp_lightning.planning.measure import ways_of
 
 from .helpers import (
     LiveBytes,
@@ -195,23 +196,26 @@ def test_inputs_travel_once_each_way() -> None:
 
 
 @pytest.mark.usefixtures("usual_sizes")
-@pytest.mark.parametrize("planner", [None, AutoPlanner])
-def test_auto_has_inputs_wait_where_nothing_else_fits(planner: type[AutoPlanner] | None) -> None:
+def test_auto_has_inputs_wait_where_nothing_else_fits() -> None:
     """With room for four inputs less than recomputing takes, four wait, and no more."""
     (recomputed, *_), _ = peaks("recompute")
     with attached(transformer(), units=None, k=2, activations="recompute") as pipe:
         pipe.module(tokens()).square().mean().backward()
         summary = pipe.summary()
     budget = summary.device_bytes + summary.gradient_bytes + recomputed - 4 * tokens().nbytes
-    options = PipelineOptions(k=2, k_prime=1, activations="auto", memory_budget=budget, debug=True)
-    pipe = Pipeline(transformer(), "cpu", options=options, planner=planner and planner())
-    with warnings.catch_warnings():
+    model = transformer()
+    optimizer = SGD(model.parameters(), 0.1)
+    with (
+        attached(model, AutoPlanner(), units=None, activations="auto", memory_budget=budget) as pipe,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error")
         for _ in range(6):
             pipe.stats.clear()
             pipe.module(tokens()).square().mean().backward()
-    chosen = Counter(pipe._engine.activations.auto.in_use.values())
-    pipe.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        chosen = Counter(pipe._engine.activations.auto.in_use.values())
     assert chosen["recompute_offload"] == 4
     assert pipe.stats.activation_peak_bytes == recomputed - 4 * tokens().nbytes
 
@@ -219,17 +223,22 @@ def test_auto_has_inputs_wait_where_nothing_else_fits(planner: type[AutoPlanner]
 @pytest.mark.usefixtures("usual_sizes")
 def test_what_is_said_to_leave_leaves() -> None:
     """All of it, and the batch: it is the first unit's input, and its user holds it."""
-    batch = torch.randn(2048, 64)
+    batch, machine = torch.randn(2048, 64), Machine(1.0, 1.0, 1.0)
     with attached(Chain(Block(64, 128) for _ in range(6)), k=2, activations="auto", memory_budget="1GiB") as pipe:
         for _ in range(3):
             pipe.module(batch).square().mean().backward()
         auto = pipe._engine.activations.auto
-        said = {name: {way.policy: way.leaving for way in ways} for name, ways in auto.ways().items()}
+        said = {
+            name: {
+                way.policy: way.leaving for way in ways_of(UnitWork(name, 0), [call], 1.0, machine, name == "blocks.0")
+            }
+            for name, call in auto.footprints().items()
+        }
         pipe.stats.clear()
-        auto.prescribe({name: "offload" if "offload" in leaving else "keep" for name, leaving in said.items()})
+        auto.policies = dict.fromkeys(said, "offload")
         pipe.module(batch).square().mean().backward()
-    assert pipe.stats.offloaded_bytes == sum(leaving.get("offload", 0) for leaving in said.values()) + batch.nbytes
-    assert ["recompute_offload" in leaving for leaving in said.values()] == [False, True, True, True, True, False]
+    assert pipe.stats.offloaded_bytes == sum(leaving["offload"] for leaving in said.values()) + batch.nbytes
+    assert ["recompute_offload" in leaving for leaving in said.values()] == [False, True, True, True, True, True]
 
 
 def three_steps(run: Run) -> None:

@@ -15,8 +15,8 @@ from hypothesis import given, note, settings
 from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.policy import AutoPolicy
-from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.optimizer import unit_step
+from sp_lightning.pipeline.options import Policy
 
 from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
 from .random_graphs import Example, examples, units_are_leaves, units_are_nodes

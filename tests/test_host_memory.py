@@ -10,6 +10,7 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
+from sp_lightning.pipeline.gradients import buffers as gradient_buffers
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.trainer import host_memory
@@ -67,9 +69,9 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapped]:
 class Blocks(L.LightningModule):
     """Blocks of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 8, width: int = WIDTH) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(8)]
+        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(blocks)]
         self.blocks = nn.Sequential(*layers)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -149,6 +151,44 @@ def test_what_a_former_arrangement_has_held_is_free(
     assert mapped.most - activations < (most + 0.5) * parameters
     module.zero_grad()
     assert weights <= mapped.nbytes() < 1.2 * weights  # each of them begins at a multiple of 256 bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "most", "gradients"),
+    [
+        (torch.optim.AdamW, {"gradient_clip_val": 1.0}, 12.0, 4.0),
+        (partial(torch.optim.AdamW, fused=True), {"precision": "bf16-mixed"}, 14.0, 0.5),
+        (optim.AdamW, {"precision": "bf16-true"}, 12.1, 0.5),
+        (optim.AdamW, {"precision": "bf16-true", "gradient_clip_val": 1.0}, 12.1, 2.0),
+        (partial(optim.AdamW, moments="int8"), {"precision": "bf16-true"}, 6.3, 0.5),
+        (partial(optim.AdamW, master="split24", moments="int8"), {"precision": "bf16-true"}, 5.3, 0.5),
+    ],
+    ids=["fp32, clipped", "mixed", "split", "split, clipped", "int8", "24 bits, int8"],
+)
+def test_bytes_of_a_parameter(
+    make: Any, arguments: dict[str, Any], most: float, gradients: float, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve blocks on a host without memory to spare: in buffers, and in the memory of the optimizer's state."""
+    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda nbytes: False)
+    module, taken = Blocks(12, 256), []
+
+    def count(*_: Any) -> None:
+        pipeline, (optimizer,) = trainer.strategy.pipeline, trainer.optimizers
+        pipeline._engine.settle()
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        state = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        taken.append((mapped.nbytes() + sum(state.values()), pipeline.summary().host_gradient_bytes))
+
+    module.configure_optimizers = lambda: make(module.parameters(), lr=1e-3)  # type: ignore[method-assign]
+    counts = L.pytorch.callbacks.LambdaCallback(on_before_backward=count)
+    options = {"accelerator": "cpu", "max_steps": 4, "barebones": True, "strategy": SuperpipelineStrategy(k=2)}
+    trainer = L.Trainer(callbacks=[counts], **options, **arguments)
+    trainer.fit(module, DataLoader(torch.randn(8, 256), batch_size=2))
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    in_all, of_gradients = taken[-1]
+    print(f"\n{in_all / parameters:.2f} bytes per parameter, {of_gradients / parameters:.2f} of them for gradients")
+    assert (in_all - of_gradients) / parameters < most + 0.05
+    assert of_gradients / parameters < gradients + 0.05
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.pipeline.optimizer import unit_step
-from sp_lightning.trainer import narrator
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, note_state, slow_host
 from .lightning_modules import trainer
@@ -308,7 +307,7 @@ def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
     """The norm comes with the gradients; units wait for it and step under the next forward."""
     stats = assert_same_fit(gradient_clip_val=clip, accumulate_grad_batches=accumulate, precision=precision)
@@ -475,9 +474,8 @@ def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) ->
     assert_same_fit(ReadingLater, precision=precision, **arguments)
 
 
-def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(narrator, "_said_in_brief", set())
     fit(Module(), SuperpipelineStrategy(k=2, units=[Block]))
     assert caplog.text.count("AdamW steps each unit in backward") == 1
     fit(Looking(), SuperpipelineStrategy(k=2, units=[Block]))

@@ -25,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DistributedSampler
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.pipeline.lanes.accelerator import make_backend
+from sp_lightning.pipeline.lanes.devices import make_backend
 
 from .helpers import assert_same_trace
 from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer

@@ -86,7 +86,7 @@ UNORDERED = """
 import torch
 import tests
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
 
 {breaking}
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
@@ -122,7 +122,7 @@ def test_a_race_is_seen(breaking: str, environment: dict[str, str]) -> None:
 CONFIGURED = """
 import torch
 import tests
-from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
 
 torch.cuda.init()
 AcceleratorBackend(torch.device("cuda", 0)).close()

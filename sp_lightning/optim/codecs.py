@@ -15,16 +15,14 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from sp_lightning.optim.layout import GROUP
-
-BLOCK = 64 * GROUP  # is updated in one loop, and stays in the first cache from unpacking to packing
+from sp_lightning.optim.layout import BLOCK, GROUP
 
 # Calls are inlined, and what depends on types is decided when compiling: only loops without branches are vectorised.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "forceinline": True}
 jit = njit(**_OPTIONS)
+near = njit(**_OPTIONS, fastmath={"arcp", "contract"})  # where no bits are promised
 overload_inline = partial(overload, jit_options=_OPTIONS, strict=False)
 U32 = np.uint32
-_NOT_FINITE = U32(0x7F800000)
 SIGN, MAGNITUDE = U32(0x80000000), U32(0x7FFFFFFF)
 
 
@@ -50,32 +48,32 @@ def float_of(context: Any, bits: Any) -> Any:
 
 
 @jit
-def is_finite(bits: Any) -> Any:
-    """Tell whether these are neither those of an infinity nor of NaN."""
-    return (bits & _NOT_FINITE) != _NOT_FINITE
+def plain_bits(number: Any) -> Any:
+    """Return the bits of a float; of every NaN those that `.bfloat16()` makes of it."""
+    return U32(0x7FC00000) if number != number else bits_of(number)
 
 
 @jit
-def plain_nan(bits: Any) -> Any:
-    """Replace every NaN by the one that `.bfloat16()` makes of it."""
-    return U32(0x7FC00000) if (bits & MAGNITUDE) > _NOT_FINITE else bits
-
-
-@jit
-def to_bf16(bits: Any) -> Any:
+def to_bf16(number: Any) -> Any:
     """Round to the nearest, ties to even, as `.bfloat16()` does."""
-    bits = plain_nan(bits)
-    return U32(U32(bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
+    bits = plain_bits(number)
+    return np.uint16(U32(bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
 
 
 @jit
-def noise(seed: Any, index: Any) -> Any:
-    """Return 32 random bits for an element: the same on any number of threads, and when training is resumed."""
+def key_of(seed: Any, index: Any) -> Any:
+    """Return 32 random bits for the elements from an index on: the same on any number of threads, and when resumed."""
     # numba computes in 64 bits what is not cast
     x = U32(U32(seed) ^ U32(U32(index) * U32(0x9E3779B9)))
     x = U32(U32(x ^ (x >> U32(16))) * U32(0x7FEB352D))
     x = U32(U32(x ^ (x >> U32(15))) * U32(0x846CA68B))
     return U32(x ^ (x >> U32(16)))
+
+
+@jit
+def noise(key: Any, i: Any) -> Any:
+    """Return 32 bits for rounding an element at random: with a random key each is uniform, neighbours spread evenly."""
+    return U32(key + U32(i) * U32(0x9E3779B9))
 
 
 # ------------------------------------------------------------------------------------------------------- the gradient
@@ -96,47 +94,41 @@ def _load(memory: Any, i: Any) -> Any:
 
 
 def load_weight(weight: Any, low: Any, i: Any, was_up: Any) -> Any:
-    """Read a master; `was_up` tells how a tie was rounded."""
+    """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
 
 
 @overload_inline(load_weight)
 def _load_weight(weight: Any, low: Any, i: Any, was_up: Any) -> Any:
     if isinstance(low, types.NoneType):
         return lambda weight, low, i, was_up: load(weight, i)
-    middle, shift = _split(low)
+    shift = U32(16 - low.dtype.bitwidth)
 
     def load_split(weight: Any, low: Any, i: Any, was_up: Any) -> Any:
-        lower = U32(low[i])
-        up = U32((lower > middle) | ((lower == middle) & was_up))
-        return float_of(U32(U32(U32(U32(weight[i]) - up) << U32(16)) | U32(lower << shift)))
+        lower = U32(U32(low[i]) << shift)
+        up = U32(U32(lower + U32(0x7FFF) + was_up) & U32(0x10000))  # what rounding up has added
+        return float_of(U32(U32(U32(weight[i]) << U32(16)) + lower - up))
 
     return load_split
 
 
-def _split(low: Any) -> Any:
-    """Return the middle of the low bits, and by how many bits they are shifted."""
-    return U32(1 << (low.dtype.bitwidth - 1)), U32(16 - low.dtype.bitwidth)
-
-
 def store_weight(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
-    """Write a master, and return whether it lay in the middle and was rounded up, which only a sign bit can tell."""
+    """Write a master, and return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
 
 
 @overload_inline(store_weight)
 def _store_weight(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
     if not isinstance(low, types.NoneType):
-        middle, shift = _split(low)
-        cast, mask = np.uint16 if shift == 0 else np.uint8, U32(2 * int(middle) - 1)
+        shift = U32(16 - low.dtype.bitwidth)
+        cast = np.uint16 if shift == 0 else np.uint8
 
         def store_split(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
-            bits = plain_nan(bits_of(p))
-            if shift and is_finite(bits):
-                bits = U32(bits + (random >> U32(24)))  # rounded at random, or small updates would vanish
-            lower, upper = U32(U32(bits >> shift) & mask), U32(bits >> U32(16))
-            at_middle = (lower == middle) & has_sign & ((upper & U32(1)) == U32(1))
-            weight[i] = np.uint16(upper + U32((lower > middle) | at_middle))
-            low[i] = cast(lower)
-            return at_middle
+            bits = plain_bits(p)
+            if shift:  # rounded at random, or small updates would vanish
+                bits = U32(U32(bits + (random >> U32(24))) & U32(0xFFFFFF00))
+            odd = U32((bits >> U32(16)) & has_sign)
+            weight[i] = np.uint16(U32(bits + U32(0x7FFF) + odd) >> U32(16))
+            low[i] = cast(bits >> shift)
+            return has_sign if U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
 
         return store_split
 
@@ -144,13 +136,13 @@ def _store_weight(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: 
 
         def store_float(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
             weight[i] = p
-            return False
+            return U32(0)
 
         return store_float
 
     def store_bf16(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
-        weight[i] = np.uint16(to_bf16(bits_of(p)))
-        return False
+        weight[i] = to_bf16(p)
+        return U32(0)
 
     return store_bf16
 
@@ -182,11 +174,13 @@ def _unpack(moment: Any, start: Any, stop: Any, block: Any) -> Any:
 
         def unpack_codes(moment: Any, start: Any, stop: Any, block: Any) -> Any:
             for first in range(start, stop, GROUP):
-                codes = moment[0][first : min(first + GROUP, stop)]
-                out = block[first - start :]
-                scale = moment[1][first // GROUP]
-                for i in range(len(codes)):
-                    out[i] = decode(codes[i], scale)
+                codes, scale, values = moment[0][first:], moment[1][first // GROUP], block[first - start :]
+                if stop - first >= GROUP:  # a constant, for which the loop has no ends to take care of
+                    for i in range(GROUP):
+                        values[i] = decode(codes[i], scale)
+                else:
+                    for i in range(stop - first):
+                        values[i] = decode(codes[i], scale)
             return block
 
         return unpack_codes
@@ -202,8 +196,19 @@ def _unpack(moment: Any, start: Any, stop: Any, block: Any) -> Any:
     return unpack_bf16
 
 
+def staged(moment: Any, value: Any) -> Any:
+    """Return what `pack` wants to find in a block for a value."""
+
+
+@overload_inline(staged)
+def _staged(moment: Any, value: Any) -> Any:
+    if isinstance(moment, types.BaseTuple) and moment[0].dtype == types.uint8:
+        return lambda moment, value: np.sqrt(value)  # which the update has computed already
+    return lambda moment, value: value
+
+
 def pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
-    """Write an unpacked block back."""
+    """Write a block of staged values back."""
 
 
 @overload_inline(pack)
@@ -212,60 +217,66 @@ def _pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any
         return lambda moment, start, stop, block, seed, offset: None
     if isinstance(moment, types.BaseTuple):
         signed = moment[0].dtype == types.int8
-        encode, cast, size_of = (encode_signed, np.int8, abs) if signed else (encode_positive, np.uint8, np.sqrt)
+        encode, cast = (encode_signed, np.int8) if signed else (encode_positive, np.uint8)
 
         def pack_codes(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
             for first in range(start, stop, GROUP):
-                codes = moment[0][first : min(first + GROUP, stop)]
                 values = block[first - start :]
-                largest = U32(0)  # of floats without a sign the bits have the same order; NaN is above all
-                for i in range(len(codes)):
-                    largest = U32(max(largest, U32(bits_of(values[i]) & MAGNITUDE)))
-                scale = size_of(float_of(largest))
+                scale = largest(values, GROUP) if stop - first >= GROUP else largest(values, stop - first)
                 moment[1][first // GROUP] = scale
-                inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-                base, key = U32(offset + first), U32(seed)
-                for i in range(len(codes)):
-                    codes[i] = cast(np.int32(encode(values[i], inverse, noise(key, U32(base + U32(i))))))
+            for first in range(start, stop, GROUP):  # apart, as the largest is known late
+                codes, scale, values = moment[0][first:], moment[1][first // GROUP], block[first - start :]
+                key = key_of(seed, offset + first)
+                if stop - first >= GROUP:
+                    for i in range(GROUP):
+                        codes[i] = cast(encode(values[i], scale, noise(key, i)))
+                else:
+                    for i in range(stop - first):
+                        codes[i] = cast(encode(values[i], scale, noise(key, i)))
 
         return pack_codes
 
     def pack_bf16(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
-        part, base, key = moment[start:stop], U32(offset + start), U32(seed)
-        for i in range(len(part)):
-            bits = plain_nan(bits_of(block[i]))
-            random = U32(noise(key, U32(base + U32(i))) >> U32(16))  # or slow averages would stand still
-            part[i] = np.uint16(U32(bits + (random if is_finite(bits) else U32(0))) >> U32(16))
+        part, key = moment[start:stop], key_of(seed, offset + start)
+        for i in range(len(part)):  # rounded at random, or slow averages would stand still
+            part[i] = np.uint16(U32(plain_bits(block[i]) + (noise(key, i) >> U32(16))) >> U32(16))
 
     return pack_bf16
 
 
 @jit
-def encode_signed(x: Any, inverse: Any, noise: Any) -> Any:
+def largest(values: Any, size: Any) -> Any:
+    """Return the largest magnitude, or NaN."""
+    most = U32(0)  # of floats without a sign the bits have the same order; NaN is above all
+    for i in range(size):
+        most = U32(max(most, U32(bits_of(values[i]) & MAGNITUDE)))
+    return float_of(most)
+
+
+@near
+def encode_signed(x: Any, scale: Any, noise: Any) -> Any:
     """Compand to 255 steps, finer near zero."""
-    x = x * inverse
-    return np.rint(np.float32(254) * x / (np.float32(1) + abs(x)))
+    largest = scale if scale > 0 else np.float32(1)
+    return np.int32(np.rint(np.float32(254) * x / (largest + abs(x))))
 
 
-@jit
+@near
 def decode_signed(code: Any, scale: Any) -> Any:
     """Undo `encode_signed`."""
-    y = np.float32(code) * np.float32(1 / 127)
-    return y / (np.float32(2) - abs(y)) * scale
+    code = np.float32(code)
+    return code * scale / (np.float32(254) - abs(code))
 
 
-@jit
-def encode_positive(x: Any, inverse: Any, noise: Any) -> Any:
-    """Take the square root to 256 steps, at random up or down; only zero is zero, since weights are divided by it."""
-    y = np.float32(255) * np.sqrt(x) * inverse
-    code = np.floor(y + np.float32(np.int32(noise >> U32(8))) * np.float32(2**-24))
-    if code < np.float32(1) and x > np.float32(0):
-        code = np.float32(1)
-    return min(code, np.float32(255))
+@near
+def encode_positive(root: Any, scale: Any, noise: Any) -> Any:
+    """Take a square root to 256 steps, at random up or down; only zero is zero, since weights are divided by it."""
+    factor = np.float32(255 * 65536 - 16) / (scale if scale > 0 else np.float32(1))  # a bit less: 256 has no code
+    code = np.int32(np.int32(np.int32(root * factor) + np.int32(noise >> U32(16))) >> np.int32(16))
+    return max(code, min(np.int32(bits_of(root)), np.int32(1)))
 
 
-@jit
+@near
 def decode_positive(code: Any, scale: Any) -> Any:
     """Undo `encode_positive`."""
-    root = np.float32(code) * np.float32(1 / 255) * scale
+    root = np.float32(code) * (scale * np.float32(1 / 255))
     return root * root

@@ -25,49 +25,52 @@ import numpy as np
 from numba import njit, types
 
 from sp_lightning.optim.codecs import (
-    BLOCK,
-    MAGNITUDE,
-    SIGN,
     U32,
     bits_of,
     float_of,
     fma,
     jit,
+    key_of,
     load,
     load_weight,
+    near,
     noise,
     overload_inline,
     pack,
     space,
+    staged,
     store_weight,
     to_bf16,
     unpack,
 )
+from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
 
 LANES = 8
 """Torch's fused kernels work on so many elements at once."""
 
 
-_SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("codecs.py", "rules.py")))
+_SOURCES = zlib.crc32(
+    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("codecs.py", "layout.py", "rules.py"))
+)
 
 
 @jit
 def scaled(g: Any, scaling: Any) -> Any:
     """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
     g = g * scaling.factor * scaling.then
-    if g > scaling.limit:
-        g = scaling.limit
-    elif g < -scaling.limit:
-        g = -scaling.limit
-    return g
+    g = scaling.limit if g > scaling.limit else g
+    return -scaling.limit if g < -scaling.limit else g
 
 
 # --------------------------------------------------------------------------------------------------- rules of updates
 
 
-def update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
-    """Return a weight and its two moments after a step, from those before it and the gradient; all in fp32."""
+def update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, second: Any) -> Any:
+    """Return a weight and its two moments after a step, from those before it and the gradient; all in fp32.
+
+    The bits are promised unless the second moment is kept in codes.
+    """
 
 
 @jit
@@ -75,10 +78,8 @@ def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
     if rule.penalty != 0:
         g = fma(p, rule.penalty, g)
     p = p * rule.decay
-    if rule.first_rate < np.float32(0.5):
-        m = fma(rule.first_rate, g - m, m)
-    else:
-        m = fma(rule.first_rate - np.float32(1), g - m, g)
+    from_m = rule.first_rate < np.float32(0.5)
+    m = fma(rule.first_rate if from_m else rule.first_rate - np.float32(1), g - m, m if from_m else g)
     if tail:
         v = fma(v, rule.second_decay, rule.second_rate * g * g)
     else:
@@ -114,22 +115,23 @@ _UPDATES = {AdamRule: _adam, SgdRule: _sgd, LionRule: _lion}
 
 
 @overload_inline(update)
-def _update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+def _update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, second: Any) -> Any:
     of_kind = _UPDATES[rule.instance_class]
-    return lambda rule, p, g, m, v, tail: of_kind(rule, p, g, m, v, tail)
+    if isinstance(second, types.BaseTuple):
+        of_kind = near(of_kind.py_func)
+    return lambda rule, p, g, m, v, tail, second: of_kind(rule, p, g, m, v, tail)
 
 
 # ----------------------------------------------------------------------------------------------------------- the pass
 
 
-def keeps_sign(moment: Any) -> bool:
-    """Tell whether a second moment has a sign bit to keep a tie in, see [Note: ties]."""
-    return False
+def keeps_sign(moment: Any) -> Any:
+    """Return 1 if a second moment has a sign bit to keep a tie in, see [Note: ties]."""
 
 
 @overload_inline(keeps_sign)
 def _keeps_sign(moment: Any) -> Any:
-    answer = isinstance(moment, types.Array)
+    answer = U32(isinstance(moment, types.Array))
     return lambda moment: answer
 
 
@@ -143,7 +145,7 @@ def _write_lowered(lowered: Any, i: Any, p: Any) -> Any:
         return lambda lowered, i, p: None
 
     def write(lowered: Any, i: Any, p: Any) -> Any:
-        lowered[i] = np.uint16(to_bf16(bits_of(p)))
+        lowered[i] = to_bf16(p)
 
     return write
 
@@ -162,15 +164,17 @@ def _part(memory: Any, start: Any, stop: Any) -> Any:
 @jit
 def _update_part(
     rule: Any, weight: Any, low: Any, gradient: Any, m: Any, v: Any, lowered: Any, scaling: Any, has_sign: Any,
-    tail: Any, seed: Any, offset: Any,
+    tail: Any, seed: Any, offset: Any, moment: Any,
 ) -> Any:  # fmt: skip
+    key, sign = key_of(seed, offset), U32(has_sign << U32(31))
     for i in range(len(gradient)):
         g = scaled(load(gradient, i), scaling)
         bits = bits_of(v[i])
-        p = load_weight(weight, low, i, (bits & SIGN) != 0)
-        p, m[i], second = update(rule, p, g, m[i], float_of(U32(bits & MAGNITUDE)), tail)
-        up = store_weight(weight, low, i, p, has_sign, noise(seed, offset + i))
-        v[i] = float_of(U32(bits_of(second) | U32(U32(up) << U32(31))))
+        p = load_weight(weight, low, i, (bits & sign) >> U32(31))
+        p, first, second = update(rule, p, g, m[i], float_of(U32(bits & ~sign)), tail, moment)
+        m[i] = first
+        up = store_weight(weight, low, i, p, has_sign, noise(key, i))
+        v[i] = float_of(U32(bits_of(staged(moment, second)) | U32(up << U32(31))))
         write_lowered(lowered, i, p)
 
 
@@ -191,7 +195,7 @@ def step_range(
         lowered: Where the bf16 copy goes, or None.
         scaling: What is done to the gradient before.
         seed: Of random rounding; another one for each step.
-        offset: Where the range begins in its tensor: at a multiple of `GROUP`.
+        offset: Where the range begins in its tensor: at a multiple of `BLOCK`.
         sources: Not to be passed.
     """
     size = len(gradient)
@@ -204,7 +208,7 @@ def step_range(
             _update_part(
                 rule, part(weight, begin, end), part(low, begin, end), part(gradient, begin, end),
                 m[begin - start : end - start], v[begin - start : end - start], part(lowered, begin, end),
-                scaling, has_sign, tail, seed, offset + begin,
+                scaling, has_sign, tail, seed, offset + begin, second,
             )  # fmt: skip
         pack(first, start, stop, m, seed ^ 0x55555555, offset)
         pack(second, start, stop, v, seed ^ 0x33333333, offset)
@@ -219,7 +223,10 @@ def read_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
 @njit(nogil=True, error_model="numpy", cache=True)
 def write_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
     """Pack a whole moment from fp32."""
-    pack(moment, 0, len(values), values, 0, 0)
+    block = np.empty_like(values)
+    for i in range(len(values)):
+        block[i] = staged(moment, values[i])
+    pack(moment, 0, len(values), block, 0, 0)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 MASTERS = ("auto", "fp32", "split", "split24", None)
 MOMENTS = ("fp32", "bf16", "int8")
-GROUP = 64
-"""So many elements of a moment in 8 bits share a scale; ranges of a tensor begin at multiples of it."""
+GROUP = 128
+"""So many elements of a moment in 8 bits share a scale."""
+BLOCK = 8 * GROUP
+"""So many are updated in one loop, and stay in the first cache from unpacking to packing."""
 
 State = dict[str, Any]
 _LOW = {"split": torch.uint16, "split24": torch.uint8}

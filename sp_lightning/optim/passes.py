@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.layout import BLOCK, GROUP
 from sp_lightning.optim.rules import Scaling
 
-_LEAST = 4096 * GROUP  # elements that are worth another thread
+_LEAST = 256 * BLOCK  # elements that are worth another thread
 _TURNS = 4  # ranges for each thread, as not all of them are equally fast
 
 
@@ -42,7 +42,7 @@ def run(passes: Sequence[Pass]) -> None:
 
     threads = torch.get_num_threads()
     elements = sum(len(each.weight) for each in passes)
-    size = max(_LEAST, -(-elements // (threads * _TURNS * GROUP)) * GROUP)
+    size = max(_LEAST, -(-elements // (threads * _TURNS * BLOCK)) * BLOCK)
     ranges = [each for weight in passes for each in weight.ranges(size)]
     if threads == 1 or len(ranges) == 1:
         for each in ranges:

@@ -45,7 +45,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, operands: list[tuple[Tensor, int]]) -> None:
-        twins, masters = self._engine.arrangement.twins, self._engine.arrangement.weights_by_memory
+        twins, weights = self._engine.arrangement.twins, self._engine.arrangement.weights
+        masters = {storage_key(weight.host): weight for weight in weights}
         for _, memory in operands:
             if memory in twins and twins[memory].group.residency is not Residency.READABLE:
                 name = twins[memory].weight.name

@@ -2,7 +2,7 @@
 
 Its parts are made in the order in which they build on each other, and each has those that it needs by name. Some know
 the units and where their weights lie, so there are new ones for each arrangement. That changes only between steps,
-while no graph needs the old one. The reasons: the module has other parameters, steps have shown something (learned.py),
+while no graph needs the old one. The reasons: the module has other parameters, steps have shown something (`Learned`),
 a planner wants another window, autocast goes on or off.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.memory import HostPool, Meter
 from sp_lightning.pipeline.activations.offload import Offloader
-from sp_lightning.pipeline.activations.policy import Activations, AutoPolicy
+from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.learned import Learned, WindowPlan
+from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
@@ -44,7 +44,7 @@ SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if t
 
 
 class Planner(Protocol):
-    """Chooses the window; asked between steps, when no graph waits for its backward."""
+    """Chooses the window and policies for activations; asked between steps, when no graph waits for its backward."""
 
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         """Return the plan for the next step, which may have a backward or not; None for the smallest window."""
@@ -112,11 +112,8 @@ class Engine:
             raise
         self._is_arranged = True
         self.stats.arrangements += 1
-        auto = None  # who chooses what becomes of activations: measured anew for other units
-        if self.activations.chooses and self.budget is not None:
-            is_planned = self._planner is not None and "auto" in (options.k, options.k_prime)
-            auto = AutoPolicy(self.activations.second_forwards, warns=not is_planned)
-        self.activations.choose_by(auto)
+        plan = self.learned.plan
+        self.activations.measure_anew(self.budget is not None, {} if plan is None else plan.policies)
 
     def rearrange(self, autocast: torch.dtype | None) -> None:
         """Give the module back, and arrange it anew."""
@@ -226,23 +223,15 @@ class Engine:
             plan = self._planner.before_step(self, torch.is_grad_enabled())
             if plan != learned.plan:
                 self._follow(plan)
-        auto = self.activations.auto
-        if auto is not None and auto.must_choose:  # for the room that is left; there is a limit
-            auto.choose(max(0, (self.budget or 0) - self.arrangement.streaming_bytes()))
 
     def _follow(self, plan: WindowPlan | None) -> None:
-        """Adopt the window that the planner wants."""
-        policies = self.activations.auto
-        self.learned.plan = plan
-        self.rearrange(self.arrangement.autocast)
-        self.activations.choose_by(policies)  # the units are the same, so their measurements still hold
-        if policies is None:
-            return
-        if plan is not None and plan.policies:
-            units = self.arrangement.units
-            policies.prescribe({m.name: plan.policies.get(unit.name, "keep") for unit in units for m in unit.members})
-        else:
-            policies.must_choose = True  # for another room
+        """Adopt the window that the planner wants, and what becomes of activations."""
+        before, auto, self.learned.plan = self.learned.plan, self.activations.auto, plan
+        if before is None or plan is None or before.window != plan.window:
+            self.rearrange(self.arrangement.autocast)
+            self.activations.auto = auto  # the units are the same, so their measurements still hold
+        if auto is not None:
+            auto.policies = {} if plan is None else plan.policies
 
     def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
         """Follow a change of autocast that is found in a member's call.

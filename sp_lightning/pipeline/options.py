@@ -15,7 +15,10 @@ for _power, _prefix in enumerate("kmgt", 1):
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
-ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload", "auto"]
+Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
+"""What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
+
+ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 
 _CHOICES = {
     "activations": get_args(ActivationPolicy),
@@ -31,8 +34,8 @@ _CHOICES = {
 class PipelineOptions:
     """How a module is streamed: arguments of `superpipeline` and of the strategy; every default works.
 
-    Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, and `resident_optimizer=True` leaves
-    no unit on the device.
+    Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, `activations="auto"` recomputes if
+    there is a budget, and `resident_optimizer=True` leaves no unit on the device.
 
     Args:
         k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
@@ -92,7 +95,8 @@ class PipelineOptions:
             )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
-        _check_policy(self.units)
+        if self.units is not None:
+            as_predicate(self.units)
         is_list = isinstance(self.resident, Sequence) and not isinstance(self.resident, str)
         if not is_list or not all(isinstance(name, str) for name in self.resident):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
@@ -108,14 +112,25 @@ def _check_count(name: str, value: object) -> None:
     raise ValueError(f"`{name}={value!r}` must be 'auto' or an integer of at least 1.")
 
 
-def _check_policy(units: object) -> None:
-    entries = units if isinstance(units, Sequence) and not isinstance(units, str) else [units]
-    names_or_classes = all(isinstance(entry, str | type) for entry in entries)
-    if units is None or (names_or_classes and len(entries) > 0) or (callable(units) and not isinstance(units, type)):
-        return
-    raise ValueError(
-        f"`units={units!r}` must be None, a module class or class name, a non-empty list of those, "
-        "or a callable (name, module) -> bool."
+def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
+    """Convert a user's definition of a unit to a function of a module and its name.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if callable(policy) and not isinstance(policy, type):
+        return policy
+    entries = [policy] if isinstance(policy, str | type) else policy
+    if not isinstance(entries, Sequence) or not entries or not all(isinstance(entry, str | type) for entry in entries):
+        raise ValueError(
+            f"`units={policy!r}` must be None, a module class or class name, a non-empty list of those, "
+            "or a callable (name, module) -> bool."
+        )
+    names = {entry for entry in entries if isinstance(entry, str)}
+    classes = tuple(entry for entry in entries if isinstance(entry, type))
+    return lambda _, module: (
+        isinstance(module, classes)
+        or any(cls.__name__ in names or f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__)
     )
 
 

@@ -15,8 +15,7 @@ from torch import nn
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
-from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard

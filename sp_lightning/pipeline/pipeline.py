@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.gradients.averaging import Replicas
-from sp_lightning.pipeline.lanes.accelerator import full_device, make_backend
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy, Way, choose_ways, peak
+from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,
@@ -24,6 +25,7 @@ from sp_lightning.planning.cost import (
     predict,
     weight_bytes,
 )
+from sp_lightning.planning.ways import Way, choose_ways, peak
 
 _Number: TypeAlias = int | Literal["auto"]
 
@@ -33,6 +35,15 @@ _K_PRIMES = (1, 2, 4)
 _LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
 _MARGIN = 1.02  # a window that fetches nothing ahead, or units on the device, have to be faster by this factor
 _PRICE_OF_WORK = 0.01  # what a second of work in any lane is taken to cost, so that of equal choices the laziest wins
+
+
+class TooLittleMemory(ValueError):
+    """Nothing fits, not even what takes least."""
+
+    def __init__(self, budget: int, missing: int) -> None:
+        has, more = readable_bytes(budget), readable_bytes(missing)
+        super().__init__(f"{has} of device memory is too little: it takes {more} more.")
+        self.missing = missing  # bytes
 
 
 def choose(
@@ -49,15 +60,14 @@ def choose(
     `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, or live there.
 
     Raises:
-        ValueError: If nothing fits; the message says how much is missing.
+        TooLittleMemory: If nothing fits; the message says how much is missing.
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     smallest = min(windows, key=lambda window: weight_bytes(workload, window))
     least = tuple(choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes))
     spare = _room(workload, budget, least) - weight_bytes(workload, smallest)
     if spare < 0:
-        has, more = readable_bytes(budget), readable_bytes(-spare)
-        raise ValueError(f"{has} of device memory is too little: it takes {more} more.")
+        raise TooLittleMemory(budget, -spare)
     splits = dict.fromkeys([least, *_splits(workload, activation_bytes(workload, least) + spare)])
     found = []
     for on_device in _sets_on_device(workload) if fill else [()]:
@@ -119,10 +129,10 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
     turn, most = workload.turn_bytes, most - workload.outside_bytes
     for left_out in _LEFT_OUT if workload.trains else ():
         units = [tuple(way for way in unit.ways if way.policy not in left_out) or unit.ways for unit in workload.units]
-        least = peak([min(ways, key=lambda way: way.held + way.under_way) for ways in units], turn)
         enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
-        for number in range(_SPLITS) if enough >= least else ():
-            yield tuple(choose_ways(units, enough - (enough - least) * number // (_SPLITS - 1), turn))
+        least = min(enough, peak([min(ways, key=lambda way: way.held + way.under_way) for ways in units], turn))
+        for split in {enough - (enough - least) * number // (_SPLITS - 1) for number in range(_SPLITS)}:
+            yield tuple(choose_ways(units, split, turn))
 
 
 def _filled(workload: Workload, choice: Choice, room: int) -> Choice:

@@ -26,11 +26,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
-from sp_lightning.pipeline.activations.ways import Way, peak
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, few_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.layout.memory import place_in_arena, travel_together
+from sp_lightning.planning.ways import Way, peak
+
+UNITS_THAT_STAY = 1  # units before the turn for which sending activations gains nothing: backward needs them at once
+_HIDDEN_COST = 0.1  # the part of its time that a copy of activations costs even if computing hides it
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
@@ -105,6 +107,18 @@ class Machine:
     def down(self, nbytes: int) -> float:
         """Return the seconds of a copy to the host."""
         return nbytes / self.to_host + self.copy_seconds if nbytes else 0.0
+
+    def offload_seconds(self, nbytes: int, unit: UnitWork, repeating: float) -> float:
+        """Return what it costs to have so many bytes of a unit's activations wait on the host.
+
+        Its forward hides their way out. Its backward, in which it computes for so many more seconds if its forward runs
+        again, hides the way back of them and of its weights.
+        """
+        backward = unit.backward_seconds + repeating
+        sending = max(0.0, self.down(nbytes) - unit.forward_seconds)
+        waiting_anyway = max(0.0, self.up(unit.weight_bytes) - backward)
+        fetching = max(0.0, self.up(unit.weight_bytes + nbytes) - backward) - waiting_anyway
+        return sending + fetching + _HIDDEN_COST * (self.up(nbytes) + self.down(nbytes))
 
     def step(self, units: Iterable[UnitWork]) -> float:
         """Return the seconds of the optimizer's steps of some units."""

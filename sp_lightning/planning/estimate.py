@@ -16,13 +16,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.ways import Footprint, Link
+from sp_lightning.optim.layout import GROUP
+from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.cost import Machine, UnitWork, Workload
-from sp_lightning.planning.measure import bytes_of
+from sp_lightning.planning.measure import bytes_of, ways_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -49,7 +50,7 @@ _LADDER: tuple[tuple[Master, Moments], ...] = (
     ("split24", "int8"),
 )
 _LOW_BYTES = {None: 0.0, "split": 2.0, "split24": 1.0}  # of a master, beside the bf16 weight
-_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 64}  # with a scale for each group
+_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 
 _KNOWN: dict[str, tuple[object, ...]] = {
     "precision": get_args(Precision),
@@ -179,17 +180,18 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         cast = {id(p) for part in module.modules() if isinstance(part, _CAST) for p in part.parameters(recurse=False)}
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in cast]:
             weight.compute_dtype = dtype
+    machine = Machine(given.to_device * 1e9, given.to_host * 1e9, given.host_bandwidth * 1e9)
     vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
-    units = tuple(_work(unit, given, vocabulary) for unit in division.units)
+    units = tuple(_work(unit, given, machine, vocabulary) for unit in division.units)
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
     workload = Workload(
         units=units,
-        resident=_work(division.resident, given, vocabulary),
+        resident=_work(division.resident, given, machine, vocabulary),
         stepping="in backward" if any(unit.step_bytes for unit in units) else None,
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),  # and gradients
     )
-    return workload, Machine(given.to_device * 1e9, given.to_host * 1e9, given.host_bandwidth * 1e9)
+    return workload, machine
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -210,7 +212,7 @@ def _matrices(unit: Unit) -> list[torch.Size]:
     return [p.shape for module in computing for p in module.parameters(recurse=False) if p.dim() > 1]
 
 
-def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWork:
+def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collection[int]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
     matrices, work = _matrices(unit), bytes_of(unit)
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
@@ -226,15 +228,12 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
     inputs = nbytes * matrices[0][-1] if matrices else 0
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
-    footprint = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
-    link = Link(up=given.to_device * 1e9, down=given.to_host * 1e9)
-    ways = footprint.ways(link, work.weight_bytes, forward, backward)
+    work = replace(work, forward_seconds=forward, backward_seconds=backward)
+    ways = ways_of(work, [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)], forward, machine)
     return replace(
         work,
         step_bytes=2 * (masters + state) + gradients + stepped,
-        forward_seconds=forward,
-        backward_seconds=backward,
-        ways=tuple(way for way in ways if given.activations in ("auto", way.policy)),
+        ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
         bytes_on_device=weights + masters + state + copies if given.resident_optimizer and trained else 0,
         host_bytes=weights + state + copies,
     )

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
-from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span
-from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
+from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span, available_host_memory
+from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.policy import RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.memory import sent_bytes
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.ways import Way, peak
 
-_POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload", "recompute_offload")
+_POLICIES: tuple[Policy, ...] = get_args(Policy)
+_HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
@@ -59,7 +64,6 @@ class FirstSteps:
     def __init__(self, engine: Engine, trains: bool, waits: bool) -> None:
         self.trains = trains  # whether the steps have a backward
         self.recording = Recording()  # of what the lanes did
-        self.policies: list[Mapping[str, Policy]] = []  # for each step, of each member, if they are chosen per unit
         self.activation_peak = 0
         self.reserve_bytes = 0  # of the device that must stay free beside weights, gradients and activations
         self.optimizer_steps = self.steps_in_backward = 0  # since the recording has begun
@@ -101,8 +105,6 @@ class FirstSteps:
         self.recording = self._scope.enter_context(self._engine.backend.trace.record())
 
     def _note_step(self) -> None:
-        auto = self._engine.activations.auto
-        self.policies.append({} if auto is None else dict(auto.in_use))
         self.activation_peak = max(self.activation_peak, self._engine.meter.step_peak)
 
     def stop(self) -> None:
@@ -115,35 +117,36 @@ class FirstSteps:
             self._scope.close()
         before, memory = self._memory, self._engine.backend.memory()
         # or what operations take is in units' ways
-        if before is not None and memory is not None and not any(self.policies):
+        if before is not None and memory is not None and activations.auto is None:
             self.reserve_bytes = max(0, max(watched, memory.peak) - before.allocated - self.activation_peak)
 
 
-def workload_of(engine: Engine, measured: FirstSteps) -> Workload:
-    """Return the work of a step."""
+def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:
+    """Return the work of a step, with what copies of activations cost on this machine."""
     arrangement, auto, recording = engine.arrangement, engine.activations.auto, measured.recording
-    ways = {} if auto is None else auto.ways()
     names = {unit.name for unit in arrangement.units}
     steps = [_Step(recording.spans, begin, end, names) for begin, end in recording.steps]
-    for step, policies in zip(steps, measured.policies, strict=False):
-        for unit in arrangement.units:
-            step.backward[unit.name] -= _second_forwards(unit, ways, policies)
     steps = [step for step in steps if step.has_backward] or steps  # a step that returns no loss has none
     added = sum(span.end - span.begin for span in recording.spans if span.kind is Kind.ADD)
     stepping: Stepping = "in backward" if measured.steps_in_backward else "under forward"
     if not measured.steps_in_backward and all(step.waits_for_all_gradients for step in steps):
         stepping = "after backward"
+    units = [
+        replace(
+            bytes_of(unit),
+            forward_seconds=min(step.forward[unit.name] for step in steps),
+            backward_seconds=min(step.backward[unit.name] - step.again[unit.name] for step in steps),
+            ways=(_given_way(engine.options.activations, unit, recording, steps),),
+            bytes_on_device=bytes_on_device(engine, unit),
+        )
+        for unit in arrangement.units
+    ]
+    if auto is not None:
+        calls = auto.footprints()
+        of_units = [[calls[each.name] for each in unit.members if each.name in calls] for unit in arrangement.units]
+        units = _with_ways(units, of_units, machine)
     return Workload(
-        units=tuple(
-            replace(
-                bytes_of(unit),
-                forward_seconds=min(step.forward[unit.name] for step in steps),
-                backward_seconds=max(0.0, min(step.backward[unit.name] for step in steps)),
-                ways=_ways_of(unit, ways) or (_given_way(engine.options.activations, unit, recording),),
-                bytes_on_device=bytes_on_device(engine, unit),
-            )
-            for unit in arrangement.units
-        ),
+        units=tuple(units),
         resident=bytes_of(arrangement.resident),
         trains=measured.trains,
         stepping=stepping if measured.optimizer_steps else None,
@@ -160,19 +163,24 @@ def machine_of(recording: Recording) -> Machine:
     """Return the speed of copies and of the optimizer."""
     up, copy_seconds = _rate(recording, Kind.LOAD, Kind.FETCH)
     down, host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)[0], _rate(recording, Kind.STEP)[0]
-    return Machine(up, down, host, copy_seconds)
+    return Machine(up, up if math.isinf(down) else down, host, copy_seconds)
 
 
 class _Step:
-    """One recorded step: `forward` and `backward` are each unit's seconds of computing, by its name."""
+    """One recorded step: each unit's seconds of computing, by its name; of backward, `again` is its second forward."""
 
     def __init__(self, spans: Sequence[Span], begin: float, end: float, units: Collection[str]) -> None:
         spans = [span for span in spans if begin <= span.begin < end and span.end > begin]
         of = {kind: [span for span in spans if span.kind is kind] for kind in Kind}
         self._stalls, backward = of[Kind.STALL], of[Kind.BACKWARD]
         self.has_backward = bool(backward)
-        turned = backward[0].begin if backward else None  # what runs forward after that is recomputed
+        turned = backward[0].begin if backward else None
         forward = [span for span in of[Kind.FORWARD] if turned is None or span.begin < turned]
+        self.again: dict[str, float] = defaultdict(float)
+        computing = [span for span in spans if span.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        for before, span, after in zip(computing, computing[1:], computing[2:], strict=False):
+            if span.kind is Kind.FORWARD and before.kind is after.kind is Kind.BACKWARD:
+                self.again[span.name] += self._without_stalls(span.begin, span.end)
         self.forward, self.backward = self._by_unit(forward, turned, units), self._by_unit(backward, None, units)
         known = [*self.forward.values(), *self.backward.values(), *(span.end - span.begin for span in self._stalls)]
         self.rest = end - begin - sum(known)  # the device neither computed nor waited for a copy
@@ -189,9 +197,11 @@ class _Step:
         for span, end in zip(spans, ends, strict=True):
             latest = span.name if span.name in units else latest
             if latest is not None:
-                stalls = [stall.end - stall.begin for stall in self._stalls if span.begin <= stall.begin < end]
-                seconds[latest] += end - span.begin - sum(stalls)
+                seconds[latest] += self._without_stalls(span.begin, end)
         return seconds
+
+    def _without_stalls(self, begin: float, end: float) -> float:
+        return end - begin - sum(stall.end - stall.begin for stall in self._stalls if begin <= stall.begin < end)
 
 
 def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
@@ -209,27 +219,54 @@ def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
     return nbytes / seconds, 0.0
 
 
-def _given_way(policy: ActivationPolicy, unit: Unit, recording: Recording) -> Way:
-    """Return the way of a unit's activations where the user chose the policy; only its copies are known."""
+def _given_way(policy: ActivationPolicy, unit: Unit, recording: Recording, steps: Sequence[_Step]) -> Way:
+    """Return the way of a unit's activations where the user chose the policy; what it holds is not known."""
     copies = [span.nbytes for span in recording.spans if span.kind is Kind.OFFLOAD and span.name == unit.name]
-    leaving = sum(copies) // len(recording.steps)
-    return Way("keep" if policy == "auto" else policy, held=0, working=0, seconds=0.0, leaving=leaving)
+    leaving, again = sum(copies) // len(recording.steps), min(step.again[unit.name] for step in steps)
+    return Way("keep" if policy == "auto" else policy, 0, 0, seconds=0.0, leaving=leaving, repeating=again)
 
 
-def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
-    """Return the ways of a unit's activations: one policy for all members, as far as they can follow it."""
-    measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
-    together = []
-    for policy in [policy for policy in _POLICIES if any(policy in by_policy for by_policy in measured)]:
-        first_of = _POLICIES[::-1] if policy == "recompute_offload" else (policy, "keep")
-        chosen = [next(by_policy[each] for each in first_of if each in by_policy) for by_policy in measured]
-        held, leaving = sum(way.held for way in chosen), sum(way.leaving for way in chosen)
-        seconds, repeating = sum(way.seconds for way in chosen), sum(way.repeating for way in chosen)
-        together.append(Way(policy, held, peak(chosen), seconds, leaving, chosen[-1].under_way, repeating))
-    return tuple(together)
+def _with_ways(units: Sequence[UnitWork], calls: Sequence[Sequence[Footprint]], machine: Machine) -> list[UnitWork]:
+    """Return the units with the ways of their activations, where calls of their members were measured."""
+    room, large = available_host_memory(), sum(call.large for of_unit in calls for call in of_unit)
+    no_copies = math.isinf(machine.to_device) or (room is not None and room < _HOST_ROOM * large)
+    result = []
+    for number, (unit, of_unit) in enumerate(zip(units, calls, strict=True)):
+        if of_unit:
+            again = unit.ways[0].repeating or unit.forward_seconds  # as the first one, if no second one was recorded
+            copies = None if no_copies or number >= len(units) - UNITS_THAT_STAY else machine
+            unit = replace(unit, ways=ways_of(unit, of_unit, again, copies, inputs_stay=number == 0))
+        result.append(unit)
+    return result
 
 
-def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Mapping[str, Policy]) -> float:
-    """Return the seconds that recomputing a unit's forward took in a step."""
-    again = [member.name for member in unit.members if policies.get(member.name) in RECOMPUTING]
-    return sum(way.seconds for name in again for way in ways.get(name, ()) if way.policy == "recompute")
+def ways_of(
+    unit: UnitWork, calls: Sequence[Footprint], again: float, machine: Machine | None, inputs_stay: bool = False
+) -> tuple[Way, ...]:
+    """Return the ways of a unit's activations, by preference: one policy for all members, as far as they can follow.
+
+    Args:
+        unit: The unit, with the seconds that it computes.
+        calls: What each of its members takes.
+        again: The seconds of its second forward.
+        machine: What copies cost; None if nothing can be offloaded.
+        inputs_stay: Whether the inputs of the first one are the batch, which whoever runs the step holds.
+    """
+    ways: dict[tuple[int, int], Way] = {}
+    for policy in _POLICIES if machine is not None else _POLICIES[:2]:
+        members = [_way_of(call, policy, inputs_stay and number == 0) for number, call in enumerate(calls)]
+        held, leaving = sum(way.held for way in members), sum(way.leaving for way in members)
+        repeating = again if any(way.policy in RECOMPUTING for way in members) else 0.0
+        copying = machine.offload_seconds(leaving, unit, repeating) if machine is not None and leaving else 0.0
+        way = Way(policy, held, peak(members), repeating + copying, leaving, members[-1].under_way, repeating)
+        ways.setdefault((held, leaving), way)
+    return tuple(ways.values())
+
+
+def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:
+    """Return the way of a member's activations, without what it costs."""
+    followed = policy if call.repeatable else WITHOUT_RECOMPUTING.get(policy, policy)
+    inputs = 0 if inputs_stay else call.held
+    held = call.held + (0 if followed in RECOMPUTING else call.saved)
+    leaving = {"offload": min(call.large, inputs + call.saved), "recompute_offload": inputs}.get(followed, 0)
+    return Way(followed, held - leaving, call.working, 0.0, leaving, under_way=leaving)

@@ -10,15 +10,19 @@ With gradient accumulation it waits for a first step of the optimizer, and recor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
-from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import UnitWork, activation_bytes
+from sp_lightning.pipeline.options import Policy
+from sp_lightning.planning.choose import TooLittleMemory, choose
+from sp_lightning.planning.cost import UnitWork, Workload, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
+from sp_lightning.planning.ways import Way, choose_ways
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
@@ -31,12 +35,22 @@ def _warn(result: WindowPlan | str) -> None:
         warnings.warn(result, stacklevel=2)
 
 
+@dataclass
+class _Planned:
+    """A plan for a situation, and the bytes of the inputs that its window and its policies are for."""
+
+    plan: WindowPlan | None = None
+    window_size: int = -1
+    size: int = -1
+    measured: FirstSteps | None = None
+
+
 class AutoPlanner(Planner):
     """Measures the first steps, then chooses what the user has left open (see `choose`)."""
 
     def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
         self._tell = tell
-        self._plans: dict[_Situation, tuple[WindowPlan | None, int]] = {}  # and the size of inputs they are made for
+        self._plans: dict[_Situation, _Planned] = {}
         self._arrangement: object = None
         self._situation: _Situation = ((), False)
         self._has_limit = False
@@ -45,7 +59,7 @@ class AutoPlanner(Planner):
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement, options = engine.arrangement, engine.options
-        if "auto" not in (options.k, options.k_prime):
+        if "auto" not in (options.k, options.k_prime, options.activations):
             return None
         if arrangement is not self._arrangement:
             self._arrangement, self._has_limit = arrangement, engine.budget is not None
@@ -54,12 +68,16 @@ class AutoPlanner(Planner):
             return None
         if builds_graph:
             self._change((self._situation[0], True))
-        plan, size = self._plans.get(self._situation, (None, -1))
+        planned = self._plans.setdefault(self._situation, _Planned())
         if builds_graph != self._situation[1]:  # a validation step: its times would falsify the measurement
             self.abandon()
-        elif _input_bytes(engine) > _MUCH_LARGER * size:
-            plan = self._measure(engine, plan)
-        return plan
+            return planned.plan
+        size = _input_bytes(engine)
+        if size > _MUCH_LARGER * planned.window_size:
+            self._measure(engine, planned)
+        if planned.measured is not None and planned.plan is not None and planned.plan.policies and size > planned.size:
+            planned.plan, planned.size = _adapted(engine, planned.plan, planned.measured), size
+        return planned.plan
 
     @override
     def abandon(self) -> None:
@@ -72,19 +90,43 @@ class AutoPlanner(Planner):
             self._situation = situation
             self.abandon()
 
-    def _measure(self, engine: Engine, plan: WindowPlan | None) -> WindowPlan | None:
-        """Return a new plan once enough steps are measured, and the given one until then."""
+    def _measure(self, engine: Engine, planned: _Planned) -> None:
+        """Plan anew once enough steps are measured."""
         units, trains = self._situation
         if self._measuring is None:
             self._measuring = FirstSteps(engine, trains, waits=trains and any(unit.step_bytes for unit in units))
-        measured = self._measuring
-        if measured.go_on():
-            return plan
-        self._measuring = None
-        result = _plan(engine, measured)
-        self._tell(result)
-        plan = None if isinstance(result, str) else result
-        self._plans[self._situation] = plan, _input_bytes(engine)
+        if self._measuring.go_on():
+            return
+        measured, self._measuring = self._measuring, None
+        planned.plan, planned.measured = self._plan(engine, measured), measured
+        planned.size = planned.window_size = _input_bytes(engine)
+
+    def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
+        """Choose by the measurements; if nothing fits, what takes least."""
+        k, k_prime, budget = engine.options.k, engine.options.k_prime, engine.budget
+        machine = machine_of(measured.recording)
+        workload = workload_of(engine, measured, machine)
+        assert budget is not None
+        search = partial(choose, workload, machine, k=k, k_prime=k_prime, fill=k == "auto")
+        try:
+            prediction = search(budget)
+        except TooLittleMemory as error:
+            self._tell(f"Superpipeline: {error} Use smaller batches, or a larger `memory_budget`.")
+            prediction = search(budget + error.missing)
+        choice, names = prediction.choice, [unit.name for unit in workload.units]
+        plan = WindowPlan(
+            k=choice.k,
+            k_prime=choice.k_prime,
+            kept=tuple(names[number] for number in choice.kept),
+            on_device=tuple(names[number] for number in choice.on_device),
+            on_device_bytes=sum(workload.units[number].bytes_on_device for number in choice.on_device),
+            step_seconds=prediction.seconds,
+            bottleneck=prediction.bottleneck,
+            device_bytes=prediction.device_bytes,
+            activation_bytes=activation_bytes(workload, choice.ways),
+            policies={} if engine.activations.auto is None else _policies(workload, choice.ways),
+        )
+        self._tell(plan)
         return plan
 
 
@@ -94,27 +136,16 @@ def _input_bytes(engine: Engine) -> int:
     return engine.meter.step_peak if auto is None else auto.input_bytes
 
 
-def _plan(engine: Engine, measured: FirstSteps) -> WindowPlan | str:
-    """Choose by the measurements; return a message instead if only the smallest window fits."""
-    k, k_prime, budget = engine.options.k, engine.options.k_prime, engine.budget
-    workload, machine = workload_of(engine, measured), machine_of(measured.recording)
-    assert budget is not None
-    try:
-        plan = choose(workload, machine, budget, k=k, k_prime=k_prime, fill=k == "auto")
-    except ValueError as error:
-        advice = "Use smaller batches, or a larger `memory_budget`."
-        return f"Superpipeline: the window stays as small as it is. {error} {advice}"
-    choice, names = plan.choice, [unit.name for unit in workload.units]
-    policies = {name: way.policy for name, way in zip(names, choice.ways, strict=True)}
-    return WindowPlan(
-        k=choice.k,
-        k_prime=choice.k_prime,
-        kept=tuple(names[number] for number in choice.kept),
-        on_device=tuple(names[number] for number in choice.on_device),
-        on_device_bytes=sum(workload.units[number].bytes_on_device for number in choice.on_device),
-        step_seconds=plan.seconds,
-        bottleneck=plan.bottleneck,
-        device_bytes=plan.device_bytes,
-        activation_bytes=activation_bytes(workload, choice.ways),
-        policies={} if engine.activations.auto is None else policies,
-    )
+def _policies(workload: Workload, ways: Sequence[Way]) -> dict[str, Policy]:
+    return {unit.name: way.policy for unit, way in zip(workload.units, ways, strict=True)}
+
+
+def _adapted(engine: Engine, plan: WindowPlan, measured: FirstSteps) -> WindowPlan:
+    """Return the plan with policies for inputs that are larger, in the room that its window leaves."""
+    workload = workload_of(engine, measured, machine_of(measured.recording))
+    window = plan.device_bytes - plan.activation_bytes
+    room = (engine.budget or 0) - workload.reserve_bytes - window - workload.outside_bytes
+    ways = choose_ways([unit.ways for unit in workload.units], room, workload.turn_bytes)
+    taken = activation_bytes(workload, ways)
+    policies = _policies(workload, ways)
+    return replace(plan, device_bytes=window + taken, activation_bytes=taken, policies=policies)

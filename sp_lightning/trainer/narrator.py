@@ -32,27 +32,21 @@ if TYPE_CHECKING:
 _MUCH = 0.3  # the least share of a lane's work that is worth doing something about
 _WORTH_ROOM = 0.1  # the least share of device memory that a larger batch or window could use
 
-_said_in_brief: set[Any] = set()  # by this process, since some libraries build a Trainer for each step
-
 
 class Narrator:
-    """Reports what a run is going to do and what it has done."""
+    """Reports what a run is going to do and what it has done, and nothing twice."""
 
     def __init__(self, lightning: Namespace, callback: type[Any]) -> None:
         self._lightning = lightning
         self._callback = callback
-        self._said_in_full: set[Any] = set()
-        self._said = _said_in_brief
+        self._said: set[Any] = set()
         self._silent = True
         self._has_warned = self._tells_outcome = False
 
     def begin(
         self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Iterable[tuple[Optimizer, SteppingPlan]]
     ) -> None:
-        """Say what the plan is: as a table if the Trainer prints a model summary or the callback asks for it.
-
-        What was said before is not repeated: a table by the same Trainer, a plan in brief by the same process.
-        """
+        """Say what the plan is: as a table if the Trainer prints a model summary or the callback asks for it."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self._callback)]
         in_full = any(chosen or (isinstance(callback, self._lightning.summary) for callback in callbacks))
@@ -60,11 +54,9 @@ class Narrator:
         self._tells_outcome = False
         if pipeline is None or self._silent:
             return
-        self._said = self._said_in_full if in_full else _said_in_brief
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
-        brief = plan_in_brief(pipeline, texts)
-        is_new = self._say(plan_table(pipeline, texts) if in_full else brief)
-        self._said.update((brief, *texts))
+        is_new = self._say(plan_table(pipeline, texts) if in_full else plan_in_brief(pipeline, texts))
+        self._said.update(texts)
         self._tells_outcome = in_full and (is_new or trainer.state.fn == self._lightning.fitting)
 
     def stepping(self, optimizer: Optimizer, plan: SteppingPlan) -> None:

@@ -31,8 +31,15 @@ _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "
 _OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
 _CLIPS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
 _OF_THE_PRECISION = ("backward", *_CLIPS, "optimizer_step", "post_backward")
-_BEFORE_ZERO_GRAD = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step")
-_AFTER_THE_STEP = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_start")
+_BEFORE_ZERO_GRAD = ("optimizer_zero_grad", "on_before_zero_grad")
+_AFTER_THE_STEP = (
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_validation_start",
+)
 _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 _SMALLER_BUDGET = 0.85  # the budget to try next, as a share of one that did not suffice: fragmentation took the rest
 
@@ -126,9 +133,9 @@ class StepsMixin(_Base):
 
     def _afterwards(self) -> Afterwards:
         hooked = [self._module, *self._module.trainer.callbacks]  # type: ignore[attr-defined]
-        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or any(_overridden([type(self)], ("optimizer_step",))):
+        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
             return Afterwards.KEPT_UNTIL_ZEROED
-        kept = any(_overridden(hooked, _AFTER_THE_STEP))
+        kept = any(_overridden([*hooked, type(self)], _AFTER_THE_STEP))
         return Afterwards.KEPT_UNTIL_THE_NEXT_STEP if kept else Afterwards.DROPPED
 
     def _hindrances(self, automatic: bool) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._pytree import tree_map_only
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner
 
 from ..helpers import Trace, is_block, note_gradients, note_outputs, note_state
 from ..second_device import IN_USE
@@ -44,9 +44,12 @@ def big_chain(cycles: int = 0) -> Chain:
 
 
 @contextmanager
-def on_device(model: nn.Module, device: torch.device, **options: Any) -> Iterator[Pipeline]:
+def on_device(
+    model: nn.Module, device: torch.device, planner: Planner | None = None, **options: Any
+) -> Iterator[Pipeline]:
     """A pipeline on the device, one unit per block; always detached."""
-    pipe = Pipeline(model, device, options=PipelineOptions(**{"k": 2, "k_prime": 1, "units": is_block, **options}))
+    choices = PipelineOptions(**{"k": 2, "k_prime": 1, "units": is_block, **options})
+    pipe = Pipeline(model, device, options=choices, planner=planner)
     try:
         yield pipe
     finally:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline.activations.ways import RECOMPUTING
-from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.activations.policy import RECOMPUTING
+from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
 from sp_lightning.planning import planner
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Machine, Prediction, Workload

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
 
 from ..second_device import IN_USE
 from .parts import (
@@ -103,7 +103,7 @@ def test_peak_memory(device: torch.device) -> None:
     api.synchronize()
     before = api.memory_allocated()
     api.reset_peak_memory_stats()
-    with on_device(model, device, k=2, activations="keep") as pipe:  # "auto" tries how fast copies are, with 16 MiB
+    with on_device(model, device, k=2, activations="keep") as pipe:
         optimizer = SGD(model.parameters(), lr=0.1)
         x = torch.randn(ROWS, WIDTH, device=device)
         for _ in range(3):

@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.guard import optimizer_steps
 from sp_lightning.pipeline.weights.units import Residency
 
@@ -28,8 +27,7 @@ class Scene:
         optimizer_steps.depth = 0  # the last test may have ended one with an exception
         self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
         self.placed.group.residency = Residency.READABLE
-        masters = {storage_key(weight.host): weight for weight in self.placed.weights}
-        plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights_by_memory=masters)
+        plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights=self.placed.weights)
         self.engine: Any = SimpleNamespace(arrangement=plan, at_work=False, device=torch.device("cpu"))
         self.check = AccessCheck(self.engine)
 

@@ -6,8 +6,9 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch.optim import SGD
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.weights.guard import optimizer_steps
 
+from .. import helpers
 from .parts import RecordingBackend
 
 
@@ -28,14 +30,7 @@ def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)])
 
 
-@contextmanager
-def attached(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
-    """Each linear layer is a unit; always detached."""
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(**{"k": 2, "units": nn.Linear, "debug": True, **options}))
-    try:
-        yield pipeline
-    finally:
-        pipeline.detach()
+attached = partial(helpers.attached, units=nn.Linear)  # each linear layer is a unit
 
 
 def data(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, predict
+from sp_lightning.planning.ways import Way
 
 MIB = 1 << 20
 WAYS = (

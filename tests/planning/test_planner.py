@@ -121,12 +121,14 @@ def test_on_the_cpu_without_a_budget_nothing_is_measured() -> None:
     assert (summary.k, summary.k_prime, summary.plan) == (2, 1, None)
 
 
-def test_too_small_a_budget_warns_and_keeps_the_smallest_window() -> None:
+def test_too_small_a_budget_warns_and_takes_the_smallest_window() -> None:
     blocks = MACHINES[Lane.COMPUTE]
     budget = UNIT_BYTES + 2 * (UNIT_BYTES + 256)  # gradients of a unit, with room for their norms, twice
-    with pytest.warns(UserWarning, match=r"the window stays as small as it is\. .* Use smaller batches"):
+    with pytest.warns(UserWarning, match=r"is too little: it takes .* more\. Use smaller batches"):
         trained = blocks.train(AutoPlanner(), memory_budget=budget)
-    assert (trained.summary.k, trained.summary.plan) == (1, None), "nothing is left for activations"
+    plan = trained.summary.plan
+    assert plan is not None
+    assert (plan.k, plan.kept) == (1, ()), "nothing is left for activations"
 
 
 def step(model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> None:

@@ -25,6 +25,26 @@ _PAGE = 4096  # what a buffer on the host takes at least
 _size = attrgetter("nbytes")
 
 
+class Footprint(NamedTuple):
+    """Device memory that calls of a unit's member take, in bytes, from a forward to its backward."""
+
+    held: int  # inputs that were not held already
+    saved: int  # tensors that the forwards saved, beyond the inputs
+    large: int  # how much of both is in pieces that are worth a copy to the host
+    working: int  # the most that a single call took
+    repeatable: bool  # whether the forwards can run again, and doing so saves memory
+
+    def combined_with(self, other: Footprint) -> Footprint:
+        """Return the footprint of these calls and others together, between the same forward and backward."""
+        return Footprint(
+            self.held + other.held,
+            self.saved + other.saved,
+            self.large + other.large,
+            max(self.working, other.working),
+            self.repeatable and other.repeatable,
+        )
+
+
 class Held:
     """Memory that counts as long as this object lives, in whichever thread that ends."""
 

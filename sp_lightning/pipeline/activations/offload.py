@@ -47,7 +47,6 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
-UNITS_THAT_STAY = 1  # units before the turn for which sending gains nothing: backward needs them at once
 _WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]

@@ -33,9 +33,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Surroundings
+from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.activations.ways import Footprint
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.operands import tensors_in
@@ -54,8 +55,6 @@ class SecondForwards:
         self.stats = stats
         self.looks: Counter[str] = Counter()  # how many calls of each member were looked at, by its name
         self.kept: set[str] = set()  # members for which something was in the way; from then on they hold what they save
-        self.timed = False  # whether second forwards are timed
-        self.times: list[tuple[str, Any, Any]] = []  # their members, and the marks before and after
 
 
 class UnitCall:
@@ -64,7 +63,6 @@ class UnitCall:
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kept: list[ref[Kept]] = []  # what the forward saves, in order
         self.member = member
-        self.input_bytes = 0
         self.footprint: Footprint | None = None  # None if nobody has counted it
         self._shared = shared
         self._meter = shared.saved.meter
@@ -169,7 +167,7 @@ class UnitCall:
                 "forward cannot run again"
             )
         shared.stats.recomputed += 1
-        begin = shared.backend.mark() if shared.timed else None
+        shared.backend.trace.begin(Kind.FORWARD, self.member.unit_name)
         self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
         inputs = self._inputs.rebuild(shared.saved)
         try:
@@ -187,8 +185,7 @@ class UnitCall:
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
-        if shared.timed:
-            shared.times.append((self.member.name, begin, shared.backend.mark()))
+        shared.backend.trace.begin(Kind.BACKWARD, self.member.unit_name)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with (

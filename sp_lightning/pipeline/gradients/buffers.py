@@ -22,6 +22,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
+MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
 
@@ -39,8 +40,9 @@ class GradientLayout:
         sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         *self._offsets, self.norms_at = offsets
-        # whether all masters are in fp32, so that norms computed in fp32 have torch's bits
-        self.can_be_measured = all(weight.dtype == torch.float32 for weight in weights)
+        # the dtype in which torch would compute norms, that of the masters; None if it is not one that norms travel in
+        masters = {weight.dtype for weight in weights}
+        self.norm_dtype = masters.pop() if len(masters) == 1 and masters <= MEASURED else None
 
     def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return bytes of `memory` as the gradients, and as their norms."""
@@ -83,7 +85,6 @@ class StagingBuffers:
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
         if not self._buffers and (nbytes := max(map(gradient_bytes, self._units), default=0)):
-            self._backend.gather_free_memory()
             self._buffers = [GradientMemory(self._backend.allocate(nbytes)) for _ in range(STAGING_BUFFERS)]
 
     def take(self, nbytes: int) -> GradientMemory:

@@ -115,7 +115,7 @@ class GradientStream:
         taker = self.taker if layout is unit.layout and is_last else None
         if taker is not None and (any(gradient.is_seen for gradient in gradients) or not taker.wants(unit)):
             taker = None
-        has_norms = self.measures_norms and layout.can_be_measured
+        has_norms = self.measures_norms and layout.norm_dtype is not None
         passes = is_new and taker is not None and not taker.keeps_gradients
         if is_new and layout is unit.kept_as and not passes:
             unit.wait()
@@ -148,7 +148,7 @@ class GradientStream:
         nbytes = layout.norms_at
         if has_norms:
             tensors, measured = staging.views(layout)
-            torch.stack(torch._foreach_norm(tensors, 2, torch.float32), out=measured)
+            torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
             nbytes = layout.nbytes
         ticket = staging.ticket = self._backend.download(memory.bytes[:nbytes], staging.bytes[:nbytes])
         self._backend.trace.moved(Kind.GRADIENTS, unit.unit.name, nbytes, ticket)
@@ -177,7 +177,7 @@ class GradientStream:
                 for target, before, arrived in jobs:
                     add_up(target, before, arrived)
                 for norm, target in norms:
-                    norm.copy_(torch.linalg.vector_norm(target, dtype=torch.float32))
+                    norm.copy_(torch.linalg.vector_norm(target, dtype=unit.layout.norm_dtype))
 
         moved = 2 * sum(target.nbytes for target, _, _ in jobs)
         ticket = self._backend.work(add, after, moved, buffer.release)

@@ -90,7 +90,7 @@ class Gradient:
             self.host = self.unit.room_for(self, value.dtype)
         self.host.copy_(value)
         if self.norm is not None:
-            self.norm = torch.linalg.vector_norm(value, dtype=torch.float32)
+            self.norm = torch.linalg.vector_norm(value)
 
 
 IS_TRAINED = attrgetter("weight.master.requires_grad")

@@ -1,6 +1,6 @@
 """The interface to a kind of device: copies between it and the host, and work on host memory.
 
-accelerator.py and emulated.py implement it. Nothing here knows what is copied or when: the pipeline decides that, and
+devices.py implements it. Nothing here knows what is copied or when: the pipeline decides that, and
 the backend keeps the order right.
 
 [Note: ordering of copies]
@@ -135,9 +135,6 @@ class Backend(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Block until no copy is in flight and no work is left."""
-
-    def gather_free_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
-        """Merge free memory into as few and as large blocks as possible, before long-lived memory is allocated."""
 
     def invalidate(self, memory: Tensor) -> None:
         """Fill memory that nobody may read with poison; only where `poison` is on."""

@@ -7,23 +7,90 @@ unit, autocast lowers a weight) or the module tree has changed. Masters keep the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.layout.memory import check_host_memory, choose_device_layout, largest_unit_bytes
+from sp_lightning.pipeline.layout.memory import WindowPlan, check_host_memory, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
-from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.leaf import weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
+
+
+class Learned:
+    """Findings that a pipeline makes while it runs, for the next arrangement; parameters are known by identity.
+
+    The step in which something is found is right without it; the parts that find it see to that.
+    """
+
+    def __init__(self) -> None:
+        self.used_outside: set[int] = set()  # weights that are used outside of their unit
+        # names of units in the order in which the first step called them; None before that
+        self.order: list[str] | None = None
+        self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
+        self.lowered: set[int] = set()  # masters that autocast lowers
+        self.used_as_is: set[int] = set()  # masters that are used in their own dtype
+        self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
+        self.plan: WindowPlan | None = None  # the planner's choice for the window
+        # weights that were used outside of their unit since the arrangement was made
+        self.touched_outside: list[Weight] = []
+        self.outdated = False  # whether something was learned that calls for another arrangement
+        self._trained: set[int] = set()  # parameters that have required a gradient in some step
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note, as a step with gradients begins, which parameters it trains.
+
+        If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
+        """
+        known = len(self._trained)
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._trained.add(id(parameter))
+        self.outdated |= 0 < known < len(self._trained)
+
+    def forget_all_but(self, alive: set[int]) -> None:
+        """Forget all but these parameters: new objects may reuse the others' ids."""
+        for known in (self.used_outside, self.lowered, self.used_as_is, self._sent_lowered, self._trained):
+            known.intersection_update(alive)
+
+    def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
+        """Draw the conclusions for the next arrangement; called between steps.
+
+        Args:
+            units: The streamed units of the present arrangement, in the expected order.
+            called: Names of those that the first step called, in the order of their first calls.
+
+        Returns:
+            Whether another arrangement is called for.
+        """
+        if self.order is None and called:
+            self.order = list(dict.fromkeys(called))
+            # Consecutive units must not share a place, or the later one cannot be fetched ahead.
+            self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
+        lowered = self.lowered - self.used_as_is
+        self.outdated |= not lowered <= self._sent_lowered
+        self._sent_lowered = lowered
+        if not self.outdated:
+            return False
+        members = [member for unit in units for member in unit.members]
+        for weight in self.touched_outside:
+            users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
+            never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
+            if never_called:  # a mere container: its parent calls its children
+                self.divided += never_called
+            else:
+                self.used_outside.add(id(weight.master))
+        self.touched_outside.clear()
+        self.outdated, self.plan = False, None  # which was made for other units
+        return True
 
 
 class Arrangement:
@@ -89,14 +156,11 @@ class Arrangement:
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(memory)
-        # all weights, by the identity of their masters' memory
-        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     # --------------------------------------------------------------------------------------------------- how it is made
 
     def _lay_out(self, memory: HostMemory) -> None:
         """Make groups, each with its place on the device and its weights' twins there."""
-        self._backend.gather_free_memory()
         arena, offsets = self._backend.allocate(self._layout.arena_bytes), iter(self._layout.offsets)
         in_arena: list[tuple[Group, int]] = []
         try:
@@ -185,7 +249,6 @@ class Arrangement:
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
-        self.weights_by_memory.clear()  # others may get that memory
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:

@@ -21,18 +21,42 @@ has stepped it, or when it is used next if its weights have changed otherwise, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.host_memory import available_host_memory
-from sp_lightning.pipeline.layout.learned import WindowPlan
-from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.options import PipelineOptions, Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A planner's choice for the window, and what it is expected to cost."""
+
+    k: int  # units on the device at once, not counting those in `kept` and `on_device`
+    k_prime: int  # units that travel together
+    # names of units that have a place of their own: they are sent only when their weights have changed
+    kept: tuple[str, ...] = ()
+    on_device: tuple[str, ...] = ()  # names of units that live on the device, with their gradients and optimizer state
+    on_device_bytes: int = 0  # device memory that `on_device` units take
+    step_seconds: float = 0.0  # expected duration of a step
+    bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
+    device_bytes: int = 0  # expected device memory for weights, gradients on their way to the host and activations
+    activation_bytes: int = 0  # the part of it that activations take
+    # what becomes of each unit's activations, by the unit's name, if that was left to the planner
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+
+    @property
+    def window(self) -> tuple[object, ...]:
+        """What units are arranged by."""
+        return self.k, self.k_prime, self.kept, self.on_device
 
 
 def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:

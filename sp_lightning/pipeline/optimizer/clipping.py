@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.buffers import MEASURED
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -111,8 +112,10 @@ class Clipping:
 
     def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
-        if not found or any(parameter.dtype != torch.float32 for parameter, _ in found):
+        dtypes = {parameter.dtype for parameter, _ in found or ()}
+        if not found or len(dtypes) > 1 or not dtypes <= MEASURED:
             return False
+        dtype = dtypes.pop()
         gradients, others = _ours(found), _others(found)
         scaling = gradients[0].scaling if gradients else NO_SCALING
         if scaling.factors:
@@ -120,18 +123,18 @@ class Clipping:
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
         if not all(map(_is_power_of_two, scaling.factors)) or any(each.scaling != scaling for each in gradients):
             return False
-        known = iter(_norms(others))
+        known = iter(_norms(others, dtype))
         # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
         held = [(next(known), None) if each is None else (each.norm, each.host) for _, each in found]
         with torch.inference_mode(False):
-            factor = torch.empty(())
+            factor = torch.empty((), dtype=dtype)
 
         def job() -> None:
             with torch.inference_mode(False), torch.no_grad():
                 norms = []
                 for norm, gradient in held:
                     if gradient is not None:
-                        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) if norm is None else norm
+                        norm = torch.linalg.vector_norm(gradient, dtype=dtype) if norm is None else norm.to(dtype)
                         for earlier in scaling.factors:
                             norm = norm * earlier
                     norms.append(norm)
@@ -158,7 +161,9 @@ class Clipping:
         self._parts.stream.settle()
         tensors = [*(gradient.host for gradient in gradients), *(parameter.grad for parameter in others)]
         # a norm may have overflowed though all elements are finite
-        suspects = [t for t, n in zip(tensors, [*norms, *_norms(others)], strict=True) if not n.isfinite()]
+        suspects = [
+            t for t, n in zip(tensors, [*norms, *_norms(others, torch.float32)], strict=True) if not n.isfinite()
+        ]
         overflow = not all(tensor is None or bool(tensor.isfinite().all()) for tensor in suspects)
         factor = inverse_scale.clone()
         for gradient in gradients:
@@ -195,10 +200,10 @@ def _others(found: _Found) -> list[nn.Parameter]:
     return [parameter for parameter, gradient in found if gradient is None]
 
 
-def _norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _norms(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
     """Return the norms of parameters' own gradients; the host waits for them."""
     gradients = [parameter.grad for parameter in parameters]
-    return [norm.cpu() for norm in torch._foreach_norm(gradients, 2, torch.float32)] if gradients else []  # type: ignore[arg-type]
+    return [norm.cpu() for norm in torch._foreach_norm(gradients, 2, dtype)] if gradients else []  # type: ignore[arg-type]
 
 
 def _multiply(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.options import UnitPolicy
+from sp_lightning.pipeline.options import UnitPolicy, as_predicate
 from sp_lightning.pipeline.torch_private import is_compiled, without_compile
 from sp_lightning.pipeline.units.tree import Atom, Tree, is_called, named_own_parameters
 from sp_lightning.pipeline.weights.units import Division, Entry, Member, Unit
@@ -63,7 +63,7 @@ def find_units(
     if policy is None:
         atoms = _atoms_by_structure(tree, largest)
     else:
-        matches = _as_predicate(policy)
+        matches = as_predicate(policy)
         atoms = _divide(tree, Atom("", root), lambda here, _: matches(here.name, without_compile(here.module)), set())
         if not (atoms or split or used_outside) and tree.total:
             raise _nothing_matches(policy, root)
@@ -79,18 +79,6 @@ def find_units(
     division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
-
-
-def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
-    if callable(policy) and not isinstance(policy, type):
-        return policy
-    entries = [policy] if isinstance(policy, str | type) else list(policy)
-    names = {entry for entry in entries if isinstance(entry, str)}
-    classes = tuple(entry for entry in entries if isinstance(entry, type))
-    return lambda _, module: (
-        isinstance(module, classes)
-        or any(cls.__name__ in names or f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__)
-    )
 
 
 def _nothing_matches(policy: UnitPolicy, root: nn.Module) -> ValueError:

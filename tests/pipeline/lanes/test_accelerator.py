@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes import accelerator
+from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Worker
 
 from ..parts import pretend_a_device
@@ -36,7 +36,7 @@ class LostEvent:
 def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     """It ended the thread instead, and whoever waited for work on the host waited for ever."""
     worker, done = Worker("test-thread"), list[str]()
-    failed = worker.submit(lambda: done.append("with what never came"), [accelerator._StreamTicket(LostEvent(), None)])
+    failed = worker.submit(lambda: done.append("with what never came"), [devices._StreamTicket(LostEvent(), None)])
     worker.submit(lambda: done.append("something else"))
     waiting = threading.Thread(target=worker.drain, daemon=True)
     waiting.start()
@@ -118,7 +118,7 @@ class FakeRuntime:
 @pytest.fixture
 def runtime(pretended: MagicMock, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     made = FakeRuntime(1 << 30)
-    monkeypatch.setattr(accelerator, "_cudart", lambda: made)
+    monkeypatch.setattr(devices, "_cudart", lambda: made)
     return made
 
 

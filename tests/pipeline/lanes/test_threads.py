@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes import accelerator
+from sp_lightning.pipeline.lanes import devices
 
 DEVICE = torch.device("meta")  # any device that is not the CPU
 
@@ -24,7 +24,7 @@ def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{core % 8},{core % 8 + 8}\n")
-    monkeypatch.setattr(accelerator, "_CORES", tmp_path)
+    monkeypatch.setattr(devices, "_CORES", tmp_path)
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -44,14 +44,14 @@ def test_cores_that_the_process_may_use(
     allowed: Any, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed), raising=False)
-    assert accelerator._threads(DEVICE, processes) == expected
-    assert accelerator._threads(torch.device("cpu"), processes) is None  # sums are rounded as elsewhere
+    assert devices._threads(DEVICE, processes) == expected
+    assert devices._threads(torch.device("cpu"), processes) is None  # sums are rounded as elsewhere
 
 
 def test_a_system_that_does_not_tell_of_cores(cores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "_CORES", cores / "missing")
+    monkeypatch.setattr(devices, "_CORES", cores / "missing")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert accelerator._threads(DEVICE, 1) == 12
+    assert devices._threads(DEVICE, 1) == 12
 
 
 @pytest.mark.parametrize(("launched", "expected"), [(False, None), (True, 6)])
@@ -63,7 +63,7 @@ def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if launched:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert accelerator._threads(DEVICE, 1) == expected
+    assert devices._threads(DEVICE, 1) == expected
 
 
 def seen_by(backend: Any) -> int:

@@ -14,7 +14,9 @@ from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.options import Policy
+
+from ...helpers import attached
 
 Use = Callable[["Block", Tensor, Tensor], Tensor]
 
@@ -240,11 +242,8 @@ def test_gradients_that_are_asked_for(cache: bool) -> None:
     plain = nn.Sequential(*[Block(AS_IT_IS["norm"]) for _ in range(3)])
     model = copy.deepcopy(plain)
     expected = ask(plain, None)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Block))
-    try:
+    with attached(model, k=1, units=Block, debug=False) as pipeline:
         actual = ask(model, pipeline)
-    finally:
-        pipeline.detach()
     assert [gradient.dtype for gradient in actual] == [torch.float32] * len(expected)
     assert all(map(torch.equal, actual, expected))
 
@@ -286,8 +285,5 @@ def test_other_layers(build: Callable[[], nn.Module], x: Tensor, cache: bool) ->
     plain = nn.Sequential(*[build() for _ in range(3)])
     model = copy.deepcopy(plain)
     expected = train(plain)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=type(model[0])))
-    try:
+    with attached(model, k=1, units=type(model[0]), debug=False):
         assert all(map(torch.equal, train(model), expected))
-    finally:
-        pipeline.detach()

@@ -16,9 +16,10 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.leaf import weights_to_leave
 
+from ...helpers import attached
 from ...zoo.blocks import Product
 
 
@@ -65,8 +66,7 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
     model = nn.Sequential(*[Raw(use) for _ in range(3)])
     plain = nn.Sequential(*[Raw(use) for _ in range(3)])
     plain.load_state_dict(model.state_dict())
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Raw, debug=True))
-    try:
+    with attached(model, k=1, units=Raw) as pipeline:
         for step in range(3):
             results = []
             for runner in (plain, model):
@@ -78,8 +78,6 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
             half = len(results) // 2
             assert all(map(torch.equal, results[:half], results[half:]))
         assert pipeline.summary().lowered == (3 if lowered else 0)
-    finally:
-        pipeline.detach()
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -89,9 +87,8 @@ def test_units_called_twice_in_one_region_of_autocast_or_in_two(regions: int, po
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)])
     plain = copy.deepcopy(model)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, activations=policy, debug=True))
     x = torch.randn(4, 16)
-    try:
+    with attached(model, k=1, units=None, activations=policy) as pipeline:
         for _ in range(3):
             for runner in (plain, model):
                 with pipeline.step():
@@ -105,8 +102,6 @@ def test_units_called_twice_in_one_region_of_autocast_or_in_two(regions: int, po
                 (first.float() - second.float()).square().mean().backward()
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
         assert pipeline.summary().lowered == 0
-    finally:
-        pipeline.detach()
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -116,9 +111,8 @@ def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> 
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
     model = copy.deepcopy(plain)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.TransformerEncoderLayer, debug=True))
     x = torch.randn(2, 3, 8)
-    try:
+    with attached(model, k=1, units=nn.TransformerEncoderLayer) as pipeline:
         for step in range(4):
             training = (step % 2 == 0) is (first == "training")
             results = []
@@ -131,8 +125,6 @@ def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> 
                     loss.backward()
                 results.append([loss.detach(), *(p.grad for p in runner.parameters() if p.grad is not None)])
             assert all(map(torch.equal, *results))
-    finally:
-        pipeline.detach()
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -144,15 +136,12 @@ def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], d
     x = torch.randn(2, 3, 8)
     with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         expected = model(x)
-        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, debug=debug))
-        try:
+        with attached(model, k=1, units=None, debug=debug) as pipeline:
             for _ in range(2):
                 with pipeline.step():
                     actual = model(x)
                 assert actual.dtype is expected.dtype
                 assert torch.equal(actual, expected)
-        finally:
-            pipeline.detach()
 
 
 class AsksForTheDtype(nn.Linear):
@@ -432,18 +421,14 @@ def test_units_that_use_or_replace_weights_of_their_layers_are_exact(
     torch.manual_seed(0)
     model = nn.Sequential(*[kind() for _ in range(3)])
     expected = run(copy.deepcopy(model))
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=kind, debug=True))
-    try:
+    with attached(model, k=2, units=kind):
         assert all(map(torch.equal, run(model), expected))
-    finally:
-        pipeline.detach()
 
 
 def test_lowered_units_travel_at_half_the_bytes() -> None:
     """In bf16; without autocast in fp32 again."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
-    try:
+    with attached(model, k=2, units=nn.Linear, debug=False) as pipeline:
         for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
             for step in range(3):
                 if step == 2:  # by then all units are in the dtype of this kind of step
@@ -453,5 +438,3 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
                 loss.backward()
             assert pipeline.summary().unit_bytes == (nbytes,) * 4
             assert pipeline.stats.bytes_to_device == pipeline.stats.loads * nbytes > 0
-    finally:
-        pipeline.detach()

@@ -1,13 +1,16 @@
-"""Accelerators, and which device is taken: copies run on streams of their own, ordered by events.
+"""The kinds of devices, and which is taken: the CPU, which is also the emulated device of the tests, and accelerators.
 
-Copies to the device that come after work on the host have a stream of their own: one that was asked for later may be
-issued before, and would make them wait until computing has come as far as it was then.
+Copies of an accelerator run on streams of their own, ordered by events. Those that come after work on the host have
+their own stream: one that was asked for later may be issued before, and would make them wait until computing has come
+as far as it was then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +19,65 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.emulated import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
+
+
+class HostBackend(Backend):
+    """The CPU as the device: "device" memory is other host memory, and copies run on threads.
+
+    Training with `accelerator="cpu"` uses it as it is. With `max_delay` and `poison` it is the emulated device that
+    the tests use as a race detector: before a copy or a job on the host comes a random delay of at most so many
+    seconds, and unused memory is full of NaN.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        poison: bool = False,
+        max_delay: float = 0.0,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        host = Worker("superpipeline-host", partial(use_threads, threads), max_delay, seed)
+        super().__init__(device or torch.device("cpu"), poison, host)
+        self._up = Worker("superpipeline-upload", max_delay=max_delay, seed=seed)
+        self._down = Worker("superpipeline-download", max_delay=max_delay, seed=seed)
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        if self.poison:
+            self.invalidate(target)
+        copy = partial(copy_memory, target, source)
+        return self._up.submit(copy) if after is None else self._host.submit(copy, [after], rank=BEFORE_OTHER_WORK)
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        if self.poison:
+            self.invalidate(target)
+        return self._down.submit(partial(copy_memory, target, source))
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        # this thread *is* the device's compute stream, so blocking it keeps the order on the device
+        ticket.join()
+
+    @override
+    def drain(self) -> None:
+        self._down.drain()
+        self._host.drain()
+        self._up.drain()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._down.close()
+        self._up.close()
+
+
+def copy_memory(target: Tensor, source: Tensor) -> None:
+    """Copy host memory; `Tensor.copy_` would start a second pool of OpenMP threads in a second thread."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 class _StreamTicket(Ticket):
@@ -79,11 +138,6 @@ class AcceleratorBackend(Backend):
     def _begin_work(self) -> None:
         self._api.set_device(self.device)  # or waiting for an event would create a context on device 0
         use_threads(self._threads)
-
-    @override
-    def gather_free_memory(self) -> None:
-        # The caching allocator would cut long-lived memory from a free block that large activations need whole again.
-        self._api.empty_cache()
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:

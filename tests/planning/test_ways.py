@@ -1,4 +1,7 @@
-"""The choice of what happens to activations: within the budget, and no choice that is within it is cheaper."""
+"""The choice of what happens to activations: within the budget, and no choice that is within it is cheaper.
+
+And what each way is said to hold and to cost.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.activations.ways import Way, choose_ways, peak
+from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.options import Policy
+from sp_lightning.planning import Machine, UnitWork
+from sp_lightning.planning.measure import ways_of
+from sp_lightning.planning.ways import Way, choose_ways, peak
 
 sizes = st.integers(0, 20)
 
@@ -92,3 +99,43 @@ def test_equal_blocks() -> None:
     assert sorted(way.policy for way in choose_ways([ways] * 12, 52)) == ["keep"] * 4 + ["recompute"] * 8
     assert [way.policy for way in choose_ways([ways] * 12, 132)] == ["keep"] * 12
     assert [way.policy for way in choose_ways([ways] * 12, 22)] == ["recompute"] * 11 + ["keep"]
+
+
+def test_what_each_way_holds_and_costs() -> None:
+    """Copies that computing hides cost a little, what sticks out costs all of its time."""
+    unit, call = UnitWork("", 10, forward_seconds=3.0, backward_seconds=6.0), Footprint(30, 70, 100, 100, True)
+    ways = {way.policy: way for way in ways_of(unit, [call], 3.0, Machine(100.0, 100.0, 1.0))}
+    assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
+    assert (ways["recompute"].seconds, ways["recompute"].repeating, ways["recompute"].held) == (3.0, 3.0, 30)
+    assert ways["offload"].seconds == pytest.approx(0.2)  # a tenth of one second down, of one second up
+    ways = {way.policy: way for way in ways_of(unit, [call], 3.0, Machine(10.0, 20.0, 1.0))}
+    assert ways["offload"].seconds == pytest.approx((5 - 3) + (11 - 6) + 0.1 * 15)
+    both = ways["recompute_offload"]
+    assert (both.held, both.leaving, both.under_way, both.repeating) == (0, 30, 30, 3.0)
+    assert both.seconds == pytest.approx(3.0 + 0.1 * (30 / 10 + 30 / 20)), "the second forward hides copies as well"
+
+
+@pytest.mark.parametrize(
+    ("call", "machine", "policies"),
+    [
+        (Footprint(30, 70, 100, 100, True), None, ["keep", "recompute"]),
+        (Footprint(30, 70, 100, 100, False), Machine(1, 1, 1), ["keep", "offload"]),
+        (Footprint(30, 70, 0, 100, True), Machine(1, 1, 1), ["keep", "recompute", "recompute_offload"]),
+        (Footprint(30, 0, 0, 30, False), Machine(1, 1, 1), ["keep"]),
+    ],
+)
+def test_ways_that_would_be_the_same_are_not_told_apart(
+    call: Footprint, machine: Machine | None, policies: list[Policy]
+) -> None:
+    assert [way.policy for way in ways_of(UnitWork("", 10), [call], 1.0, machine)] == policies
+
+
+def test_members_of_a_unit_follow_its_policy_as_far_as_they_can() -> None:
+    """The first one's inputs are the batch, which stays; the second one cannot run again."""
+    calls = [Footprint(1, 10, 11, 11, True), Footprint(2, 20, 0, 22, False)]
+    ways = ways_of(UnitWork("", 10), calls, 2.0, Machine(1, 1, 1), inputs_stay=True)
+    assert [(way.policy, way.held, way.leaving, way.working) for way in ways] == [
+        ("keep", 33, 0, 33),
+        ("recompute", 23, 0, 23),
+        ("offload", 23, 10, 33),
+    ]
