@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights.guard import Guard
+from sp_lightning.pipeline.outside import Guard
 
 from .helpers import attached
 from .zoo.blocks import WIDTH as NARROW

@@ -191,14 +191,13 @@ class Calls:
             engine.graphs.calls += 1
             number = engine.graphs.calls
             engine.arrangement.unused_in_step = False
-            member.entered += 1
             if backward.running and not is_backward:
                 backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
                 forward = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
             if self._inside:
-                engine.outside.unblock(member)
+                engine.guard.unblock(member)
             for group in member.groups:
                 engine.window.bring(group)
             engine.window.prefetch([*member.groups, *backward.in_use])

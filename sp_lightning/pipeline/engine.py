@@ -26,7 +26,7 @@ from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.outside import Guard
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
@@ -132,9 +132,7 @@ class Engine:
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
-        self.outside = OutsideUse(
-            self, arrangement, self.learned, self.graphs, self.window, self.stream, self.backward, at_work
-        )
+        self.guard = Guard(self)
 
     def _install(self) -> None:
         arrangement = self.arrangement
@@ -152,7 +150,7 @@ class Engine:
             self.backward.follow_requires_grad(twin)
         for member in arrangement.streamed_members if self.options.compile else ():
             member.compiled = compiled_call(member.module)
-        self.outside.install()
+        self.guard.install()
         for member in arrangement.members:
             install_gate(member, self.keeper)
 
@@ -173,7 +171,7 @@ class Engine:
         self.backend.drain()
         arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
-        self.outside.remove()
+        self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
         move_parameters(moving, HOST)
@@ -240,12 +238,12 @@ class Engine:
             Whether everything was arranged anew for it.
         """
         if self.arrangement.unused_in_step and not (self.graphs.waiting() or self._is_lent_out()):
-            self.outside.in_step = False
+            self.guard.in_step = False
             self.rearrange(autocast)
             self.arm_guard()
             return True
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
-            self.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
+            self.guard.keep_as_is(weight)  # one step uses the unit both with and without autocast
         return False
 
     def _is_lent_out(self) -> bool:
@@ -261,17 +259,17 @@ class Engine:
 
     def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
-        if not self.outside.in_step:
+        if not self.guard.in_step:
             self.window.suspect_all()
-            self.outside.in_step = True
+            self.guard.in_step = True
 
     def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self.graphs.scopes or self.backward.running:
             return
-        self.outside.in_step = False
+        self.guard.in_step = False
         copies = self.window.copies_of(self.arrangement.groups)
-        self.outside.settled = self.optimizers.settled and self.stream.settled and not copies
+        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

@@ -1,13 +1,14 @@
-"""Weights used outside of their unit, and accesses to masters while a step runs.
+"""The guard: what follows from accesses to masters (guard.py), and from weights used outside of their unit.
 
-The guard (guard.py) notices accesses to masters; this module responds. A weight that is used outside of its unit's
+A weight that is used outside of its unit's
 calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step
 is right. The next arrangement makes the former resident, and sends the latter in its own dtype.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,91 +17,106 @@ from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.torch_private import in_backward, in_transform
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.guard import EngineAtWork, Guard
+from sp_lightning.pipeline.weights.guard import (
+    EngineAtWork,
+    HostParameter,
+    differentiate,
+    means_the_master,
+    optimizer_steps,
+    stand_ins,
+    weight_of,
+)
+from sp_lightning.pipeline.weights.leaf import guarded
+from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
-class Settles(Protocol):
-    """What finishes everything that is under way."""
+class GuardedEngine(Protocol):
+    """The engine, as far as the guard knows it."""
+
+    device: torch.device
+    at_work: EngineAtWork
+    learned: Learned
+    graphs: Graphs
+    arrangement: Arrangement
+    stats: Stats
+    window: Window
+    stream: GradientStream
+    backward: BackwardPass
 
     def settle(self) -> None:
         """Wait until gradients have landed and optimizer steps are done."""
 
 
-class OutsideUse(Guard):
-    """Decides what follows from accesses to an arrangement's masters."""
+class Guard:
+    """Guards the masters of an engine's arrangement, and decides what follows from accesses to them."""
 
-    def __init__(
-        self,
-        settles: Settles,
-        arrangement: Arrangement,
-        learned: Learned,
-        graphs: Graphs,
-        window: Window,
-        stream: GradientStream,
-        backward: BackwardPass,
-        at_work: EngineAtWork,
-    ) -> None:
-        super().__init__(arrangement.weights)
-        self.device = window.backend.device
-        self._settles = settles
-        self._arrangement = arrangement
-        self._learned = learned
-        self._graphs = graphs
-        self._stats = window.stats
-        self._at_work = at_work
-        self._window = window
-        self._stream = stream
-        self._backward = backward
+    def __init__(self, engine: GuardedEngine) -> None:
+        # whether a step or a backward pass is under way, so that operations on masters get the device's weights
+        self.in_step = False
+        self.settled = True  # whether nothing is under way that writes masters or their gradients
+        self._engine = engine
+        self._weights = [weight for weight in engine.arrangement.weights if not isinstance(weight, QuantizedWeight)]
 
-    @property
-    def graph_number(self) -> int:
-        """The number of the graph that is being built."""
-        return self._graphs.current.number
+    def install(self) -> None:
+        """Guard the masters."""
+        guarded.update({id(weight.master): (self, weight) for weight in self._weights})
+        self._give_class(HostParameter)
 
-    # -------------------------------------------------------------------------------------------- what the guard asks
+    def remove(self) -> None:
+        """Turn the masters back into ordinary Parameters. Idempotent."""
+        self._give_class(nn.Parameter)
+        for weight in self._weights:
+            guarded.pop(id(weight.master), None)
 
-    def serve(self, weight: Weight) -> nn.Parameter:
-        """Return the weight on the device in its own dtype, for an operation outside of its unit."""
-        with self._at_work:
-            self._window.finish_optimizer(weight.unit.group)
-            self._arrangement.unused_in_step = False
-            self._graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
-            if weight.lowered:
-                self.keep_as_is(weight)
-            if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-                self._backward.follow_requires_grad(weight.twin)
-            group = weight.twin.group
-            is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
-            if not (group.resident or is_there):
-                self._keep_on_device(weight)
-            self._window.bring(weight.twin.group)
-            return weight.twin.parameter
+    def _give_class(self, cls: type[nn.Parameter]) -> None:
+        for weight in self._weights:
+            weight.master.__class__ = cls
 
-    def unblock(self, member: Member) -> None:
-        """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
-        for group in member.groups:
-            if self._window.is_blocked(group):
-                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
-                    self._keep_on_device(weight)
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that has masters among its arguments."""
+        name = name_of(func)
+        serves = self.in_step and not optimizer_steps.depth
+        if serves and name in ON_DEVICE:
+            return func(torch.empty(0, device=self._engine.device), *args[1:])
+        if not is_metadata(name):
+            means_masters = means_the_master(name, args, kwargs)
+            if serves and not means_masters:
+                return self._run_on_device(func, args, kwargs)
+            for master in instances_in((args, kwargs), HostParameter):
+                guard, weight = guarded[id(master)]
+                guard.before_access(weight, means_masters)
+        with without_torch_function():
+            return func(*args, **kwargs)
 
-    def _keep_on_device(self, weight: Weight) -> None:
-        self._make_resident(weight)
-        self._learned.touched_outside.append(weight)
+    def _run_on_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.autograd.grad:
+            return differentiate(*args, **kwargs)
+        if func is torch.autograd.backward:
+            return func(*args, **{**kwargs, "inputs": [edge for each in kwargs["inputs"] for edge in stand_ins(each)]})
+        with without_torch_function():
+            args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.serve(weight_of(p)))
+        return func(*args, **kwargs)
 
-    def before_access(self, weight: Weight) -> None:
+    def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
         if self.in_step:
-            with self._at_work:
-                self._window.finish_optimizer(weight.unit.group)
-                self._window.finish_copies([weight.unit.group])
-                self._window.write_back([weight])
-        else:
-            self._settles.settle()
+            window, group = self._engine.window, weight.unit.group
+            with self._engine.at_work:
+                window.finish_optimizer(group)
+                window.finish_copies([group])
+                window.write_back([weight])
+            if writes:  # or gets an alias to write to: what is on the device is checked before next use
+                for copied_from in {group, weight.twin.group}:
+                    window.note_write(copied_from)
+        elif not self.settled:
+            self._engine.settle()
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced.
@@ -108,13 +124,13 @@ class OutsideUse(Guard):
         Raises:
             RuntimeError: If it is on its way, or if its weight was stepped in backward, and `step()` is still to come.
         """
-        gradient = self._stream.of[weight]
+        gradient = self._engine.stream.of[weight]
         unit = gradient.unit
         if unit.state is State.EMPTY:
             return
-        if unit.state is State.CONSUMED or (reads and self._backward.running):
-            with self._at_work:
-                self._backward.forget_failed()
+        if unit.state is State.CONSUMED or (reads and self._engine.backward.running):
+            with self._engine.at_work:
+                self._engine.backward.forget_failed()
         if unit.state is State.CONSUMED:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit was stepped there, "
@@ -124,31 +140,62 @@ class OutsideUse(Guard):
         if not reads:
             unit.forget([gradient])
             return
-        if gradient in self._stream.arrived:
+        if gradient in self._engine.stream.arrived:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
                 "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
-        with self._at_work:
+        with self._engine.at_work:
             if gradient.host is not None:
-                self._window.finish_optimizer(weight.unit.group)
+                self._engine.window.finish_optimizer(weight.unit.group)
                 unit.show(gradient)
 
-    def note_write(self, weight: Weight) -> None:
-        """Note that a master may be written to: its copies on the device are checked before next use."""
-        for group in (weight.twin.group, weight.unit.group):
-            self._window.note_write(group)
+    # ------------------------------------------------------------------------------------------ weights on the device
 
-    # --------------------------------------------------------------------------------------------------- autocast
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """Return the weight on the device in its own dtype, for an operation outside of its unit."""
+        engine = self._engine
+        with engine.at_work:
+            engine.window.finish_optimizer(weight.unit.group)
+            engine.arrangement.unused_in_step = False
+            engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
+            if weight.lowered:
+                self.keep_as_is(weight)
+            if weight.twin.parameter.requires_grad != weight.master.requires_grad:
+                engine.backward.follow_requires_grad(weight.twin)
+            group = weight.twin.group
+            is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
+            if not (group.resident or is_there):
+                self._keep_on_device(weight)
+            engine.window.bring(weight.twin.group)
+            return weight.twin.parameter
+
+    def unblock(self, member: Member) -> None:
+        """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
+        for group in member.groups:
+            if self._engine.window.is_blocked(group):
+                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
+                    self._keep_on_device(weight)
+
+    def _keep_on_device(self, weight: Weight) -> None:
+        self._make_resident(weight)
+        self._engine.learned.used_outside.add(id(weight.master))
+
+    def is_first_cast(self, weight: Weight) -> bool:
+        """Tell whether the graph that is being built has no cast of a weight by autocast yet, and note that it has."""
+        again = in_backward()
+        graph = graph_task() if again else self._engine.graphs.current.number
+        earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
+        return graph != earlier
 
     def note_cast(self, weight: Weight) -> None:
         """Note that autocast casts a weight; if that is all that it is used for, it is sent lowered from then on."""
-        self._learned.lowered.add(id(weight.master))
+        self._engine.learned.lowered.add(id(weight.master))
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
-        self._learned.used_as_is.add(id(weight.master))
+        self._engine.learned.used_as_is.add(id(weight.master))
         if weight.lowered:
             self._make_resident(weight)
 
@@ -163,8 +210,8 @@ class OutsideUse(Guard):
                 f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
                 "`resident=`."
             )
-        self._window.finish_optimizer(weight.unit.group)  # it is sent at once
-        self._window.write_back([weight])
-        self._stats.promotions += 1
-        self._arrangement.make_resident(weight)
-        self._learned.outdated = True
+        self._engine.window.finish_optimizer(weight.unit.group)  # it is sent at once
+        self._engine.window.write_back([weight])
+        self._engine.stats.promotions += 1
+        self._engine.arrangement.make_resident(weight)
+        self._engine.learned.outdated = True

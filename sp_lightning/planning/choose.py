@@ -7,10 +7,10 @@ filled with units that are kept there.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING
 from sp_lightning.pipeline.options import Policy
@@ -19,13 +19,14 @@ from sp_lightning.planning.cost import (
     Choice,
     Machine,
     Prediction,
+    Way,
     Workload,
     activation_bytes,
     gradient_bytes,
+    peak,
     predict,
     weight_bytes,
 )
-from sp_lightning.planning.ways import Way, choose_ways, peak
 
 _Number: TypeAlias = int | Literal["auto"]
 
@@ -35,6 +36,7 @@ _K_PRIMES = (1, 2, 4)
 _LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
 _MARGIN = 1.02  # a window that fetches nothing ahead, or units on the device, have to be faster by this factor
 _PRICE_OF_WORK = 0.01  # what a second of work in any lane is taken to cost, so that of equal choices the laziest wins
+_MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
 
 class TooLittleMemory(ValueError):
@@ -144,3 +146,60 @@ def _filled(workload: Workload, choice: Choice, room: int) -> Choice:
 
     counts = range(max(0, len(streamed) - choice.k) + 1)
     return with_kept(bisect_right(counts, room, key=lambda count: weight_bytes(workload, with_kept(count))) - 1)
+
+
+class _State(NamedTuple):
+    """A choice for the first units: what they hold, cost and have under way, the last way, and the state before it."""
+
+    held: int
+    seconds: float
+    under_way: int
+    way: Way | None
+    before: _State | None
+
+
+def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
+    """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak."""
+    units = [*units, [Way("keep", 0, turn, 0.0)]]
+    chosen = _cheapest(units, budget)
+    if chosen is None:
+        enough = sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
+        budgets = range(budget, enough + 1)
+        least = bisect_left(budgets, True, key=lambda each: _cheapest(units, each) is not None)
+        chosen = _cheapest(units, budgets[least])
+    assert chosen is not None
+    return chosen[:-1]
+
+
+def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
+    states = [_State(0, 0.0, 0, None, None)]
+    for ways in units:
+        reached = [
+            _State(state.held + way.held, state.seconds + way.seconds, way.under_way, way, state)
+            for state in states
+            for way in ways
+            if state.held + state.under_way + way.working <= budget
+        ]
+        states = _undominated(reached)
+        if not states:
+            return None
+    last: _State | None = min(states, key=lambda state: (state.seconds, state.held))
+    chosen = []
+    while last is not None and last.way is not None:
+        chosen.append(last.way)
+        last = last.before
+    return chosen[::-1]
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Leave out each state that another one is at least as good as in every respect."""
+    kept: list[_State] = []
+    least: dict[int, float] = {}  # seconds, by what is under way, among those that hold no more
+    for state in sorted(states, key=lambda state: state[:3]):
+        if all(state.seconds < seconds for under_way, seconds in least.items() if under_way <= state.under_way):
+            kept.append(state)
+            least[state.under_way] = state.seconds
+    if len(kept) > _MOST_STATES:
+        last = len(kept) - 1
+        kept = [kept[number * last // (_MOST_STATES - 1)] for number in range(_MOST_STATES)]
+    return kept

@@ -17,6 +17,14 @@ busiest of these lanes. Three things keep work from being put off until its lane
 Of N groups of units, of which k fit into the window, the last k stay there for backward, and the first k after it:
 N - k are sent in backward, and N - k in forward. After a step, what stayed is sent again, as are units that are kept.
 In inference the first ones do not stay: all are sent, but for those that share their place with no other.
+
+[Note: the peak]
+From its forward to its backward a unit holds something: all that it saved, or its inputs alone, or next to nothing if
+these wait on the host. While it computes, in forward and in backward, it takes more. Meanwhile the units before it hold
+theirs, and those after it hold nothing yet, or nothing any more. What the unit before it saved may still be leaving for
+the host, or be coming back already. So the peak is the largest, over all units, of what the units before one hold, what
+of the last of them is under way, and what that one needs to compute; or, at the turn from forward to backward, what all
+units hold and what is taken after them.
 """
 
 from __future__ import annotations
@@ -29,14 +37,26 @@ from typing import Literal, TypeAlias
 from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, few_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.layout.memory import place_in_arena, travel_together
-from sp_lightning.planning.ways import Way, peak
+from sp_lightning.pipeline.options import Policy
 
 UNITS_THAT_STAY = 1  # units before the turn for which sending activations gains nothing: backward needs them at once
-_HIDDEN_COST = 0.1  # the part of its time that a copy of activations costs even if computing hides it
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
 or when all gradients have landed (clipping, a loss scaler)."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way for a unit to have its activations in backward."""
+
+    policy: Policy
+    held: int  # bytes on the device from its forward to its backward
+    working: int  # bytes on the device while it computes
+    seconds: float  # that it costs
+    leaving: int = 0  # bytes that go to the host, and come back in backward
+    under_way: int = 0  # of these, bytes that are on the device while the next unit computes
+    repeating: float = 0.0  # the part of the time in which its forward runs again
 
 
 @dataclass(frozen=True)
@@ -107,18 +127,6 @@ class Machine:
     def down(self, nbytes: int) -> float:
         """Return the seconds of a copy to the host."""
         return nbytes / self.to_host + self.copy_seconds if nbytes else 0.0
-
-    def offload_seconds(self, nbytes: int, unit: UnitWork, repeating: float) -> float:
-        """Return what it costs to have so many bytes of a unit's activations wait on the host.
-
-        Its forward hides their way out. Its backward, in which it computes for so many more seconds if its forward runs
-        again, hides the way back of them and of its weights.
-        """
-        backward = unit.backward_seconds + repeating
-        sending = max(0.0, self.down(nbytes) - unit.forward_seconds)
-        waiting_anyway = max(0.0, self.up(unit.weight_bytes) - backward)
-        fetching = max(0.0, self.up(unit.weight_bytes + nbytes) - backward) - waiting_anyway
-        return sending + fetching + _HIDDEN_COST * (self.up(nbytes) + self.down(nbytes))
 
     def step(self, units: Iterable[UnitWork]) -> float:
         """Return the seconds of the optimizer's steps of some units."""
@@ -194,6 +202,16 @@ def landing_bytes(workload: Workload, k_prime: int) -> int:
     gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
     passing = workload.stepping == "in backward"
     return sum(gradients[: few_buffers(len(gradients), k_prime)] if passing else gradients)
+
+
+def peak(ways: Sequence[Way], turn: int = 0) -> int:
+    """Return the most bytes that are on the device at once, if so many are taken at the turn; see [Note: the peak]."""
+    held = most = under_way = 0
+    for way in ways:
+        most = max(most, held + under_way + way.working)
+        held += way.held
+        under_way = way.under_way
+    return max(most, held + under_way + turn)
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:

@@ -22,10 +22,10 @@ from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.memory import sent_bytes
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Workload
-from sp_lightning.planning.ways import Way, peak
+from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload, peak
 
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
+_HIDDEN_COST = 0.1  # the part of its time that a copy of activations costs even if computing hides it
 _HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
@@ -257,10 +257,23 @@ def ways_of(
         members = [_way_of(call, policy, inputs_stay and number == 0) for number, call in enumerate(calls)]
         held, leaving = sum(way.held for way in members), sum(way.leaving for way in members)
         repeating = again if any(way.policy in RECOMPUTING for way in members) else 0.0
-        copying = machine.offload_seconds(leaving, unit, repeating) if machine is not None and leaving else 0.0
+        copying = _offload_seconds(machine, unit, leaving, repeating) if machine is not None and leaving else 0.0
         way = Way(policy, held, peak(members), repeating + copying, leaving, members[-1].under_way, repeating)
         ways.setdefault((held, leaving), way)
     return tuple(ways.values())
+
+
+def _offload_seconds(machine: Machine, unit: UnitWork, nbytes: int, repeating: float) -> float:
+    """Return what it costs to have so many bytes of a unit's activations wait on the host.
+
+    Its forward hides their way out. Its backward, in which it computes for so many more seconds if its forward runs
+    again, hides the way back of them and of its weights.
+    """
+    backward = unit.backward_seconds + repeating
+    sending = max(0.0, machine.down(nbytes) - unit.forward_seconds)
+    waiting_anyway = max(0.0, machine.up(unit.weight_bytes) - backward)
+    fetching = max(0.0, machine.up(unit.weight_bytes + nbytes) - backward) - waiting_anyway
+    return sending + fetching + _HIDDEN_COST * (machine.up(nbytes) + machine.down(nbytes))
 
 
 def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:

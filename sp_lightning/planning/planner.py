@@ -19,10 +19,9 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.cost import UnitWork, Workload, activation_bytes
+from sp_lightning.planning.choose import TooLittleMemory, choose, choose_ways
+from sp_lightning.planning.cost import UnitWork, Way, Workload, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
-from sp_lightning.planning.ways import Way, choose_ways
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 

@@ -33,15 +33,6 @@ class Rung:
     seconds: float
     clipped_bytes: int  # of host memory if gradients are clipped by norm, and so wait there for each other
 
-    @property
-    def label(self) -> str:
-        """The optimizer, how it keeps what, and the precision."""
-        return f"{self.given.optimizer_words}, {self.given.precision}"
-
-    def fits(self, host_bytes: int) -> bool:
-        """Tell whether a machine with so much host memory has room for it."""
-        return self.host_bytes + _SYSTEM_BYTES <= host_bytes
-
 
 @dataclass(frozen=True)
 class Report:
@@ -98,13 +89,14 @@ class Report:
         columns = ["memory", "clipped", "step", *map(readable_bytes, hosts)]
         lines = [f"{'on the host':<55} {''.join(f'{column:>11}' for column in columns)}"]
         for rung in self.ladder:
-            fits = "".join(f"{'fits' if rung.fits(size) else '-':>11}" for size in hosts)
+            label = f"{rung.given.optimizer_words}, {rung.given.precision}"
+            fits = "".join(f"{'fits' if rung.host_bytes + _SYSTEM_BYTES <= size else '-':>11}" for size in hosts)
             numbers = (
                 readable_bytes(rung.host_bytes),
                 readable_bytes(rung.clipped_bytes),
                 readable_seconds(rung.seconds),
             )
-            lines.append(f"{rung.label:<55} {''.join(f'{number:>11}' for number in numbers)}{fits}")
+            lines.append(f"{label:<55} {''.join(f'{number:>11}' for number in numbers)}{fits}")
         return [*lines, "clipped: with gradient_clip_val, for which all gradients wait on the host"]
 
 

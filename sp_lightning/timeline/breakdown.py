@@ -18,8 +18,7 @@ LANES = {
 """Names of the lanes in pictures and sentences."""
 
 _COMPUTES_ALL_THE_TIME = 0.9  # the share of the time from which on computing itself is the bottleneck
-_SUPPLIERS = (Lane.TO_DEVICE, Lane.HOST, Lane.TO_HOST)  # a wait is blamed on the first that is busy at that moment
-_SUPPLIERS_OF_ROOM = (Lane.TO_HOST, Lane.HOST, Lane.TO_DEVICE)  # the same, where gradients wait for room
+_BESIDE_COMPUTING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST)
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Breakdown:
     nbytes: dict[Lane, int]  # moved by each lane
     kinds: dict[Kind, float]  # how long each kind of work took; computing does not include the stalls in it
     stalls: dict[str, float]  # how long computing waited for "weights", "gradients" or "activations"
-    blamed: dict[Lane, float]  # how long computing waited for each lane's work
     overlap: float  # the share of copies and work on the host that ran while the device computed; 1 if there was none
 
     @property
@@ -56,11 +54,12 @@ class Breakdown:
 
     @property
     def bottleneck(self) -> Lane | None:
-        """The lane that limits a step: computing, or the one that it waits for most; None if the limit is elsewhere."""
+        """The lane that limits a step: computing or, if it waits, the busiest other one; None if neither does."""
         if self.share(self.busy[Lane.COMPUTE]) >= _COMPUTES_ALL_THE_TIME:
             return Lane.COMPUTE
-        lane = max(self.blamed, key=lambda lane: self.blamed[lane])
-        return lane if self.blamed[lane] > self.elsewhere else None
+        if self.kinds[Kind.STALL] <= self.elsewhere:
+            return None
+        return max(_BESIDE_COMPUTING, key=lambda lane: self.busy[lane])
 
     def headline(self) -> str:
         """Say in a sentence or two where the time went."""
@@ -106,7 +105,7 @@ def break_down(recording: Recording) -> Breakdown:
     for span in spans:
         inside = min(end, span.end) - max(begin, span.begin)
         nbytes[span.lane] += round(span.nbytes * inside / (span.end - span.begin))
-    busy, kinds, blamed = dict.fromkeys(Lane, 0.0), dict.fromkeys(Kind, 0.0), dict.fromkeys(_SUPPLIERS, 0.0)
+    busy, kinds = dict.fromkeys(Lane, 0.0), dict.fromkeys(Kind, 0.0)
     stalls: dict[str, float] = {}
     beside, hidden = 0.0, 0.0
     for seconds, work, causes in _stretches(spans, begin, end):
@@ -117,15 +116,11 @@ def break_down(recording: Recording) -> Breakdown:
             busy[lane] += seconds
         for cause in causes:
             stalls[cause] = stalls.get(cause, 0.0) + seconds
-            suppliers = _SUPPLIERS_OF_ROOM if cause == "gradients" else _SUPPLIERS
-            culprit = next((lane for lane in suppliers if lane in lanes), None)
-            if culprit is not None:
-                blamed[culprit] += seconds
-        if lanes.intersection(_SUPPLIERS):
+        if lanes.intersection(_BESIDE_COMPUTING):
             beside += seconds
             hidden += seconds if Lane.COMPUTE in lanes else 0.0
     overlap = hidden / beside if beside else 1.0
-    return Breakdown(begin, end, len(recording.steps), busy, nbytes, kinds, stalls, blamed, overlap)
+    return Breakdown(begin, end, len(recording.steps), busy, nbytes, kinds, stalls, overlap)
 
 
 def _stretches(spans: list[Span], begin: float, end: float) -> Iterator[tuple[float, set[Kind], set[str]]]:

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sp_lightning.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import ParallelStrategy
+else:
+    ParallelStrategy = object
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """The two namespaces, each with its Fabric package."""
@@ -77,3 +85,15 @@ def logged_step(trainer: Any) -> int:
 
 namespace = cache(Namespace)
 """Returns what the adaptor uses from `lightning.pytorch` or `pytorch_lightning`."""
+
+
+class StrategyPart(ParallelStrategy):
+    """What the parts of the strategy have in common; each namespace puts its own `ParallelStrategy` below them."""
+
+    lightning: ClassVar[Namespace]
+    pipeline: Pipeline | None  # while a module that has parameters is attached
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module

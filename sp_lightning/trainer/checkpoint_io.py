@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from sp_lightning.trainer import StrategyPart
+
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-    from lightning.pytorch.strategies import ParallelStrategy
 else:
-    TorchCheckpointIO = ParallelStrategy = object
+    TorchCheckpointIO = object
 
 
 def _on_host(storage: Any, location: str) -> Any:
@@ -83,11 +84,10 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
 
-class CheckpointsMixin(ParallelStrategy):
+class CheckpointsMixin(StrategyPart):
     """The part of the strategy that deals with checkpoints."""
 
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
-    lightning: ClassVar[Any]
 
     @property
     @override

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,20 +18,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Replicas
-from sp_lightning.trainer import Namespace
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
+from sp_lightning.trainer import StrategyPart
 
 T = TypeVar("T")
 
 
-class ProcessesMixin(_Base):
+class ProcessesMixin(StrategyPart):
     """The part of the strategy that deals with processes."""
-
-    lightning: ClassVar[Namespace]  # the namespace of Lightning in use
 
     # Plain attributes that may be set, as in Lightning's own strategy for one device.
     global_rank = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Afterwards, Pipeline, is_out_of_memory, readable_bytes
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
-from sp_lightning.trainer import Namespace
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
+from sp_lightning.trainer import StrategyPart
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
@@ -61,18 +55,11 @@ class SteppingPlan:
         return is_in_backward and self.afterwards is Afterwards.DROPPED
 
 
-class StepsMixin(_Base):
+class StepsMixin(StrategyPart):
     """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
 
-    lightning: ClassVar[Namespace]
-    pipeline: Pipeline | None
     # the optimizer in whose step Lightning runs forward and backward, with the plan for it
     _stepping: tuple[Optimizer, SteppingPlan] | None = None
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @contextmanager
     def backward_scope(self, pipeline: Pipeline, arguments: dict[str, Any]) -> Iterator[None]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD
 
 from sp_lightning.planning import AutoPlanner, Machine, UnitWork
+from sp_lightning.planning.cost import peak as activation_peak
 from sp_lightning.planning.measure import ways_of
-from sp_lightning.planning.ways import peak as activation_peak
 
 from ..zoo.blocks import Block, Chain
 from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, predict
-from sp_lightning.planning.ways import Way
+from sp_lightning.planning.cost import Way
 
 MIB = 1 << 20
 WAYS = (

@@ -8,7 +8,7 @@ import pytest
 
 from sp_lightning.pipeline import Lane
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
-from sp_lightning.planning.ways import Way
+from sp_lightning.planning.cost import Way
 
 from .. import simulated
 from ..simulated import UNIT_BYTES

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning import Machine, UnitWork
+from sp_lightning.planning.choose import choose_ways
+from sp_lightning.planning.cost import Way, peak
 from sp_lightning.planning.measure import ways_of
-from sp_lightning.planning.ways import Way, choose_ways, peak
 
 sizes = st.integers(0, 20)
 

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.leaf import weights_to_leave
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -35,13 +35,10 @@ class Learned:
         self.used_outside: set[int] = set()  # weights that are used outside of their unit
         # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
-        self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
         self.lowered: set[int] = set()  # masters that autocast lowers
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype
         self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
         self.plan: WindowPlan | None = None  # the planner's choice for the window
-        # weights that were used outside of their unit since the arrangement was made
-        self.touched_outside: list[Weight] = []
         self.outdated = False  # whether something was learned that calls for another arrangement
         self._trained: set[int] = set()  # parameters that have required a gradient in some step
 
@@ -80,15 +77,6 @@ class Learned:
         self._sent_lowered = lowered
         if not self.outdated:
             return False
-        members = [member for unit in units for member in unit.members]
-        for weight in self.touched_outside:
-            users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
-            never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
-            if never_called:  # a mere container: its parent calls its children
-                self.divided += never_called
-            else:
-                self.used_outside.add(id(weight.master))
-        self.touched_outside.clear()
         self.outdated, self.plan = False, None  # which was made for other units
         return True
 
@@ -128,7 +116,6 @@ class Arrangement:
             options.units,
             options.resident,
             largest_unit_bytes(self.budget or total),
-            split=learned.divided,
             used_outside=learned.used_outside,
         )
         if learned.order:
@@ -193,16 +180,20 @@ class Arrangement:
             for segment in group.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.twin_class(weight, group, data, self.compiled)
+                    weight.twin = weight.twin_class(weight, group, data)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
 
     def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
-        if self.autocast is None or self.compiled:  # code that torch compiles does not show how it uses weights
+        if self.compiled:  # such code does not show how it uses weights
+            for weight in [weight for unit in self.all_units for weight in unit.weights]:
+                weight.leaf_class = TwinParameter
             return
-        as_is = learned.used_as_is | weights_to_leave(module, self._backend.device.type)
+        if self.autocast is None:
+            return
+        as_is = learned.used_as_is | weights_to_leave(module)
         lowered = learned.lowered - as_is
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
@@ -211,12 +202,12 @@ class Arrangement:
                 for weight in casts:
                     weight.compute_dtype = self.autocast
             for weight in known:
-                weight.watched = id(weight.master) not in as_is
+                if id(weight.master) not in as_is:
+                    weight.leaf_class = LoweredParameter
 
-    def make_resident(self, weight: Weight) -> Twin:
+    def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
-        weight.watched = weight.watched and not lowered
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
@@ -227,13 +218,13 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-            weight.twin = weight.twin_class(weight, group, data, self.compiled)
+            weight.leaf_class = EagerLeaf
+            weight.twin = weight.twin_class(weight, group, data)
         else:
             weight.twin = weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
-        return weight.twin
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 

@@ -41,19 +41,9 @@ _gates: dict[int, tuple[Gatekeeper, Member]] = {}
 
 
 def install_gate(member: Member, keeper: Gatekeeper) -> None:
-    """Route calls of the member's module to `keeper`.
-
-    Raises:
-        ValueError: If the module belongs to another pipeline.
-    """
-    module = member.module
-    if id(module) in _gates:
-        raise ValueError(
-            f"Module {member.name!r} ({module.__class__.__name__}) already belongs to a pipeline. Detach that one "
-            "first."
-        )
-    _gates[id(module)] = (keeper, member)
-    _change_class(module, type(module))
+    """Route calls of the member's module to `keeper`."""
+    _gates[id(member.module)] = (keeper, member)
+    _change_class(member.module, type(member.module))
 
 
 def remove_gate(member: Member) -> None:

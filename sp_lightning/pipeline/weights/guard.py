@@ -1,6 +1,6 @@
 """Guarded masters: whoever touches a weight outside of its unit finds it finished, or gets it on the device.
 
-Masters have a class with `__torch_function__` from attach to detach, and the guard has two verbs.
+Masters have a class with `__torch_function__` from attach to detach, and the guard (outside.py) has two verbs.
 
 *Between steps, settle.* After a backward or an optimizer step, gradients may still be on their way, and weights still
 be stepped. The first access to any master waits for all of it, so nobody sees half a step, and only code that looks has
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -26,91 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from sp_lightning.pipeline.torch_private import (
-    sees_torch_functions,
-    tensor_hooks,
-    without_torch_function,
-)
+from sp_lightning.pipeline.torch_private import sees_torch_functions, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.graphs import run_hooks
 from sp_lightning.pipeline.weights.leaf import guarded
-from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.operands import instances_in
 from sp_lightning.pipeline.weights.weight import Weight
 
-# What means the master, in a step as well; many of these give an alias of it to write to
+# Many of these give an alias of the master to write to
 _OF_THE_MASTER = {
     "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
     "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
 _GRADIENT: Any = Tensor.grad
 _NAMED_MEMBERS = nn.Module._named_members.__code__
-
-
-class Guard(ABC):
-    """Guards the masters of an arrangement; what follows from an access is decided in a class below."""
-
-    device: torch.device  # the device that forward and backward run on
-
-    def __init__(self, weights: Iterable[Weight]) -> None:
-        # whether a step or a backward pass is under way, so that operations on masters get the device's weights
-        self.in_step = False
-        self.settled = True  # whether nothing is under way that writes masters or their gradients
-        self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
-
-    @abstractmethod
-    def serve(self, weight: Weight) -> nn.Parameter:
-        """Return the weight on the device, in its own dtype from now on."""
-
-    @abstractmethod
-    def before_access(self, weight: Weight) -> None:
-        """Have a master finished, because somebody outside of the engine looks at it."""
-
-    @abstractmethod
-    def before_gradient(self, weight: Weight, reads: bool) -> None:
-        """Provide a master's `.grad`, because somebody reads it; else note that it is replaced, or deleted."""
-
-    @abstractmethod
-    def note_write(self, weight: Weight) -> None:
-        """Note that somebody writes to the master, or gets an alias to write to."""
-
-    def install(self) -> None:
-        """Guard the masters."""
-        guarded.update({id(weight.master): (self, weight) for weight in self._weights})
-        self._give_class(HostParameter)
-
-    def remove(self) -> None:
-        """Turn the masters back into ordinary Parameters. Idempotent."""
-        self._give_class(nn.Parameter)
-        for weight in self._weights:
-            guarded.pop(id(weight.master), None)
-
-    def _give_class(self, cls: type[nn.Parameter]) -> None:
-        for weight in self._weights:
-            weight.master.__class__ = cls
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that has masters among its arguments."""
-        name = name_of(func)
-        serves = self.in_step and not optimizer_steps.depth
-        if serves and name in ON_DEVICE:
-            return func(torch.empty(0, device=self.device), *args[1:])
-        if not is_metadata(name):
-            writes = name in _OF_THE_MASTER or _is_written_to(name, args, kwargs)
-            if serves and not writes:
-                return self._run_on_device(func, args, kwargs)
-            for master in instances_in((args, kwargs), HostParameter):
-                _before_access(master, writes)
-        with without_torch_function():
-            return func(*args, **kwargs)
-
-    def _run_on_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.autograd.grad:
-            return _differentiate(*args, **kwargs)
-        if func is torch.autograd.backward:
-            return func(*args, **{**kwargs, "inputs": [edge for each in kwargs["inputs"] for edge in stand_ins(each)]})
-        with without_torch_function():
-            args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.serve(_weight_of(p)))
-        return func(*args, **kwargs)
 
 
 class HostParameter(nn.Parameter):
@@ -161,22 +88,23 @@ class HostParameter(nn.Parameter):
         return id(self)
 
 
-def _before_access(master: HostParameter, writes: bool = False) -> None:
-    """Have a master finished, before somebody outside of the engine reads it or writes to it."""
+def _before_access(master: HostParameter) -> None:
+    """Have a master finished, before somebody outside of the engine reads it."""
     guard, weight = guarded.get(id(master), (None, None))
-    if guard is not None and weight is not None and (guard.in_step or not guard.settled):
+    if guard is not None:
         guard.before_access(weight)
-        if guard.in_step and writes:
-            guard.note_write(weight)
 
 
-def _weight_of(master: HostParameter) -> Weight:
+def weight_of(master: HostParameter) -> Weight:
+    """Return the weight of a guarded master."""
     weight: Weight = guarded[id(master)][1]
     return weight
 
 
-def _is_written_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation writes to a master: in place, or as `out=`."""
+def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation means a master itself, in a step as well: it writes to it, or gives an alias of it."""
+    if name in _OF_THE_MASTER:
+        return True
     if name.startswith("__i"):
         in_place = name not in ("__invert__", "__index__", "__int__")
     else:
@@ -185,13 +113,13 @@ def _is_written_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return next(instances_in((first if in_place else None, kwargs.get("out")), HostParameter), None) is not None
 
 
-def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `torch.autograd.grad` with the leaves in place of masters; gradients get the masters' dtype.
 
     The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
     """
     if isinstance(inputs, dict):
-        found = _differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
         return dict(zip(inputs, found, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     gradients = list(torch.autograd.grad(outputs, [_stand_in(each) for each in inputs], *args, **kwargs))
@@ -207,7 +135,7 @@ def _stand_in(tensor: Any) -> Any:
     first, *others = stand_ins(tensor)
     if others:
         raise RuntimeError(
-            f"`torch.autograd.grad` cannot differentiate with respect to weight {_weight_of(tensor).name!r} in this "
+            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight_of(tensor).name!r} in this "
             "step, which used it both as autocast casts it and as it is. From the next step on it can."
         )
     return first
@@ -218,13 +146,11 @@ def stand_ins(tensor: Any) -> list[Any]:
     if not isinstance(tensor, HostParameter):
         return [tensor]
     with without_torch_function():
-        weight = _weight_of(tensor)
-        return [
-            get_gradient_edge(leaf)
-            if leaf.requires_grad and leaf is not tensor
-            else weight.twin.data.detach().requires_grad_(leaf.requires_grad)  # no graph has it
-            for leaf in weight.leaves()
-        ]
+        weight = weight_of(tensor)
+        leaves = [leaf for leaf in (weight.twin.parameter, *weight.lowered_leaves) if leaf.requires_grad]
+        if tensor.requires_grad and leaves:
+            return list(map(get_gradient_edge, leaves))
+        return [weight.twin.data.detach().requires_grad_(tensor.requires_grad)]  # no graph has it
 
 
 # ------------------------------------------------------------------------------------- who is exempt from the guard

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.torch_private import graph_task, in_backward, running_node, without_torch_function
+from sp_lightning.pipeline.torch_private import in_backward, running_node, without_torch_function
 from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 
 Weight: TypeAlias = Any  # weights make their leaves, and import this file
@@ -39,6 +39,11 @@ class TwinParameter(nn.Parameter):
     __slots__ = ("twin_of",)
 
     twin_of: str
+
+    @classmethod
+    def of(cls, _master: nn.Parameter, data: Tensor) -> nn.Parameter:
+        """Make the leaf that stands in for a master in a model that is compiled."""
+        return cls(data, requires_grad=False) if CAN_COMPILE_SUBCLASSES else nn.Parameter(data, requires_grad=False)
 
     @property
     def data(self) -> Tensor:
@@ -64,7 +69,7 @@ class EagerLeaf(TwinParameter):
 
     @classmethod
     def of(cls, master: nn.Parameter, data: Tensor) -> EagerLeaf:
-        """Make the leaf that stands in for a master."""
+        """Make the leaf that stands in for a master in any other model."""
         leaf = cls(data, requires_grad=False)
         leaf.master, leaf.__dict__ = master, master.__dict__
         return leaf
@@ -103,26 +108,24 @@ _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _NAMES = (
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "multi_head_attention_forward",
+    "rnn_relu_cell",
 )  # fmt: skip
 _CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
 _OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
 
 
-def weights_to_leave(module: nn.Module, device_type: str) -> set[int]:
+def weights_to_leave(module: nn.Module) -> set[int]:
     """Return which Parameters of torch's layers are not lowered whatever their leaves would tell, by identity.
 
-    In evaluation, some layers are a single operation, which gets the weights as they are. Only CUDA's autocast turns it
-    off; with leaves that tell how they are used, torch would compute other numbers without it.
+    In evaluation, some layers may be a single operation, which gets the weights as they are. With leaves that tell how
+    they are used, torch would compute other numbers without it.
     """
     parts = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)]
-    appended = [p for part in parts if isinstance(part, nn.MultiheadAttention) for p in (part.bias_k, part.bias_v)]
-    in_fast_path = [p for part in parts for p in part.parameters()] if device_type != "cuda" else []
-    return set(map(id, [*appended, *in_fast_path]))
+    return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
 guarded: dict[int, tuple[Any, Weight]] = {}
-"""The guards of weights (guard.py) and the weights, by the identity of their masters: a leaf may outlive both."""
+"""The guards of weights (outside.py) and the weights, by the identity of their masters: a leaf may outlive both."""
 
 
 class LoweredParameter(EagerLeaf):
@@ -191,11 +194,8 @@ class LoweredParameter(EagerLeaf):
         if self.dtype is not weight.compute_dtype:
             return False  # it was served, and may have been changed since
         builds_graph = self.requires_grad and torch.is_grad_enabled()
-        if builds_graph:
-            graph = graph_task() if again else guard.graph_number
-            earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
-            if graph == earlier:
-                return False
+        if builds_graph and not guard.is_first_cast(weight):
+            return False
         if builds_graph or not weight.master.requires_grad:
             guard.note_cast(weight)
         return True

@@ -26,6 +26,8 @@ class Order:
 
     def __init__(self, members: int) -> None:
         self._members = members
+        forward, backward = range(members), range(2 * members - 1, members - 1, -1)
+        self._training, self._inference = [*forward, *backward], list(range(2 * members, 3 * members))
         self._longest = _RECORDED_PER_MEMBER * members
         self._records: dict[int, list[int]] = {}  # by the first use of the step
         self._followed: list[int] = []  # the record that the step under way repeats
@@ -50,28 +52,20 @@ class Order:
             self._followed, self._position = self._records.get(use, []), -1
         if len(self._recording) < self._longest:
             self._recording.append(use)
-        self._position += 1
-        record = self._followed
-        if self._position < len(record) and record[self._position] == use:
-            return
-        if use in record[self._position :]:
-            self._position = record.index(use, self._position)
-        else:  # past the end of the record if it does not stand there
+        record, start = self._followed, self._position + 1
+        try:
+            self._position = record.index(use, start)
+        except ValueError:  # past the end of the record if it does not stand there
             self._position = record.index(use) if use in record else len(record)
 
     def upcoming(self, count: int) -> list[int]:
         """Return the members that are expected to be used next, in order."""
-        if not self._members:
-            return []
         record, start = self._followed, self._position + 1
-        uses = record[start : start + count]
-        if start <= len(record) < self._longest:
-            uses += record[: count - len(uses)]  # after the end comes a step like this one
-        last = uses[-1] if uses else self._last
-        while len(uses) < count:
-            last = self._next_in_order(last)
-            uses.append(last)
-        return [use % self._members for use in uses]
+        if start > len(record):  # what no record knows is expected in the order of the modules
+            record = self._inference if self._last >= 2 * self._members else self._training
+            start = record.index(self._last) + 1 if self._last >= 0 else 0
+        # after the end comes a step like this one
+        return [use % self._members for use in (record[start:] + record)[:count]]
 
     def used(self) -> list[int]:
         """Return the members that the step under way, or the last one, has used, in the order of their first uses."""
@@ -81,14 +75,3 @@ class Order:
         """After an exception: what comes next does not follow from what came last."""
         self._recording = None
         self._followed, self._position, self._last = [], 0, -1
-
-    def _next_in_order(self, use: int) -> int:
-        if use < 0:
-            return 0
-        direction, member = divmod(use, self._members)
-        last = self._members - 1
-        if direction == Pass.FORWARD:
-            return use + 1 if member < last else Pass.BACKWARD * self._members + last
-        if direction == Pass.BACKWARD:
-            return use - 1 if member > 0 else 0
-        return use + 1 if member < last else Pass.INFERENCE * self._members

@@ -51,7 +51,7 @@ class QuantizedTwin(Twin):
 
     _places: Sequence[Tensor]
 
-    def _make_leaf(self, compiled: bool) -> nn.Parameter:
+    def _make_leaf(self) -> nn.Parameter:
         leaf = _copy_on(self.data.device, self.weight.master)
         self._places = _divide(self.data, parts_of(leaf))
         _lay(leaf, self._places)
@@ -62,6 +62,10 @@ class QuantizedTwin(Twin):
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
+    def leaf_version(self) -> int:
+        """Return a version that grows with every write of a forward."""
+        return sum(part._version for part in parts_of(self.parameter))
+
     def is_touched(self) -> bool:
         """Tell that it is not, as nobody trains it.
 
@@ -70,25 +74,13 @@ class QuantizedTwin(Twin):
                 CPU, where it packs weights.
         """
         pairs = zip(parts_of(self.parameter), self._places, strict=True)
-        has_moved = any(part.data_ptr() != place.data_ptr() for part, place in pairs)
-        if has_moved or self._version_of_leaf() != self._parts_seen:
+        if super().is_touched() or any(part.data_ptr() != place.data_ptr() for part, place in pairs):
             _lay(self.parameter, self._places)
             raise RuntimeError(
                 f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. Change or "
                 "convert it before training, or between steps."
             )
         return False
-
-    def version(self) -> int:
-        """Return a version that grows with every change of the weight."""
-        return self.weight.version + self._version_of_leaf()
-
-    def note_unchanged(self) -> None:
-        """Note that the values are those of the master."""
-        self.version_seen, self._parts_seen = None, self._version_of_leaf()
-
-    def _version_of_leaf(self) -> int:
-        return sum(part._version for part in parts_of(self.parameter))
 
 
 class QuantizedWeight(Weight):
@@ -162,13 +154,9 @@ def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
 
 def _divide(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return parts of a tensor of bytes as tensors like these, over the same storage."""
-    places = []
     with torch.inference_mode(False):
-        for part, offset in _offsets(parts):
-            empty = torch.empty(0, dtype=part.dtype, device=memory.device)
-            at = (memory.storage_offset() + offset) // part.element_size()
-            places.append(empty.set_(memory.untyped_storage(), at, part.size(), part.stride()))
-    return places
+        places = [(memory[offset : offset + part.nbytes].view(part.dtype), part) for part, offset in _offsets(parts)]
+        return [place.as_strided(part.size(), part.stride()) for place, part in places]
 
 
 def _lay(parameter: nn.Parameter, places: Sequence[Tensor]) -> None:

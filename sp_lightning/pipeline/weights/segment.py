@@ -23,7 +23,7 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out,
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
-_SAMPLED = 224  # elements of a segment: each costs a cache miss
+_SAMPLED = 224  # words of a segment: each costs a cache miss
 _LEAST_SAMPLED = 4  # of a weight
 _WORD = 4  # bytes
 
@@ -61,9 +61,7 @@ class Segment:
         self.sends_copies = self.source is not self.memory
         self._copied_epoch = NOTHING
         self.masters = [weight.master for weight in self.weights]
-        self._are_plain = all(type(weight) is Weight for weight in self.weights)  # others consist of several tensors
-        self._seen: list[int] = []  # the masters' addresses and versions at the last look; [] if they do not tell all
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # at the last look
         self._sample: Tensor | None = None
         self._look()
         with torch.inference_mode(False):
@@ -89,22 +87,16 @@ class Segment:
         self._sample = None
 
     def _look(self) -> bool:
-        """Look at addresses and versions of masters; tell whether these have changed since the last look, or may have.
+        """Look at masters, and tell whether these have changed since the last look, or may have.
 
-        Nothing more is known of a master that was given other memory.
+        Nothing is known of a master that was given other memory.
         """
-        seen: list[int] = []
-        for master in self.masters if self._are_plain else ():
-            seen += (master.data_ptr(), master._version)
-        if self._seen and seen == self._seen:
-            return False
-        has_moved, at_home, versions = False, True, []
+        has_moved, versions = False, []
         for weight in self.weights:
             has_moved |= weight.follow()
-            at_home &= weight.host is weight.home
             versions.append(weight.version)
         is_changed = has_moved or versions != self._versions
-        self._seen, self._versions = seen if at_home else [], versions
+        self._versions = versions
         return is_changed
 
     def note_change(self) -> None:
@@ -201,15 +193,13 @@ def _move_into_new_memory(weights: Sequence[Weight], backend: Backend) -> HostBu
 
 
 def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:
-    """Choose the words that are sampled, by index: all words of elements that are spread over every weight."""
+    """Choose the words that are sampled, by index: some of every weight, spread over it."""
     generator = torch.Generator().manual_seed(0)
     chosen = [torch.empty(0, dtype=torch.long)]
-    samples = max(_LEAST_SAMPLED, _SAMPLED // max(1, len(weights)))
-    with torch.inference_mode(False):
-        for weight in weights:
-            home, size = weight.home, weight.home.element_size()
-            count = min(samples, home.numel())
-            spread = (torch.arange(count) + torch.rand(count, generator=generator)) * (home.numel() / max(count, 1))
-            at = home.data_ptr() - words.data_ptr() + spread.long().clamp(max=home.numel() - 1) * size
-            chosen.append((at[:, None] // _WORD + torch.arange(max(1, size // _WORD))).flatten())
-        return torch.cat(chosen).clamp(max=max(0, words.numel() - 1))
+    most = max(_LEAST_SAMPLED, _SAMPLED // max(1, len(weights)))
+    for weight in weights:
+        begin, size = (weight.home.data_ptr() - words.data_ptr()) // _WORD, -(-weight.home.nbytes // _WORD)
+        count = min(most, size)
+        spread = (torch.arange(count) + torch.rand(count, generator=generator)) * (size / max(count, 1))
+        chosen.append(begin + spread.long().clamp(max=size - 1))
+    return torch.cat(chosen)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, LoweredParameter, TwinParameter
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -34,15 +34,12 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
 
-    # the leaf's version when its values were last those of the master; None if that does not tell
-    version_seen: int | None
-
-    def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:
+    def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
         self.weight = weight
         self.group = group  # the group that has to be on the device for its values to be valid
         self.data = data  # its values as a tensor outside of autograd
         with torch.inference_mode(False):
-            self.parameter = self._make_leaf(compiled)  # the leaf that graphs are built on
+            self.parameter = self._make_leaf()  # the leaf that graphs are built on
         leaf: Any = self.parameter
         leaf.twin_of = weight.name  # it may outlive this object
         self.key = storage_key(data)  # the identity of its memory
@@ -51,11 +48,8 @@ class Twin:
         self.note_unchanged()
         self.write_backs = 0  # writes of a forward that the master got by a write in place: these count once
 
-    def _make_leaf(self, compiled: bool) -> nn.Parameter:
-        weight = self.weight
-        if not compiled:
-            return (LoweredParameter if weight.watched else EagerLeaf).of(weight.master, self.data)
-        return (TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter)(self.data, requires_grad=False)
+    def _make_leaf(self) -> nn.Parameter:
+        return self.weight.leaf_class.of(self.weight.master, self.data)
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
@@ -74,16 +68,19 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        weight = self.weight
-        return weight.master._version + weight.replacements + self.parameter._version - self.write_backs
+        return self.weight.version + self.leaf_version() - self.write_backs
+
+    def leaf_version(self) -> int:
+        """Return a version that grows with every write of a forward."""
+        return self.parameter._version
 
     def is_touched(self) -> bool:
-        """Tell whether a forward may have written to it, where its version is not the one that was seen."""
-        return True
+        """Tell whether a forward may have written to it since its values were those of the master."""
+        return self.leaf_version() != self._version_seen
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
-        self.version_seen = self.parameter._version
+        self._version_seen = self.leaf_version()
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
@@ -117,7 +114,7 @@ class Weight:
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.watched = False  # whether a leaf is made for it that tells how it is used under autocast (leaf.py)
+        self.leaf_class: type[TwinParameter] = EagerLeaf
         # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
         self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory
@@ -133,15 +130,6 @@ class Weight:
     def version(self) -> int:
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return self.master._version + self.replacements
-
-    def leaves(self) -> list[Tensor]:
-        """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
-
-        A leaf follows what its master requires when the unit is called. If none has done so, no graph has the weight,
-        and the master stands for itself.
-        """
-        leaves = [self.twin.parameter, *self.lowered_leaves]
-        return [leaf for leaf in leaves if leaf.requires_grad == self.master.requires_grad] or [self.master]
 
     @property
     def lowered(self) -> bool:
@@ -168,7 +156,8 @@ class Weight:
 
         Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
         """
-        if self.host is self.home and self.master.data_ptr() == self.home.data_ptr():
+        address, at_home = self.master.data_ptr(), self.home.data_ptr()
+        if self.host is self.home and address == at_home:
             return False
         if self.is_converted:
             raise RuntimeError(
@@ -176,9 +165,8 @@ class Weight:
                 f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
                 "or an optimizer has not stepped yet. Convert the module between steps."
             )
-        if self.master.data_ptr() != self.host.data_ptr():
-            is_home = self.master.data_ptr() == self.home.data_ptr()
-            self.host = self.home if is_home else self.master.data
+        if address != self.host.data_ptr():
+            self.host = self.home if address == at_home else self.master.data
             self.replacements += 1
         return True
 

@@ -288,7 +288,7 @@ class Window:
         """
         for weight in weights:
             twin = weight.twin
-            if twin.parameter._version == twin.version_seen or not twin.is_touched():
+            if not twin.is_touched():
                 continue
             if twin.group.residency is not Residency.READABLE:
                 raise RuntimeError(

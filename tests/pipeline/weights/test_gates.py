@@ -91,14 +91,6 @@ def test_no_hook_is_registered(gated: Gated) -> None:
     assert not gate._backward_hooks
 
 
-def test_a_module_has_one_gate(gated: Gated) -> None:
-    gate = gated(nn.Linear(2, 2), "first")
-    with pytest.raises(ValueError, match=r"'second' \(Linear\) already belongs"):
-        install_gate(Member("second", gate, None), Keeper())
-    gate(torch.ones(1, 2))
-    assert gated.keeper.calls == ["first"]
-
-
 def test_a_class_with_its_own_call(gated: Gated) -> None:
     """It is surrounded, and still runs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,31 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.weights.guard import (
-    EngineAtWork,
-    Guard,
-    optimizer_steps,
-    optimizer_waits,
-)
+from sp_lightning.pipeline.outside import Guard
+from sp_lightning.pipeline.weights.guard import EngineAtWork, optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import place
 
 
 class Owner(Guard):
-    """A pipeline that writes down what it was asked for."""
-
-    device = torch.device("cpu")
+    """A guard that writes down what it was asked for."""
 
     def __init__(self, weights: list[Weight]) -> None:
-        super().__init__(weights)
+        self.engine = SimpleNamespace(arrangement=SimpleNamespace(weights=weights), device=torch.device("cpu"))
+        super().__init__(self.engine)  # type: ignore[arg-type]
         self.served: list[str] = []
         self.written: list[str] = []
         self.looked_at: list[str] = []
         self.gradients: list[str] = []
 
-    def before_access(self, weight: Weight) -> None:
-        self.looked_at.append(weight.name)
+    def before_access(self, weight: Weight, writes: bool = False) -> None:
+        if self.in_step or not self.settled:
+            self.looked_at.append(weight.name)
+        if self.in_step and writes:
+            self.written.append(weight.name)
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         self.gradients.append(f"{weight.name} {'read' if reads else 'dropped'}")
@@ -44,9 +43,6 @@ class Owner(Guard):
     def serve(self, weight: Weight) -> nn.Parameter:
         self.served.append(weight.name)
         return weight.twin.parameter
-
-    def note_write(self, weight: Weight) -> None:
-        self.written.append(weight.name)
 
 
 class Scene:
@@ -187,7 +183,7 @@ def test_writing_in_place_changes_the_master(scene: Scene, write: Callable[[Tens
 
 def test_the_device_of_a_weight_is_the_compute_device(scene: Scene) -> None:
     """transformers places inputs by its first parameter's device."""
-    scene.owner.device = torch.device("meta")
+    scene.owner.engine.device = torch.device("meta")
     assert scene.w.device.type == "meta"
     assert not scene.w.is_cpu
     scene.guard.in_step = False
