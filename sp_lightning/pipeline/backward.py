@@ -103,11 +103,6 @@ class BackwardPass:
                     node = get_gradient_edge(weight.master).node
                 self._refusing[weight] = node, node.register_prehook(partial(_refuse, weight))
 
-    def adopt_requires_grad(self, twin: Twin) -> None:
-        """Let a master require a gradient, or no longer, as its twin does: a forward has changed that."""
-        twin.weight.master.requires_grad_(twin.parameter.requires_grad)
-        self.follow_requires_grad(twin)
-
     def _collect(self, twin: Twin, _leaf: Tensor) -> None:
         with without_torch_function():
             self.note()

@@ -226,8 +226,9 @@ class Calls:
                 engine.backend.trace.end()
             for entry in member.entries:
                 twin = entry.weight.twin
-                if twin.parameter.requires_grad != twin.required_gradient:
-                    backward.adopt_requires_grad(twin)
+                if twin.parameter.requires_grad != twin.required_gradient:  # the forward has changed that
+                    entry.weight.master.requires_grad_(twin.parameter.requires_grad)
+                    backward.follow_requires_grad(twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:
