@@ -99,7 +99,7 @@ class GradientStream:
         self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
         gathered, unit.gathered = unit.gathered, {}
         gradients, tensors, dtypes = [], [], []
-        is_new = True
+        is_new = is_hidden = True
         for gradient in unit.trained:
             if (tensor := gathered.get(gradient)) is not None:
                 gradients.append(gradient)
@@ -107,17 +107,18 @@ class GradientStream:
                 dtypes.append(tensor.dtype)
                 gradient.norm = None
                 is_new &= gradient.host is None
+                is_hidden &= not gradient.is_seen
         layout = unit.layout
         if dtypes != layout.dtypes:  # some are missing, or a weight was used in another dtype, too
             layout = GradientLayout([gradient.weight for gradient in gradients], dtypes)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], tensors)
-        taker = self.taker if layout is unit.layout and is_last else None
-        if taker is not None and (any(gradient.is_seen for gradient in gradients) or not taker.wants(unit)):
+        taker = self.taker if layout is unit.layout and is_last and is_hidden else None
+        if taker is not None and not taker.wants(unit):
             taker = None
         has_norms = self.measures_norms and layout.norm_dtype is not None
         passes = is_new and taker is not None and not taker.keeps_gradients
-        if is_new and layout is unit.kept_as and not passes:
+        if is_new and is_hidden and layout is unit.kept_as and not passes:
             unit.wait()
             own = unit.own()
             arrived, norms = own.views(layout)

@@ -139,6 +139,8 @@ class UnitGradients:
 
         From the first sum on, gradients that arrive in lower dtypes than the masters' are kept in the masters'.
         """
+        if gradient.is_seen:  # it becomes the user's
+            return torch.empty_like(gradient.weight.host)
         index = self.trained.index(gradient)
         is_sum = gradient.host is not None or dtype != self.kept_as.dtypes[index]
         if is_sum and self.kept_as is not self._sum_layout:
