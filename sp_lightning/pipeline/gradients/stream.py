@@ -71,12 +71,14 @@ class GradientStream:
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
+        if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
+            self._send(unit, is_last=False)
         if gradient not in self.arrived:
             if gradient.scaling is not NO_SCALING or gradient.is_seen:
                 unit.show(gradient)  # what is there already is not meant for the sum
             self.arrived[gradient] = gradient.host is None
-        if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
-            self._send(unit, is_last=False)
+        elif gradient.is_seen:
+            self._accumulate([gradient])  # one after the other, as autograd does
         if not unit.gathered:
             unit.begin()
             unit.state = State.HELD
