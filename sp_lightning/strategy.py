@@ -290,7 +290,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and process groups cannot leave this process
-        return {**super().__getstate__(), "pipeline": None, "replicas": None}
+        return {**super().__getstate__(), "pipeline": None, "_stepping": None, "replicas": None}
 
     @classmethod
     @override

@@ -237,9 +237,9 @@ def test_functions_compiled_inside_of_blocks_are_exact(autocast: bool, graphs: C
 class CompiledFunction(Block):
     """Uses a layer's weight in a compiled function as well, and nothing else of it is compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, fullgraph: bool = False) -> None:
         super().__init__()
-        self.function = torch.compile(lambda x, weight: x * weight.norm())
+        self.function = torch.compile(lambda x, weight: x * weight.norm(), backend="eager", fullgraph=fullgraph)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(super().forward(x), self.up.weight)
@@ -250,6 +250,15 @@ def test_a_compiled_function_does_not_get_weights_as_autocast_lowers_them(graphs
         train(run, 3, autocast=True, evaluate=False)
 
     compare("nothing", lambda: Chain(CompiledFunction() for _ in range(3)), story, graphs)
+
+
+def test_a_whole_graph_of_such_a_function_is_refused() -> None:
+    with (
+        attached(Chain(CompiledFunction(fullgraph=True) for _ in range(3)), debug=False) as pipe,
+        pytest.raises(torch._dynamo.exc.Unsupported, match="superpipeline has to see how weights are used"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        pipe.module(Run.rows(0))
 
 
 @pytest.mark.parametrize(("policy", "autocast"), [("recompute", False), ("recompute", True), ("offload", False)])

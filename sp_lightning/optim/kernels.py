@@ -215,6 +215,13 @@ def step_range(
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
+def add_range(total: Any, gradient: Any, sources: int = _SOURCES) -> None:
+    """Add the bits of a bf16 gradient to an fp32 sum."""
+    for i in range(len(total)):
+        total[i] += load(gradient, i)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
 def read_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
     """Unpack a whole moment into fp32."""
     unpack(moment, 0, len(values), values)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sp_lightning.pipeline import Kind, Lane, Recording
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
-from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, style
+from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
 
 __all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "write_timeline"]
 
@@ -25,8 +25,7 @@ def _page(recording: Recording, caption: str = "") -> str:
     steps = [begin - numbers.begin for begin, _ in recording.steps]
     parts = {
         "title": escape(f"Timeline {caption}".strip()),
-        "style": style(),
-        "drawing": draw_timeline(recording, caption, styled=False),
+        "drawing": draw_timeline(recording, caption),
         "plot": json.dumps({"left": PLOT_LEFT, "right": PLOT_RIGHT, "seconds": numbers.seconds, "steps": steps}),
     }
     page = files("sp_lightning.timeline").joinpath("page.html").read_text(encoding="utf-8")

@@ -62,17 +62,8 @@ _FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sa
 _GLYPH = 0.56  # width of an average letter, relative to the font size
 
 
-def draw_timeline(recording: Recording, caption: str = "", styled: bool = True) -> str:
-    """Draw the steps of a recording as an SVG element.
-
-    Args:
-        recording: A finished recording of at least one step.
-        caption: A description of what was recorded, shown in the picture.
-        styled: Whether the element includes its colors and background; False if the page around it has them.
-
-    Raises:
-        ValueError: If the recording has no step.
-    """
+def draw_timeline(recording: Recording, caption: str = "") -> str:
+    """Draw the steps of a finished recording, of which there is at least one, as an SVG element."""
     numbers = break_down(recording)
     tops = {lane: _LANES_TOP + row * (_LANE_HEIGHT + _LANE_GAP) for row, lane in enumerate(Lane)}
     shapes = [*_head(numbers, caption), *_strip(numbers)]
@@ -83,7 +74,7 @@ def draw_timeline(recording: Recording, caption: str = "", styled: bool = True) 
         if span.end > numbers.begin and span.begin < numbers.end:
             shapes.append(_bar(span, tops[span.lane], numbers))
     shapes += _legend(recording)
-    return picture(WIDTH, _LANES_BOTTOM + 78, shapes, styled)
+    return picture(WIDTH, _LANES_BOTTOM + 78, shapes)
 
 
 def where_time_goes(numbers: Breakdown) -> list[tuple[str, str, float]]:
@@ -235,7 +226,7 @@ def text_width(words: str, size: float) -> float:
     return len(words) * size * _GLYPH
 
 
-def style() -> str:
+def _style() -> str:
     """Return CSS for light and dark pages: a variable, a class of fills and one of strokes for each color."""
     light, dark = ("".join(_color(name, shades[page]) for name, shades in COLORS.items()) for page in (0, 1))
     dark = f"@media(prefers-color-scheme:dark){{{dark}}}"
@@ -247,9 +238,9 @@ def _color(name: str, shade: str) -> str:
     return f":root{{--{name}:{shade}}}.f-{name}{{fill:{shade}}}.s-{name}{{stroke:{shade}}}"
 
 
-def picture(width: float, height: float, shapes: Iterable[str], styled: bool = True) -> str:
-    """Put shapes, later ones on top, into an SVG element; with `style()` and a background unless the page has them."""
-    page = f'<style>{style()}</style><rect width="100%" height="100%" class="f-page"/>' if styled else ""
+def picture(width: float, height: float, shapes: Iterable[str]) -> str:
+    """Put shapes, later ones on top, into an SVG element that has its colors, also for a page around it."""
+    page = f'<style>{_style()}</style><rect width="100%" height="100%" class="f-page"/>'
     size = f'viewBox="0 0 {_number(width)} {_number(height)}" width="{_number(width)}" height="{_number(height)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{page}' + "\n".join(shapes) + "</svg>\n"
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
+from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import NOTHING, Segment
@@ -228,6 +229,11 @@ def place(
         weight.twin = Twin(weight, group, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)
     return Placed(unit, unit.weights, group, backend)
+
+
+def bytes_lent(pool: HostPool) -> int:
+    """How much of a pool's memory is in use."""
+    return pool.held - sum(buffer.nbytes for buffer in pool._free)
 
 
 @contextmanager

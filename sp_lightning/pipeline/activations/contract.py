@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, islice
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
-_LEVELS = 6  # two caches in one, a cache, its list of layers, a layer, the tensors in it
-_MOST = 256  # objects on one of these levels
+_LEVELS = 5  # below an object: two caches in one, a cache, its list of layers, a layer, the tensors in it
+_MOST = 1024  # objects in one
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
 # modules of objects that are not looked into; what lies in a namespace is a user's
@@ -85,9 +85,12 @@ def _is_data(value: Any) -> bool:
 
 
 class Surroundings:
-    """A snapshot of torch's random generators, and of what may be set around a model's forward and not its backward."""
+    """What a forward finds besides inputs and weights: random generators, settings around it, and buffers.
 
-    def __init__(self, device: torch.device) -> None:
+    Small buffers are copied, as BatchNorm changes its statistics without a version. Of others the version is known.
+    """
+
+    def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
         self._device = device
         self._api = None if device.type == "cpu" else torch.get_device_module(device)
         self._random = torch.get_rng_state()
@@ -98,10 +101,22 @@ class Surroundings:
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, int | None]] = []
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+                    held, version = (_copy(buffer), None) if is_small else (buffer, _version(buffer))
+                    self._buffers.append((module._buffers, name, held, version))
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether a large buffer was changed in place since."""
+        return any(version is not None and _version(buffer) != version for *_, buffer, version in self._buffers)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the snapshot for the duration of the block, and then what is there now."""
+        """Restore all of it for the duration of the block, and then what is there now."""
         devices = [] if self._api is None else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type), ExitStack() as scopes:
             torch.set_rng_state(self._random)
@@ -112,40 +127,10 @@ class Surroundings:
             scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
+            for buffers, name, held, version in self._buffers:
+                scopes.callback(buffers.__setitem__, name, buffers.get(name))
+                buffers[name] = _copy(held) if version is None else held
             yield
-
-
-class Buffers:
-    """The buffers of modules as a forward found them.
-
-    Small ones are copied, because BatchNorm changes its statistics without a version. Of others the version is known.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held: list[tuple[dict[str, Tensor | None], str, Tensor, int | None]] = []
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL
-                    held, version = (_copy(buffer), None) if is_small else (buffer, _version(buffer))
-                    self._held.append((module._buffers, name, held, version))
-
-    @property
-    def are_changed(self) -> bool:
-        """Whether a large one was changed in place since."""
-        return any(version is not None and _version(buffer) != version for *_, buffer, version in self._held)
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Have modules find them as they were for the duration of the block, and then those that are there now."""
-        now = [(of, name, of.get(name)) for of, name, *_ in self._held]
-        try:
-            for of, name, buffer, version in self._held:
-                of[name] = _copy(buffer) if version is None else buffer
-            yield
-        finally:
-            for of, name, present in now:
-                of[name] = present
 
 
 def _copy(buffer: Tensor) -> Tensor:
@@ -182,15 +167,18 @@ class Look:
 
     def _picture(self, value: Any) -> list[Any]:
         """Return what can be compared of an object and what it holds, a few levels deep, with versions of tensors."""
-        picture: list[Any] = []
-        level: list[Any] = [value]
-        for _ in range(_LEVELS):
-            self._seen += level
-            for each in level:
-                same = each if isinstance(each, _PLAIN) else isinstance(each, tuple) or id(each)
-                picture.append((type(each), same, _version(each)))
-            level = list(islice(chain.from_iterable(map(_parts, level)), _MOST))
-        return picture
+        objects = list(islice(_walk(value), _MOST))
+        self._seen += objects
+        return [
+            (type(each), each if isinstance(each, _PLAIN) else isinstance(each, tuple) or id(each), _version(each))
+            for each in objects
+        ]
+
+
+def _walk(value: Any, levels: int = _LEVELS) -> Iterator[Any]:
+    yield value
+    for part in _parts(value) if levels else ():
+        yield from _walk(part, levels - 1)
 
 
 def _other_random_numbers() -> list[Any]:

@@ -34,15 +34,10 @@ class Footprint(NamedTuple):
     working: int  # the most that a single call took
     repeatable: bool  # whether the forwards can run again, and doing so saves memory
 
-    def combined_with(self, other: Footprint) -> Footprint:
-        """Return the footprint of these calls and others together, between the same forward and backward."""
-        return Footprint(
-            self.held + other.held,
-            self.saved + other.saved,
-            self.large + other.large,
-            max(self.working, other.working),
-            self.repeatable and other.repeatable,
-        )
+    def combined_with(self, call: Footprint) -> Footprint:
+        """Return the footprint of these calls and another one, between the same forward and backward."""
+        held, saved, large = self.held + call.held, self.saved + call.saved, self.large + call.large
+        return Footprint(held, saved, large, max(self.working, call.working), self.repeatable and call.repeatable)
 
 
 class Held:
@@ -135,13 +130,12 @@ class HostPool:
 
     Each step asks for the same sizes, so the first one allocates and page-locks the buffers, which costs more than
     copying, and all others use them again. Where sizes differ from step to step (sentences of any length), a buffer
-    also serves what is smaller, and buffers that serve nothing any more make room for others.
+    also serves what is smaller, and those that are too small make room for a larger one.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.held = self.in_use = 0  # bytes that the pool has, and those that are on loan
+        self.held = 0  # bytes that the pool has
         self._backend = backend
-        self._most_in_use = 0
         self._buffers: set[HostBuffer] = set()
         self._free: list[HostBuffer] = []  # by their size
 
@@ -149,25 +143,19 @@ class HostPool:
         """Lend a buffer of at least so many bytes: the smallest there is."""
         size = -(-nbytes // _PAGE) * _PAGE
         place = bisect.bisect_left(self._free, size, key=_size)
-        buffer = self._free.pop(place) if place < len(self._free) else self._make(size)
-        self.in_use += buffer.nbytes
-        self._most_in_use = max(self._most_in_use, self.in_use)
-        return buffer
+        return self._free.pop(place) if place < len(self._free) else self._make(size)
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Take a buffer back. What is computed next must have waited for copies into and out of it."""
         if buffer in self._buffers:  # not if the pool was closed meanwhile
-            self.in_use -= buffer.nbytes
             bisect.insort(self._free, buffer, key=_size)
 
     def close(self) -> None:
         """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
         self._release(list(self._buffers))
-        self.in_use = 0
 
     def _make(self, size: int) -> HostBuffer:
-        # those that are free are too small: give them up if more would be held than ever was in use at once
-        if self._free and self.held + size > max(self._most_in_use, self.in_use + size):
+        if self._free:  # all too small: they make room
             self._backend.drain()  # the device may still be reading what was given back
             self._release(self._free)
         free = available_host_memory()

@@ -13,7 +13,6 @@ when it ends. A call with larger inputs than any that was measured recomputes as
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,15 +35,6 @@ OFFLOADING: tuple[Policy, ...] = ("offload", "recompute_offload")
 WITHOUT_RECOMPUTING: dict[Policy, Policy] = {"recompute": "keep", "recompute_offload": "offload"}
 
 
-@dataclass
-class _Measured:
-    """Measurements of one member while it recomputes."""
-
-    size: int = 0  # bytes of the inputs of its largest call
-    most: Footprint | None = None  # what its calls took in the pass in which they took most
-    this_pass: Footprint | None = None  # what they have taken since a backward has ended
-
-
 class AutoPolicy:
     """Measures what units' calls take, and follows the policies that a planner has chosen for them."""
 
@@ -55,8 +45,10 @@ class AutoPolicy:
         self.outside_bytes = 0  # the most that was saved outside of units elsewhere: by a norm between them, say
         self._second_forwards = second_forwards
         self._meter = second_forwards.saved.meter
-        self._members: dict[str, _Measured] = {}  # in the order of the forward
-        self._measuring: set[str] = set()  # in this step
+        self._measuring: set[str] = set()  # members whose calls are measured in this step
+        self._this_pass: dict[str, Footprint] = {}  # what their calls have taken since a backward has ended
+        self._most: dict[str, Footprint] = {}  # the same in the pass in which they took most, in the forward's order
+        self._sizes: dict[str, int] = {}  # bytes of the inputs of each member's largest measured call
         self._is_warm = self._had_backward = False  # whether a pass had ended before this step, and has by now
         self._has_turned = False  # in this pass
         self._operations = 0  # bytes that operations take besides what is saved
@@ -67,18 +59,17 @@ class AutoPolicy:
     def footprints(self) -> dict[str, Footprint]:
         """Return what calls of each measured member take, in the order of the forward."""
         return {
-            name: member.most._replace(
-                working=member.most.working + self._operations,
-                repeatable=member.most.repeatable and name not in self._second_forwards.kept,
+            name: calls._replace(
+                working=calls.working + self._operations,
+                repeatable=calls.repeatable and name not in self._second_forwards.kept,
             )
-            for name, member in self._members.items()
-            if member.most is not None
+            for name, calls in self._most.items()
         }
 
     @property
     def input_bytes(self) -> int:
         """Bytes of the inputs of each member's largest measured call, in total."""
-        return sum(member.size for member in self._members.values())
+        return sum(self._sizes.values())
 
     # ------------------------------------------------------------------------------------------------------- in a step
 
@@ -86,33 +77,33 @@ class AutoPolicy:
         """Begin a step."""
         self._is_warm, self._has_turned = self._had_backward, False
         self._measuring.clear()
-        for member in self._members.values():
-            member.this_pass = None
+        self._this_pass.clear()
         self.in_use = {}
 
     def policy(self, member: Member, inputs: Iterable[Tensor]) -> Policy:
         """Return the policy for a call with these inputs; note whether the call is measured."""
-        name, measured = member.name, self._members.get(member.name)
+        name = member.name
         self._size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)  # sparse ones have no `nbytes`
         policy: Policy = "recompute"
-        if measured is None or measured.most is None or self._size > measured.size or name in self._measuring:
+        if name in self._measuring or name not in self._most or self._size > self._sizes[name]:
             if self._is_warm:
                 if not self._measuring:
                     self._meter.measure(inputs)
                 self._measuring.add(name)
         else:
             policy = self.policies.get(member.unit_name, "recompute")
-            if not measured.most.repeatable or name in self._second_forwards.kept:
+            if not self._most[name].repeatable or name in self._second_forwards.kept:
                 policy = WITHOUT_RECOMPUTING.get(policy, policy)
         self.in_use[name] = policy
         return policy
 
     def note(self, member: Member, call: Footprint) -> None:
         """Record the footprint of a call that recomputes."""
-        if member.name in self._measuring:
-            measured = self._members.setdefault(member.name, _Measured())
-            measured.this_pass = call if measured.this_pass is None else measured.this_pass.combined_with(call)
-            measured.size = max(measured.size, self._size)
+        name = member.name
+        if name in self._measuring:
+            calls = self._this_pass.get(name)
+            self._this_pass[name] = call if calls is None else calls.combined_with(call)
+            self._sizes[name] = max(self._sizes.get(name, 0), self._size)
 
     def end_call(self) -> None:
         """Note that a unit's forward or backward has run."""
@@ -128,17 +119,15 @@ class AutoPolicy:
         turn = self._meter.end_stretch()
         self.turn_bytes = max(self.turn_bytes, turn.saved + turn.operations)
         if self.in_use.keys() == self._measuring:
-            calls = [member.this_pass for member in self._members.values() if member.this_pass is not None]
-            held = sum(each.held + each.saved * (not each.repeatable) for each in calls)
+            held = sum(calls.held + calls.saved * (not calls.repeatable) for calls in self._this_pass.values())
             self.outside_bytes = max(self.outside_bytes, turn.before - held)
 
     def end_backward(self) -> None:
         """End the last stretch together with backward: between steps users reset memory statistics, too."""
         self._had_backward = True
-        for member in self._members.values():
-            if member.this_pass is not None:
-                of_passes = [member.this_pass] if member.most is None else [member.most, member.this_pass]
-                member.most, member.this_pass = max(of_passes, key=lambda calls: calls.held + calls.saved), None
+        for name, calls in self._this_pass.items():
+            self._most[name] = max(self._most.get(name, calls), calls, key=lambda each: each.held + each.saved)
+        self._this_pass.clear()
         if self._has_turned:
             self.end_call()
         self._has_turned = False

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.contract import Buffers, Inputs, Look, Surroundings
+from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
@@ -70,8 +70,7 @@ class UnitCall:
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
         self._look = Look(modules if shared.looks[member.name] < _LOOKS else [], self._inputs.objects)
-        self._buffers = Buffers(modules)
-        self._surroundings = Surroundings(shared.backend.device)
+        self._surroundings = Surroundings(shared.backend.device, modules)
         self._state = self._state_of_module()
         self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
         self._missing = 0  # how many dropped tensors the second forward has not saved yet
@@ -107,7 +106,7 @@ class UnitCall:
                 each.drop()
             self._inputs.tensors.clear()
         else:
-            del self._inputs, self._surroundings, self._buffers
+            del self._inputs, self._surroundings
         self._learn(obstacle, warns)
 
     def _learn(self, obstacle: str | None, warns: bool) -> None:
@@ -138,7 +137,7 @@ class UnitCall:
             return "changes its input in place"
         if self._state_of_module() != self._state:
             return "changes its weights in place, or how they are sent"
-        if self._buffers.are_changed:
+        if self._surroundings.are_changed:
             return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
         return self._look.obstacle() if scope is None else f"is called under {scope}"
@@ -160,7 +159,7 @@ class UnitCall:
         shared, name = self._shared, repr(self.member.name)
         if shared.saved.backward is None:  # detached since
             raise outdated_graph_error(f"the inputs of {name}")
-        if self._inputs.are_changed or self._buffers.are_changed or self._state_of_module() != self._state:
+        if self._inputs.are_changed or self._surroundings.are_changed or self._state_of_module() != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
                 "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
@@ -190,7 +189,6 @@ class UnitCall:
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with (
             self._surroundings.restored(),
-            self._buffers.put_back(),
             torch.enable_grad(),
             saved_tensors_hooks(self._fill_gap, lambda tensor: tensor),
         ):

@@ -14,6 +14,7 @@ last one, and backward reads weights as they are then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import (
+    SavedTensorHooks,
     contains_others,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -148,13 +150,10 @@ class SavedTensors:
         if not (torch.is_grad_enabled() or ahead):
             return False
         outer = top_saved_tensor_hooks()
-        pack: Callable[[Tensor], Any] = self.pack
-        if outer is not None:
-            on_top = getattr(outer[0], "__self__", None)
-            if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
-                return False
-            pack = _Chained(self, *outer).pack
-        push_saved_tensor_hooks(pack, self.unpack)
+        on_top = None if outer is None else getattr(outer[0], "func", outer[0])
+        if getattr(on_top, "__self__", None) is self:
+            return False
+        push_saved_tensor_hooks(self.pack if outer is None else partial(self._pack_over, outer), self.unpack)
         self._pushed += 1
         return True
 
@@ -195,6 +194,15 @@ class SavedTensors:
             return self.hold(tensor)
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
 
+    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | _Delegated:
+        """Return what autograd saves where other hooks were on top, which get everything that is not a weight.
+
+        A weight may leave the device before backward, which they cannot know; only a checkpoint does not keep it.
+        """
+        pack, unpack = outer
+        handle = None if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else self.handle(tensor)
+        return handle or _Delegated(pack(tensor), unpack)
+
     def hold(self, tensor: Tensor) -> Offloaded | Kept:
         """Hold a tensor that is no weight, on the device or on the host."""
         return self._offloader.pack(tensor) or Kept(tensor, self.meter)
@@ -227,25 +235,6 @@ class SavedTensors:
             with without_torch_function():
                 self.backward.bring_for_backward(twin)
         return tensor
-
-
-class _Chained:
-    """The engine's hooks, pushed over another pair, which gets everything that is not a weight.
-
-    A weight may leave the device before backward, which other hooks cannot know; only a checkpoint does not keep it.
-    """
-
-    def __init__(
-        self, saved: SavedTensors, outer_pack: Callable[[Tensor], Any], outer_unpack: Callable[[Any], Tensor]
-    ) -> None:
-        self.saved = saved
-        self._outer_pack = outer_pack
-        self._outer_unpack = outer_unpack
-        self._is_checkpoint = getattr(outer_pack, "__module__", "") == "torch.utils.checkpoint"
-
-    def pack(self, tensor: Tensor) -> _Handle | _Delegated:
-        handle = None if self._is_checkpoint else self.saved.handle(tensor)
-        return handle or _Delegated(self._outer_pack(tensor), self._outer_unpack)
 
 
 def _changed_in_place(what: torch.Size | str) -> RuntimeError:

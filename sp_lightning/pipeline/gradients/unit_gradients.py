@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
@@ -244,9 +245,6 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
     )
 
 
-_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
-
-
 def add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
     """Write the sum of two gradients, the first of which may be there already, to where it stays."""
     if before is None:
@@ -254,9 +252,4 @@ def add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
         return
     if before is not target:
         target.copy_(before)
-    if target.dtype == arrived.dtype or target.stride() != arrived.stride():
-        target.add_(arrived)
-        return
-    flat = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), _CHUNK) for tensor in (target, arrived)]
-    for part, added in zip(*flat, strict=True):
-        part.add_(added)
+    add(target, arrived)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.lanes import Kind, Origin, Recording, Span, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Recording, Span, Ticket, Worker
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
@@ -114,7 +114,7 @@ class Backend(ABC):
             cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
             rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
         """
-        return self._host.submit(job, after, cleanup, rank)
+        return self._host.submit(Job(job, after, cleanup, rank))
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
@@ -240,10 +240,7 @@ class Trace:
 
     def _span(self, entry: _Entry, origin: Origin) -> Span | None:
         if entry.ticket is not None:
-            interval = entry.ticket.interval(origin)
-            if interval is None:
-                return None
-            begin, end = interval
+            begin, end = entry.ticket.interval(origin)
         else:
             begin = self._backend.seconds(origin.device, entry.begin)
             end = self._backend.seconds(origin.device, entry.end)

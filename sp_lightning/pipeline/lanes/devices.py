@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.lanes import Job, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -49,13 +49,15 @@ class HostBackend(Backend):
         if self.poison:
             self.invalidate(target)
         copy = partial(copy_memory, target, source)
-        return self._up.submit(copy) if after is None else self._host.submit(copy, [after], rank=BEFORE_OTHER_WORK)
+        if after is None:
+            return self._up.submit(Job(copy))
+        return self._host.submit(Job(copy, [after], rank=BEFORE_OTHER_WORK))
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         if self.poison:
             self.invalidate(target)
-        return self._down.submit(partial(copy_memory, target, source))
+        return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override
     def wait(self, ticket: Ticket) -> None:
@@ -109,9 +111,7 @@ class _StreamTicket(Ticket):
             return True
 
     @override
-    def interval(self, origin: Origin) -> tuple[float, float] | None:
-        if self.begin is None:
-            return None
+    def interval(self, origin: Origin) -> tuple[float, float]:
         self.join()
         begin, end = origin.device.elapsed_time(self.begin), origin.device.elapsed_time(self.event)
         return begin / 1000, end / 1000
@@ -153,7 +153,7 @@ class AcceleratorBackend(Backend):
             self._up_behind_work.wait_event(computed)
             self._copy(self._up_behind_work, target, source, events)
 
-        return _StreamTicket(*events, issued=self._host.submit(issue, [after], rank=BEFORE_OTHER_WORK))
+        return _StreamTicket(*events, issued=self._host.submit(Job(issue, [after], rank=BEFORE_OTHER_WORK)))
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:

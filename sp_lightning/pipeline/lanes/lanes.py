@@ -102,9 +102,9 @@ class Ticket(ABC):
     def done(self) -> bool:
         """Whether `join` would return at once."""
 
-    def interval(self, origin: Origin) -> tuple[float, float] | None:
-        """Return when it began and ended, in seconds since the origin; None if it was not timed (`Backend.timed`)."""
-        return None
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        """Return when it began and ended, in seconds since the origin; of a copy, if it was timed (`Backend.timed`)."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -202,15 +202,8 @@ class Worker:
         self._jobs: list[Job] = []  # those that are not done, in the order of submission
         self._closing = False
 
-    def submit(
-        self,
-        action: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Job:
-        """Submit a job."""
-        job = Job(action, after, cleanup, rank)
+    def submit(self, job: Job) -> Job:
+        """Have a job run, and return it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()

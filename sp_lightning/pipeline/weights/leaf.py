@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.torch_private import in_backward, running_node, without_torch_function
+from sp_lightning.pipeline.torch_private import explain_graph_break, in_backward, running_node, without_torch_function
 from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 
 Weight: TypeAlias = Any  # weights make their leaves, and import this file
@@ -39,11 +39,6 @@ class TwinParameter(nn.Parameter):
     __slots__ = ("twin_of",)
 
     twin_of: str
-
-    @classmethod
-    def of(cls, _master: nn.Parameter, data: Tensor) -> nn.Parameter:
-        """Make the leaf that stands in for a master in a model that is compiled."""
-        return cls(data, requires_grad=False) if CAN_COMPILE_SUBCLASSES else nn.Parameter(data, requires_grad=False)
 
     @property
     def data(self) -> Tensor:
@@ -66,13 +61,6 @@ class EagerLeaf(TwinParameter):
     __slots__ = ("master",)
 
     master: nn.Parameter
-
-    @classmethod
-    def of(cls, master: nn.Parameter, data: Tensor) -> EagerLeaf:
-        """Make the leaf that stands in for a master in any other model."""
-        leaf = cls(data, requires_grad=False)
-        leaf.master, leaf.__dict__ = master, master.__dict__
-        return leaf
 
     @property
     def grad(self) -> Tensor | None:
@@ -100,7 +88,11 @@ def take_gradient(leaf: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-# ---------------------------------------------------------------- leaves that tell how they are used
+LEAF_IN_GRAPHS: type[nn.Parameter] = TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
+"""The class of leaves in a model that torch compiles, or parts of it."""
+
+
+# ----------------------------------------------------------------------------------- leaves that tell how they are used
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -199,3 +191,9 @@ class LoweredParameter(EagerLeaf):
         if builds_graph or not weight.master.requires_grad:
             guard.note_cast(weight)
         return True
+
+
+explain_graph_break(
+    vars(LoweredParameter)["__torch_function__"].__func__,
+    "under autocast, superpipeline has to see how weights are used; compile the module that owns them",
+)

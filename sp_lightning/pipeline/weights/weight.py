@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
 Group: TypeAlias = Any  # units and groups are made of weights, and import this file
 Unit: TypeAlias = Any
@@ -49,7 +49,10 @@ class Twin:
         self.write_backs = 0  # writes of a forward that the master got by a write in place: these count once
 
     def _make_leaf(self) -> nn.Parameter:
-        return self.weight.leaf_class.of(self.weight.master, self.data)
+        leaf, master = self.weight.leaf_class(self.data, requires_grad=False), self.weight.master
+        if isinstance(leaf, EagerLeaf):
+            leaf.master, leaf.__dict__ = master, master.__dict__
+        return leaf
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
@@ -114,7 +117,7 @@ class Weight:
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.leaf_class: type[TwinParameter] = EagerLeaf
+        self.leaf_class: type[nn.Parameter] = EagerLeaf
         # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
         self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory

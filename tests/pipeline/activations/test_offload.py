@@ -20,7 +20,7 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloaded, Offload
 from sp_lightning.pipeline.torch_private import storage_key, weak_storage
 from sp_lightning.pipeline.weights.units import Member, Unit
 
-from ..parts import RecordingBackend
+from ..parts import RecordingBackend, bytes_lent
 
 SMALLEST = 1024
 ROWS = SMALLEST  # of a vector per feature, so that every tensor of these tests is large enough
@@ -146,7 +146,7 @@ def test_tensors_that_autograd_drops_are_freed(scene: Scene) -> None:
     scene.packed.clear()
     scene.offloader.reach(bundles[0])
     assert [bundle.alive() for bundle in bundles] == [[], [], [], []]
-    assert scene.pool.in_use == 0
+    assert bytes_lent(scene.pool) == 0
     assert scene.backend.said("upload", "wait")[-2:] == [
         "upload",
         "wait",
@@ -160,13 +160,13 @@ def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     scene.packed.clear()
     held = [y]
     del y
-    used = scene.pool.in_use
+    used = bytes_lent(scene.pool)
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert scene.pool.in_use == used
+    assert bytes_lent(scene.pool) == used
     scene.offloader.end_backward()
-    assert scene.pool.in_use < used
+    assert bytes_lent(scene.pool) < used
 
 
 # ------------------------------------------------------------------------------------------------- one copy for many
@@ -357,7 +357,7 @@ def test_abandon_leaves_nothing_half_done(scene: Scene) -> None:
     scene.packed.clear()
     del y
     scene.offloader.abandon()
-    assert scene.pool.in_use == 0
+    assert bytes_lent(scene.pool) == 0
     _, bundle = scene.call(exp(large()))
     assert bundle.before is None
 
@@ -371,7 +371,7 @@ def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
         scene.call(exp(large()))
     scene.offloader.abandon()
     assert scene.stages(first) == [Stage.DEVICE]
-    assert scene.pool.in_use == 0
+    assert bytes_lent(scene.pool) == 0
     z, second = scene.call(exp(y))
     scene.call(exp(large()))
     scene.backend.fail_next("upload", OSError("on purpose"))
@@ -431,7 +431,7 @@ def test_races_show_on_the_emulated_device(seed: int) -> None:
             assert torch.equal(gradient, expected)
             del y, bundle
         scene.offloader.end_backward()
-        assert scene.pool.in_use == 0
+        assert bytes_lent(scene.pool) == 0
         assert scene.stats.activation_misses == 0
     finally:
         scene.offloader.close()

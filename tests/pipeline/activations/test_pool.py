@@ -11,7 +11,7 @@ from sp_lightning.pipeline.activations import memory as memory_module
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
-from ..parts import RecordingBackend
+from ..parts import RecordingBackend, bytes_lent
 
 PAGE = 4096
 
@@ -49,7 +49,7 @@ def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
     random.shuffle(first)
     for loan in first:
         pool.give_back(loan)
-    assert pool.in_use == 0
+    assert bytes_lent(pool) == 0
     assert sorted(addresses([pool.take(nbytes) for nbytes in sizes])) == sorted(before)
     assert pool.held == held
 
@@ -69,7 +69,7 @@ def test_growing_steps_do_not_pile_up(pool: HostPool) -> None:
     most = 0
     for step in range(20):
         loans = [pool.take((step + 2) * PAGE + 7) for _ in range(6)]
-        most = max(most, pool.in_use)
+        most = max(most, bytes_lent(pool))
         for loan in loans:
             pool.give_back(loan)
     assert pool.held <= 1.5 * most

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes import devices
-from sp_lightning.pipeline.lanes.lanes import Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Worker
 
 from ..parts import pretend_a_device
 
@@ -36,8 +36,8 @@ class LostEvent:
 def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     """It ended the thread instead, and whoever waited for work on the host waited for ever."""
     worker, done = Worker("test-thread"), list[str]()
-    failed = worker.submit(lambda: done.append("with what never came"), [devices._StreamTicket(LostEvent(), None)])
-    worker.submit(lambda: done.append("something else"))
+    failed = worker.submit(Job(lambda: done.append("with what never came"), [devices._StreamTicket(LostEvent(), None)]))
+    worker.submit(Job(lambda: done.append("something else")))
     waiting = threading.Thread(target=worker.drain, daemon=True)
     waiting.start()
     waiting.join(5)

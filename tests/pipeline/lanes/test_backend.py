@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.lanes import Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Worker
 
 from ..parts import PendingTicket, host_backend
 
@@ -27,11 +27,13 @@ def names() -> set[str]:
 
 def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
     worker, done, gate = Worker("test-thread"), list[str](), threading.Event()
-    worker.submit(lambda: (gate.wait(10), None)[1])
-    worker.submit(lambda: done.append("given first"), rank=9)
-    worker.submit(lambda: done.append("not ready"), [worker.submit(lambda: done.append("before it"), rank=8)], rank=0)
-    worker.submit(lambda: done.append("urgent"), rank=1)
-    worker.submit(lambda: done.append("as urgent"), rank=1)
+    worker.submit(Job(lambda: (gate.wait(10), None)[1]))
+    worker.submit(Job(lambda: done.append("given first"), rank=9))
+    worker.submit(
+        Job(lambda: done.append("not ready"), [worker.submit(Job(lambda: done.append("before it"), rank=8))], rank=0)
+    )
+    worker.submit(Job(lambda: done.append("urgent"), rank=1))
+    worker.submit(Job(lambda: done.append("as urgent"), rank=1))
     gate.set()
     worker.close()
     assert done == ["urgent", "as urgent", "before it", "not ready", "given first"]
@@ -41,8 +43,8 @@ def test_the_job_that_is_ready_first_runs_first() -> None:
     """Also if nothing was possible when the thread looked for work."""
     worker, done = Worker("test-thread"), list[str]()
     early, late = PendingTicket(), PendingTicket()
-    first = worker.submit(lambda: done.append("given first"), [early], rank=9)
-    second = worker.submit(lambda: done.append("more urgent"), [late], rank=1)
+    first = worker.submit(Job(lambda: done.append("given first"), [early], rank=9))
+    second = worker.submit(Job(lambda: done.append("more urgent"), [late], rank=1))
     time.sleep(0.05)
     early.finish()
     first.join()
@@ -60,9 +62,9 @@ def test_an_error_surfaces_where_it_is_waited_for() -> None:
     def fail() -> None:
         raise OSError("no such memory")
 
-    failed = worker.submit(fail, cleanup=lambda: done.append("first cleanup"))
-    after = worker.submit(pytest.fail, [failed], cleanup=lambda: done.append("second cleanup"))
-    worker.submit(lambda: done.append("another"))
+    failed = worker.submit(Job(fail, cleanup=lambda: done.append("first cleanup")))
+    after = worker.submit(Job(pytest.fail, [failed], cleanup=lambda: done.append("second cleanup")))
+    worker.submit(Job(lambda: done.append("another")))
     for job in (failed, after):
         with pytest.raises(OSError, match="no such memory"):
             job.join()
@@ -76,7 +78,7 @@ def test_a_thread_that_cannot_start_raises_in_every_join() -> None:
         raise OSError("no such cores")
 
     worker = Worker("worker", fail)
-    for ticket in [worker.submit(pytest.fail), worker.submit(pytest.fail)]:
+    for ticket in [worker.submit(Job(pytest.fail)), worker.submit(Job(pytest.fail))]:
         with pytest.raises(OSError, match="no such cores"):
             ticket.join()
     worker.close()
@@ -120,7 +122,7 @@ def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
         backend.invalidate(memory)
         assert memory.view(dtype).isnan().all()
         memory.zero_()
-        backend._up.submit(lambda: (gate.wait(5), None)[1])
+        backend._up.submit(Job(lambda: (gate.wait(5), None)[1]))
         ticket = backend.upload(memory, filled(0))
         assert memory.view(dtype).isnan().all()
         gate.set()

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from sp_lightning.pipeline import HostBackend, Kind, Pipeline, PipelineOptions, Recording
+from sp_lightning.pipeline import Kind, Pipeline, PipelineOptions, Recording
 
 from ...helpers import attached
 from ...simulated import SimulatedBackend, TimedBlock
 from ...zoo.blocks import Chain, chain, rows
-from ..parts import DoneTicket
 
 UNITS, WIDTH = 6, 8
 UNIT_BYTES = 4 * WIDTH * WIDTH
@@ -128,11 +127,3 @@ def test_recordings_do_not_know_of_each_other(scene: Scene) -> None:
     assert [span.begin + begin for span in of(inner, Kind.FORWARD)] == pytest.approx(
         [span.begin for span in of(outer, Kind.FORWARD)[UNITS : 2 * UNITS]]
     )
-
-
-def test_a_copy_without_times_is_left_out() -> None:
-    backend = HostBackend()
-    with backend.trace.record() as recording:
-        backend.trace.moved(Kind.LOAD, "unit", 1, DoneTicket())
-    assert recording.spans == []
-    backend.close()

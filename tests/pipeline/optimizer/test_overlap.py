@@ -48,7 +48,7 @@ def held_up(pipeline: Pipeline | None) -> Iterator[threading.Event]:
     gate = threading.Event()
     if pipeline is not None:
         pipeline.backend.drain()  # what an earlier step left behind would be held up, too, and a step needs it
-        pipeline.backend._host.submit(lambda: (gate.wait(10), None)[1])  # type: ignore[attr-defined]
+        pipeline.backend._host.submit(Job(lambda: (gate.wait(10), None)[1]))  # type: ignore[attr-defined]
     try:
         yield gate
     finally:
