@@ -25,7 +25,7 @@ from sp_lightning.optim.layout import (
     weight_memory,
 )
 from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import Scaling
+from sp_lightning.optim.rules import NO_SCALING, Scaling
 
 
 class HostOptimizer(Optimizer):
@@ -67,38 +67,47 @@ class HostOptimizer(Optimizer):
                     raise RuntimeError(
                         "a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim"
                     )
-                if p not in self.state or not self.state[p]:
-                    self.state[p].update(make_state(p, group["master"], group["moments"], self.moments_of(group)))
-                self.state[p]["step"] += 1
+                self.count_step(group, p, self.state[p])
         if find_spec("numba") is None:
             for group, params in groups:
                 self.step_by_torch(group, params)
             return loss
-        run([self._pass(group, p) for group, params in groups for p in params])
+        run([self.pass_of(group, p, p.grad, self.state[p]) for group, params in groups for p in params])
         increment_version([p for _, params in groups for p in params])
         return loss
 
-    def _pass(self, group: dict[str, Any], p: Tensor) -> Pass:
-        state, gradient = self.state[p], p.grad
-        assert gradient is not None
+    @classmethod
+    def count_step(cls, group: dict[str, Any], p: Tensor, state: State) -> None:
+        """Count the step that follows, the first of which makes the state."""
+        if not state:
+            state.update(make_state(p, group["master"], group["moments"], cls.moments_of(group)))
+        state["step"] += 1
+
+    @classmethod
+    def pass_of(
+        cls, group: dict[str, Any], p: Tensor, gradient: Tensor, state: State, scaling: Scaling = NO_SCALING
+    ) -> Pass:
+        """Return the pass that steps a parameter, with what is done to its gradient before."""
         weight, low, lowered = weight_memory(p, state)
+        step = float(state.get("step", 2))  # torch's SGD does not count, and makes its momentum in the first one
         return Pass(
-            self.rule(group, float(state["step"])),
+            cls.rule(group, step),
             weight,
             low,
             flat(gradient, p),
-            moment_memory(p, state, self.first),
-            moment_memory(p, state, self.second),
+            moment_memory(p, state, cls.first),
+            moment_memory(p, state, cls.second),
             lowered,
-            Scaling(factor=_ONE_LESS if group["maximize"] else Scaling().factor),
-            seed=int(state["step"]) * 0x9E3779B1 & 0x7FFFFFFF,
+            scaling._replace(factor=-scaling.factor) if group["maximize"] else scaling,
+            seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF,
         )
 
     # ---------------------------------------------------------------------------------------------- of each optimizer
 
-    def moments_of(self, group: dict[str, Any]) -> list[str]:
+    @classmethod
+    def moments_of(cls, group: dict[str, Any]) -> list[str]:
         """Return the names of the moments that a parameter has."""
-        return [name for name in (self.first, self.second) if name is not None]
+        return [name for name in (cls.first, cls.second) if name is not None]
 
     @classmethod
     def rule(cls, group: dict[str, Any], step: float) -> Any:
@@ -203,6 +212,3 @@ class HostOptimizer(Optimizer):
         if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
             state["step"].fill_(1.0)
         return state
-
-
-_ONE_LESS = -Scaling().factor

@@ -55,10 +55,21 @@ _SOURCES = zlib.crc32(
 )
 
 
+def rounded(g: Any, in_bf16: Any) -> Any:
+    """Round to bf16, unless `in_bf16` is None."""
+
+
+@overload_inline(rounded)
+def _rounded(g: Any, in_bf16: Any) -> Any:
+    if isinstance(in_bf16, types.NoneType):
+        return lambda g, in_bf16: g
+    return lambda g, in_bf16: float_of(U32(U32(to_bf16(g)) << U32(16)))
+
+
 @jit
 def scaled(g: Any, scaling: Any) -> Any:
     """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
-    g = g * scaling.factor * scaling.then
+    g = rounded(rounded(g * scaling.factor, scaling.in_bf16) * scaling.then, scaling.in_bf16)
     g = scaling.limit if g > scaling.limit else g
     return -scaling.limit if g < -scaling.limit else g
 

@@ -1,4 +1,4 @@
-"""Updates of torch's AdamW, Adam and SGD by our kernels, for whoever has more to do than the update.
+"""A step as one pass, for whoever has more to do than the update: of our optimizers, and torch's AdamW, Adam and SGD.
 
 Under mixed precision a gradient is cast, scaled and clipped before the update, and the weight is copied to bf16 after
 it. In torch each of these is a pass over memory. Here all are one, with the bits that they have together, as the
@@ -7,12 +7,12 @@ kernels have those of torch's fused ones. Torch's may round otherwise on another
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +21,7 @@ from sp_lightning.optim.host import HostOptimizer
 from sp_lightning.optim.layout import State, fills_memory, flat, make_state
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
 from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import Scaling
+from sp_lightning.optim.rules import NO_SCALING, Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -46,34 +46,51 @@ def one_pass(
     factors: Sequence[float | Tensor] = (),
     limit: float | None = None,
 ) -> Pass | None:
-    """Return the pass that does what torch's fused kernel would, if the optimizer would run that; count its step.
+    """Return the pass that steps a weight, and count the step; None where that is left to the optimizer's own code.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: One of ours, or one of torch's that would run its fused kernel.
         settings: Its param group.
         weight: The weight.
         gradient: Its gradient, fp32 or bf16, which is not changed.
-        state: The optimizer's state of it. The step that makes it is left to torch.
+        state: The optimizer's state of it. A step that makes torch's state is left to torch.
         copy: A bf16 copy of the weight to write.
-        factors: What the gradient is multiplied by, one after the other.
+        factors: What the gradient is multiplied by, one after the other, in the dtype of the weight.
         limit: What its absolute value is clipped to after that.
     """
-    cls = _OURS.get(type(optimizer))
-    if cls is None or not settings.get("fused") or settings.get("amsgrad") or settings["maximize"] or len(factors) > 2:
-        return None
-    names = [cls.first, cls.second] if settings.get("momentum") != 0 else []
-    moments = [state.get(name) for name in names if name is not None]
     fits = (
-        fills_memory(weight)
-        and all(_lies_like(weight, each, torch.float32) for each in (weight, *moments))
-        and _lies_like(weight, gradient, torch.float32, torch.bfloat16)
+        len(factors) <= 2
+        and find_spec("numba") is not None
+        and fills_memory(weight)
+        and _lies_like(weight, gradient, weight.dtype, torch.bfloat16)
         and (copy is None or _lies_like(weight, copy, torch.bfloat16))
     )
-    if not fits or not has_torchs_bits(cls):  # type: ignore[arg-type]  # classes are hashable
+    if not fits:
         return None
-    if "step" in state:
-        state["step"] += 1
-    return _pass(cls, settings, weight, gradient, state, copy, _scaling(factors, limit))
+    if isinstance(optimizer, HostOptimizer):
+        cls = type(optimizer)
+        cls.count_step(settings, weight, state)
+    else:
+        found = _OURS.get(type(optimizer))
+        if found is None or not _runs_fused_kernel(found, settings, weight, state):
+            return None
+        cls = found
+        if "step" in state:
+            state["step"] += 1
+    made = cls.pass_of(settings, weight, gradient, state, _scaling(factors, limit, weight.dtype))
+    return made if copy is None else made._replace(lowered=flat(copy, weight))
+
+
+def _runs_fused_kernel(cls: type[HostOptimizer], settings: dict[str, Any], weight: Tensor, state: State) -> bool:
+    """Tell whether torch would run the fused kernel whose bits ours have."""
+    moments = (state.get(name) for name in cls.moments_of(settings))
+    return (
+        settings.get("fused", False)
+        and not settings.get("amsgrad")
+        and not settings["maximize"]
+        and all(_lies_like(weight, each, torch.float32) for each in (weight, *moments))
+        and has_torchs_bits(cls)  # type: ignore[arg-type]  # classes are hashable
+    )
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
@@ -86,26 +103,12 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
     )
 
 
-def _scaling(factors: Sequence[float | Tensor], limit: float | None) -> Scaling:
-    first, then = (float(factor) for factor in (*factors, 1.0, 1.0)[:2])
-    return Scaling(np.float32(first), np.float32(then), np.float32(np.inf if limit is None else limit))
-
-
-def _pass(
-    cls: type[HostOptimizer],
-    settings: dict[str, Any],
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    copy: Tensor | None,
-    scaling: Scaling,
-) -> Pass:
-    step = float(state.get("step", 2))  # SGD does not count, and has made its momentum in the first
-    moments = [state.get(name) for name in (cls.first, cls.second) if name is not None]
-    first, second = (None if each is None else flat(each, weight) for each in (*moments, None)[:2])
-    lowered = None if copy is None else flat(copy, weight)
-    rule = cls.rule(settings, step)
-    return Pass(rule, flat(weight, weight), None, flat(gradient, weight), first, second, lowered, scaling)
+def _scaling(factors: Sequence[float | Tensor], limit: float | None, dtype: torch.dtype) -> Scaling:
+    if not factors and limit is None:
+        return NO_SCALING
+    numbers = [*map(float, factors), 1.0, 1.0][:2] + [math.inf if limit is None else limit]
+    first, then, most = torch.tensor(numbers, dtype=dtype).float().numpy()
+    return Scaling(first, then, most, in_bf16=True if dtype == torch.bfloat16 else None)
 
 
 @cache
@@ -135,7 +138,7 @@ def _agree(cls: type[HostOptimizer], options: dict[str, Any], values: Tensor) ->
     theirs, ours = weights
     with torch.no_grad():
         optimizer.step_by_torch(settings, [theirs])
-    run([_pass(cls, settings, ours, gradient.bfloat16(), optimizer.state[ours], copy, Scaling())])
+    run([cls.pass_of(settings, ours, gradient.bfloat16(), optimizer.state[ours])._replace(lowered=flat(copy, ours))])
     pairs = zip(optimizer.state[theirs].values(), optimizer.state[ours].values(), strict=True)
     return (
         torch.equal(theirs, ours) and torch.equal(copy, ours.bfloat16()) and all(torch.equal(*pair) for pair in pairs)

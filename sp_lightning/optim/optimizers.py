@@ -115,8 +115,9 @@ class SGD(HostOptimizer):
         own = {"lr": lr, "momentum": momentum, "dampening": dampening}
         super().__init__(params, {**own, "weight_decay": weight_decay, "nesterov": nesterov}, master, moments)
 
+    @classmethod
     @override
-    def moments_of(self, group: dict[str, Any]) -> list[str]:
+    def moments_of(cls, group: dict[str, Any]) -> list[str]:
         return ["momentum_buffer"] if group["momentum"] != 0 else []
 
     @classmethod

@@ -89,3 +89,7 @@ class Scaling(NamedTuple):
     factor: Any = ONE
     then: Any = ONE
     limit: Any = np.float32(math.inf)
+    in_bf16: Any = None  # whether each result is rounded to bf16, as of a gradient that stays in bf16; None if not
+
+
+NO_SCALING = Scaling()

@@ -55,12 +55,11 @@ class Calls:
         with optimizer_waits():  # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
             if graphs.scopes == 0:
                 self._begin_step(look_for_new_parameters, goes_on)
-            pushed = engine.saved.push(ahead=True)
             graphs.scopes += 1
             # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
             is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
             try:
-                with AccessCheck(engine) if is_checked else nullcontext():
+                with engine.saved.pushed(ahead=True), AccessCheck(engine) if is_checked else nullcontext():
                     yield
             except BaseException as error:
                 if graphs.scopes == 1 and not in_backward():
@@ -72,8 +71,6 @@ class Calls:
                     ) from error
                 raise
             finally:
-                if pushed:
-                    engine.saved.pop()
                 if graphs.scopes:
                     graphs.scopes -= 1
                     if graphs.scopes == 0 and not in_backward():
@@ -170,18 +167,15 @@ class Calls:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
         uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
         number = self._enter(member)
-        pushed = False
         try:
-            pushed = self._engine.saved.push()
             if uncached:
                 torch.set_autocast_cache_enabled(False)
-            # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-            return self._announce(member, compute(), number)
+            with self._engine.saved.pushed():
+                # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
+                return self._announce(member, compute(), number)
         finally:
             if uncached:
                 torch.set_autocast_cache_enabled(True)
-            if pushed:
-                self._engine.saved.pop()
             self._leave(member)
 
     def _enter(self, member: Member) -> int:

@@ -285,7 +285,6 @@ class Engine:
             member.put_back_masters()
         self.optimizers.restore_param_groups()
         self.backward.abandon()
-        self.saved.abandon()
         self.backend.drain()
         self.offloader.abandon()
         self.order.abandon()

@@ -182,16 +182,21 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.used_outside.add(id(weight.master))
 
-    def is_first_cast(self, weight: Weight) -> bool:
-        """Tell whether the graph that is being built has no cast of a weight by autocast yet, and note that it has."""
-        again = in_backward()
-        graph = graph_task() if again else self._engine.graphs.current.number
-        earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
-        return graph != earlier
+    def note_cast(self, weight: Weight, builds_graph: bool) -> bool:
+        """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
-    def note_cast(self, weight: Weight) -> None:
-        """Note that autocast casts a weight; if that is all that it is used for, it is sent lowered from then on."""
-        self._engine.learned.lowered.add(id(weight.master))
+        Returns:
+            Whether the graph that is being built has no other cast of it.
+        """
+        if builds_graph:
+            again = in_backward()
+            graph = graph_task() if again else self._engine.graphs.current.number
+            earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
+            if graph == earlier:
+                return False
+        if builds_graph or not weight.master.requires_grad:
+            self._engine.learned.lowered.add(id(weight.master))
+        return True
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""

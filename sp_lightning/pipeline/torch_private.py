@@ -44,14 +44,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return hooks
 
 
-push_saved_tensor_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
-    torch._C._autograd._push_saved_tensors_default_hooks
-)
-"""Push a pair without the context manager: a `with` block cannot reach from entering a module to leaving it."""
-
-pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Undo one `push_saved_tensor_hooks`."""
-
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the backward pass that this thread runs a node of; -1 outside. A reentrant one has its own."""
 

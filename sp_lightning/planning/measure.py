@@ -89,7 +89,7 @@ class FirstSteps:
                 self._waits &= not is_late
                 self._start()
             return True
-        self._note_step()
+        self.activation_peak = max(self.activation_peak, self._engine.meter.step_peak)
         complete = passes if self._waits else self._steps  # a step that returns no loss has no backward
         if saw_optimizer and (complete >= _RECORDED or is_late):
             self.stop()
@@ -103,9 +103,6 @@ class FirstSteps:
         self._memory = self._engine.backend.count_peak_anew()
         self._scope = ExitStack()
         self.recording = self._scope.enter_context(self._engine.backend.trace.record())
-
-    def _note_step(self) -> None:
-        self.activation_peak = max(self.activation_peak, self._engine.meter.step_peak)
 
     def stop(self) -> None:
         """End the recording, if it has begun."""

@@ -43,8 +43,21 @@ def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: o
     return [*(weight.detach() for weight in module.parameters()), *kept], strategy
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are large enough to be worth a pass."""
+    monkeypatch.setattr(unit_step, "_PART", 64)
+
+
 @pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=["plain", "clipped"]
+    "arguments",
+    [
+        {},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+    ],
+    ids=["plain", "clipped", "clipped by value", "clipped sums"],
 )
 @pytest.mark.parametrize(
     ("make", "precision"),
@@ -99,7 +112,6 @@ def test_torchs_fused_optimizers_are_one_pass_under_mixed_precision(
     make: partial[torch.optim.Optimizer], arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cast, update and copy, with the bits of plain training."""
-    monkeypatch.setattr(unit_step, "_PART", 64)  # else weights are too small to be worth it
     passes = []
     monkeypatch.setattr(unit_step, "run", lambda each: (passes.extend(each), run(each)))
     arguments = {**arguments, "precision": "bf16-mixed"}

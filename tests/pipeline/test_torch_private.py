@@ -36,9 +36,7 @@ from sp_lightning.pipeline.torch_private import (
     is_capturing,
     is_compiled,
     parts_of,
-    pop_saved_tensor_hooks,
     post_accumulate_hooks,
-    push_saved_tensor_hooks,
     running_node,
     scope_that_ends_before_backward,
     sees_torch_functions,
@@ -60,24 +58,10 @@ def keep(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def test_a_pair_is_pushed_and_popped() -> None:
-    """A pushed pair is called as one of the context manager is, and only the innermost one."""
-    packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    x = torch.ones(2, requires_grad=True)
-    with saved_tensors_hooks(pytest.fail, pytest.fail):
-        push_saved_tensor_hooks(pack, keep)
-        assert top_saved_tensor_hooks() == (pack, keep)
-        y = x.exp()
-        pop_saved_tensor_hooks()
-        assert top_saved_tensor_hooks() == (pytest.fail, pytest.fail)
-    assert len(packed) == 1
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())
+def test_the_pair_on_top_is_known() -> None:
+    assert top_saved_tensor_hooks() is None
+    with saved_tensors_hooks(pytest.fail, pytest.fail), saved_tensors_hooks(keep, keep):
+        assert top_saved_tensor_hooks() == (keep, keep)
     assert top_saved_tensor_hooks() is None
 
 

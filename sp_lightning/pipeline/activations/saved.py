@@ -14,20 +14,20 @@ last one, and backward reads weights as they are then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import (
     SavedTensorHooks,
     contains_others,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
     storage_key,
     top_saved_tensor_hooks,
     without_torch_function,
@@ -131,7 +131,7 @@ class BringsWeights(Protocol):
 
 
 class SavedTensors:
-    """Pushes and pops the engine's pair of saved-tensor hooks."""
+    """The engine's pair of saved-tensor hooks."""
 
     def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
@@ -139,39 +139,25 @@ class SavedTensors:
         self.recording: Recording | None = None  # of the call under way; None if nothing of it is to be dropped
         self.backward: BringsWeights | None = None
         self._offloader = offloader
-        self._pushed = 0
 
-    def push(self, ahead: bool = False) -> bool:
-        """Push the hooks unless they are on top already; return True if `pop` must follow.
+    def pushed(self, ahead: bool = False) -> AbstractContextManager[Any]:
+        """Return a scope in which the hooks are pushed, if they are not on top already.
 
         `ahead`: even while grad mode is off. A validation step may switch it on, and then not only calls of units save
         weights: a double backward does, too.
         """
         if not (torch.is_grad_enabled() or ahead):
-            return False
+            return nullcontext()
         outer = top_saved_tensor_hooks()
         on_top = None if outer is None else getattr(outer[0], "func", outer[0])
         if getattr(on_top, "__self__", None) is self:
-            return False
-        push_saved_tensor_hooks(self.pack if outer is None else partial(self._pack_over, outer), self.unpack)
-        self._pushed += 1
-        return True
+            return nullcontext()
+        return saved_tensors_hooks(self.pack if outer is None else partial(self._pack_over, outer), self.unpack)
 
     def are_alone(self) -> bool:
         """Tell whether no other hooks, a user's or a checkpoint's, decide what is saved now."""
         outer = top_saved_tensor_hooks()
         return outer is None or getattr(outer[0], "__self__", None) is self
-
-    def pop(self) -> None:
-        """Undo one `push` that returned True; do nothing if `abandon` has done it already."""
-        if self._pushed:
-            self._pushed -= 1
-            pop_saved_tensor_hooks()
-
-    def abandon(self) -> None:
-        """Undo every `push` that an interrupted step has left behind."""
-        while self._pushed:
-            self.pop()
 
     def close(self) -> None:
         """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see graphs.py)."""

@@ -185,12 +185,7 @@ class LoweredParameter(EagerLeaf):
             return True
         if self.dtype is not weight.compute_dtype:
             return False  # it was served, and may have been changed since
-        builds_graph = self.requires_grad and torch.is_grad_enabled()
-        if builds_graph and not guard.is_first_cast(weight):
-            return False
-        if builds_graph or not weight.master.requires_grad:
-            guard.note_cast(weight)
-        return True
+        return bool(guard.note_cast(weight, builds_graph=self.requires_grad and torch.is_grad_enabled()))
 
 
 explain_graph_break(

@@ -74,7 +74,9 @@ class QuantizedTwin(Twin):
                 CPU, where it packs weights.
         """
         pairs = zip(parts_of(self.parameter), self._places, strict=True)
-        if super().is_touched() or any(part.data_ptr() != place.data_ptr() for part, place in pairs):
+        if self.leaf_version() != self._version_seen or any(
+            part.data_ptr() != place.data_ptr() for part, place in pairs
+        ):
             _lay(self.parameter, self._places)
             raise RuntimeError(
                 f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. Change or "

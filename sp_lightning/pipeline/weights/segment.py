@@ -60,7 +60,6 @@ class Segment:
             self.memory.pin()
         self.sends_copies = self.source is not self.memory
         self._copied_epoch = NOTHING
-        self.masters = [weight.master for weight in self.weights]
         self._versions: list[int] = []  # at the last look
         self._sample: Tensor | None = None
         self._look()
@@ -176,7 +175,7 @@ class HostMemory:
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other, in which no master lies any more."""
-        kept = {tuple(map(id, segment.masters)): segment.memory for segment in segments}
+        kept = {tuple(id(weight.master) for weight in segment.weights): segment.memory for segment in segments}
         for buffer in set(self._buffers.values()).difference(kept.values()):
             buffer.release()
         self._buffers = kept

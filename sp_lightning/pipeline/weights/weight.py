@@ -79,7 +79,7 @@ class Twin:
 
     def is_touched(self) -> bool:
         """Tell whether a forward may have written to it since its values were those of the master."""
-        return self.leaf_version() != self._version_seen
+        return self.parameter._version != self._version_seen
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""

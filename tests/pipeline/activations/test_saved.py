@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ class Scene:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.saved.abandon()
     assert top_saved_tensor_hooks() is None
 
 
@@ -50,9 +50,8 @@ def scene() -> Iterator[Scene]:
 def test_backward_asks_for_a_weight_before_it_reads_it(scene: Scene, use: Callable[[Tensor, Tensor], Tensor]) -> None:
     """As the Parameter or as a view of it; the slot may hold something else in between."""
     x = torch.full((1, 3), 2.0, requires_grad=True)
-    scene.saved.push()
-    y = use(x, scene.twin.parameter)
-    scene.saved.pop()
+    with scene.saved.pushed():
+        y = use(x, scene.twin.parameter)
     scene.twin.data.untyped_storage().fill_(255)  # given away
     reload = lambda twin: twin.data.untyped_storage().copy_(scene.placed.weights[0].host.untyped_storage())  # noqa: E731
     scene.bring_for_backward = lambda twin: (scene.required.append(twin), reload(twin), None)[2]
@@ -67,9 +66,8 @@ def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
     scene.saved.meter.counts = counts
     x = torch.ones(3, requires_grad=True)
-    scene.saved.push()
-    y = x.exp()
-    scene.saved.pop()
+    with scene.saved.pushed():
+        y = x.exp()
     memory = weak_storage(y)
     del y
     assert memory.expired()
@@ -77,20 +75,9 @@ def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
 
 def test_without_gradients_there_is_nothing_to_save(scene: Scene) -> None:
     with torch.no_grad():
-        assert not scene.saved.push()
+        assert isinstance(scene.saved.pushed(), nullcontext)
     with torch.inference_mode():
-        assert not scene.saved.push()
-
-
-def test_abandon_after_an_exception(scene: Scene) -> None:
-    """And a `pop` that comes late does not take away someone else's pair."""
-    scene.saved.push()
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        scene.saved.push()
-        scene.saved.pop()
-    scene.saved.abandon()
-    scene.saved.pop()
-    assert top_saved_tensor_hooks() is None
+        assert isinstance(scene.saved.pushed(), nullcontext)
 
 
 class Log:
@@ -107,11 +94,9 @@ def test_the_pair_below_gets_all_but_weights(scene: Scene) -> None:
     """Only the innermost pair is called by autograd: ours must hand on, or a user's checkpoint is switched off."""
     log: list[str] = []
     x = torch.ones(1, 3, requires_grad=True)
-    with Log("outer", log).hooks, Log("inner", log).hooks:
-        assert scene.saved.push()
-        assert not scene.saved.push()
+    with Log("outer", log).hooks, Log("inner", log).hooks, scene.saved.pushed():
+        assert isinstance(scene.saved.pushed(), nullcontext)
         y = (x @ scene.twin.parameter).exp()
-        scene.saved.pop()
     y.sum().backward()
     assert sorted(log) == 2 * ["pack inner"] + 2 * ["unpack inner"]  # x and the result of exp, not the weight
     assert scene.required == [scene.twin]
@@ -121,12 +106,8 @@ def test_a_users_pair_above_ours_is_wrapped_again(scene: Scene) -> None:
     """A checkpoint inside of a unit: a nested unit pushes ours once more, over the user's."""
     log: list[str] = []
     x = torch.ones(1, 3, requires_grad=True)
-    assert scene.saved.push()
-    with Log("user", log).hooks:
-        assert scene.saved.push()
+    with scene.saved.pushed(), Log("user", log).hooks, scene.saved.pushed():
         y = (x @ scene.twin.parameter).exp()
-        scene.saved.pop()
-    scene.saved.pop()
     y.sum().backward()
     assert sorted(set(log)) == ["pack user", "unpack user"]
     assert scene.required == [scene.twin]
@@ -136,11 +117,8 @@ def test_two_pipelines_hand_on_to_each_other(scene: Scene) -> None:
     """Each finds its own weights, in whatever order their hooks lie."""
     other = Scene()
     x = torch.ones(1, 3, requires_grad=True)
-    scene.saved.push()
-    other.saved.push()
-    y = x @ scene.twin.parameter @ other.twin.parameter
-    other.saved.pop()
-    scene.saved.pop()
+    with scene.saved.pushed(), other.saved.pushed():
+        y = x @ scene.twin.parameter @ other.twin.parameter
     y.sum().backward()
     assert scene.required == [scene.twin]
     assert other.required == [other.twin]
@@ -151,10 +129,9 @@ def test_an_activation_changed_in_place_raises(scene: Scene, counts: bool) -> No
     """Saved-tensor hooks switch off autograd's own check."""
     scene.saved.meter.counts = counts
     x = torch.ones(3, requires_grad=True)
-    scene.saved.push()
-    y = x.exp()
-    z = y.square()
-    scene.saved.pop()
+    with scene.saved.pushed():
+        y = x.exp()
+        z = y.square()
     with torch.no_grad():
         y.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*shape \[3\]"):
@@ -165,9 +142,8 @@ def test_an_activation_changed_in_place_raises(scene: Scene, counts: bool) -> No
 def test_a_weight_changed_in_place_raises(scene: Scene, change: str) -> None:
     """On the host (an optimizer step) as on the device; the weight is named."""
     x = torch.ones(1, 3, requires_grad=True)
-    scene.saved.push()
-    y = x @ scene.twin.parameter
-    scene.saved.pop()
+    with scene.saved.pushed():
+        y = x @ scene.twin.parameter
     with torch.no_grad():
         (scene.placed.weights[0].master if change == "master" else scene.twin.parameter).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation.*weight 'unit.0'"):
@@ -177,9 +153,8 @@ def test_a_weight_changed_in_place_raises(scene: Scene, change: str) -> None:
 def test_a_graph_of_an_earlier_arrangement_raises(scene: Scene) -> None:
     """Its weights' places are somebody else's by now."""
     x = torch.ones(1, 3, requires_grad=True)
-    scene.saved.push()
-    y = x @ scene.twin.parameter
-    scene.saved.pop()
+    with scene.saved.pushed():
+        y = x @ scene.twin.parameter
     scene.saved.twins = {}
     with pytest.raises(RuntimeError, match=r"weight 'unit.0' of a graph.*rebuild"):
         y.sum().backward()
