@@ -98,8 +98,6 @@ class FirstSteps:
 
     def _start(self) -> None:
         self._steps, self._before = 0, self._counts()
-        # sampled at the end of each backward, because somebody may reset the device's peak between steps
-        self._engine.activations.watched_peak = 0
         self._memory = self._engine.backend.count_peak_anew()
         self._scope = ExitStack()
         self.recording = self._scope.enter_context(self._engine.backend.trace.record())
@@ -108,14 +106,12 @@ class FirstSteps:
         """End the recording, if it has begun."""
         if self._scope is None:
             return
-        activations = self._engine.activations
-        watched, activations.watched_peak = activations.watched_peak or 0, None
         with suppress(Exception):  # a failed copy has raised elsewhere
             self._scope.close()
         before, memory = self._memory, self._engine.backend.memory()
         # or what operations take is in units' ways
-        if before is not None and memory is not None and activations.auto is None:
-            self.reserve_bytes = max(0, max(watched, memory.peak) - before.allocated - self.activation_peak)
+        if before is not None and memory is not None and self._engine.activations.auto is None:
+            self.reserve_bytes = max(0, memory.peak - before.allocated - self.activation_peak)
 
 
 def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:

@@ -10,17 +10,16 @@ With gradient accumulation it waits for a first step of the optimizer, and recor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
-from sp_lightning.pipeline.options import Policy
-from sp_lightning.planning.choose import TooLittleMemory, choose, choose_ways
-from sp_lightning.planning.cost import UnitWork, Way, Workload, activation_bytes
+from sp_lightning.planning.choose import TooLittleMemory, choose
+from sp_lightning.planning.cost import UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
@@ -75,7 +74,7 @@ class AutoPlanner(Planner):
         if size > _MUCH_LARGER * planned.window_size:
             self._measure(engine, planned)
         if planned.measured is not None and planned.plan is not None and planned.plan.policies and size > planned.size:
-            planned.plan, planned.size = _adapted(engine, planned.plan, planned.measured), size
+            planned.plan, planned.size = self._plan(engine, planned.measured), size  # in the times that were measured
         return planned.plan
 
     @override
@@ -113,6 +112,7 @@ class AutoPlanner(Planner):
             self._tell(f"Superpipeline: {error} Use smaller batches, or a larger `memory_budget`.")
             prediction = search(budget + error.missing)
         choice, names = prediction.choice, [unit.name for unit in workload.units]
+        policies = [way.policy for way in choice.ways]
         plan = WindowPlan(
             k=choice.k,
             k_prime=choice.k_prime,
@@ -123,7 +123,7 @@ class AutoPlanner(Planner):
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,
             activation_bytes=activation_bytes(workload, choice.ways),
-            policies={} if engine.activations.auto is None else _policies(workload, choice.ways),
+            policies={} if engine.activations.auto is None else dict(zip(names, policies, strict=True)),
         )
         self._tell(plan)
         return plan
@@ -133,18 +133,3 @@ def _input_bytes(engine: Engine) -> int:
     """Return the bytes of inputs, or of activations where inputs are not measured."""
     auto = engine.activations.auto
     return engine.meter.step_peak if auto is None else auto.input_bytes
-
-
-def _policies(workload: Workload, ways: Sequence[Way]) -> dict[str, Policy]:
-    return {unit.name: way.policy for unit, way in zip(workload.units, ways, strict=True)}
-
-
-def _adapted(engine: Engine, plan: WindowPlan, measured: FirstSteps) -> WindowPlan:
-    """Return the plan with policies for inputs that are larger, in the room that its window leaves."""
-    workload = workload_of(engine, measured, machine_of(measured.recording))
-    window = plan.device_bytes - plan.activation_bytes
-    room = (engine.budget or 0) - workload.reserve_bytes - window - workload.outside_bytes
-    ways = choose_ways([unit.ways for unit in workload.units], room, workload.turn_bytes)
-    taken = activation_bytes(workload, ways)
-    policies = _policies(workload, ways)
-    return replace(plan, device_bytes=window + taken, activation_bytes=taken, policies=policies)

@@ -143,7 +143,6 @@ class Activations:
         self.are_kept = policy in ("keep", "auto")  # all, so that nobody has to tell of calls
         self.second_forwards = SecondForwards(saved, backend, stats)
         self.backward_passes = 0  # that have ended
-        self.watched_peak: int | None = None  # the most memory in use as one ends; None while nobody watches
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
@@ -217,8 +216,6 @@ class Activations:
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         self.backward_passes += 1
-        if self.watched_peak is not None and (memory := self.second_forwards.backend.memory()) is not None:
-            self.watched_peak = max(self.watched_peak, memory.peak)
         if self.auto is not None:
             self.auto.end_backward()
         if not self.are_kept:
