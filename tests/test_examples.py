@@ -290,6 +290,8 @@ def test_the_step_on_the_host_is_measured(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     host_step.main()
     torch.set_num_threads(threads)
-    rows = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["rows"]
+    results = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
+    rows, moved = results["rows"], {row["kind"]: row["bytes for each parameter"] for row in results["fewer bytes"]}
     assert [row["work"] for row in rows] == ["update", "clip", "mixed"]
     assert all(milliseconds > 0 for row in rows for milliseconds in row["ms"].values())
+    assert moved["split, int8"] < 0.55 * moved["split, fp32"] < 0.3 * moved["torch"]

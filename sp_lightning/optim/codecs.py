@@ -23,7 +23,7 @@ jit = njit(**_OPTIONS)
 near = njit(**_OPTIONS, fastmath={"arcp", "contract"})  # where no bits are promised
 overload_inline = partial(overload, jit_options=_OPTIONS, strict=False)
 U32 = np.uint32
-SIGN, MAGNITUDE = U32(0x80000000), U32(0x7FFFFFFF)
+MAGNITUDE = U32(0x7FFFFFFF)
 
 
 # ---------------------------------------------------------------------------------------------------- bits of numbers
@@ -111,17 +111,20 @@ def _load_weight(weight: Any, low: Any, i: Any, was_up: Any) -> Any:
     return load_split
 
 
-def store_weight(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
-    """Write a master, and return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
+def store_weight(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
+    """Write a master, and its bf16 copy if there is one.
+
+    Return 1 if it lay in the middle and was rounded up, which only a sign bit can tell.
+    """
 
 
 @overload_inline(store_weight)
-def _store_weight(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
+def _store_weight(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
     if not isinstance(low, types.NoneType):
         shift = U32(16 - low.dtype.bitwidth)
         cast = np.uint16 if shift == 0 else np.uint8
 
-        def store_split(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
+        def store_split(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
             bits = plain_bits(p)
             if shift:  # rounded at random, or small updates would vanish
                 bits = U32(U32(bits + (random >> U32(24))) & U32(0xFFFFFF00))
@@ -133,14 +136,17 @@ def _store_weight(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: 
         return store_split
 
     if weight.dtype == types.float32:
+        has_copy = not isinstance(lowered, types.NoneType)
 
-        def store_float(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
+        def store_float(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
             weight[i] = p
+            if has_copy:
+                lowered[i] = to_bf16(p)
             return U32(0)
 
         return store_float
 
-    def store_bf16(weight: Any, low: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
+    def store_bf16(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign: Any, random: Any) -> Any:
         weight[i] = to_bf16(p)
         return U32(0)
 

@@ -19,7 +19,6 @@ from sp_lightning.optim.layout import (
     check_parameter,
     flat,
     make_state,
-    master_of,
     moment_memory,
     read_master,
     weight_memory,
@@ -35,15 +34,21 @@ class HostOptimizer(Optimizer):
     second: ClassVar[str | None] = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, moments: str) -> None:
-        for name, value, allowed in (("master", master, MASTERS), ("moments", moments, MOMENTS)):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
         super().__init__(params, {**defaults, "master": master, "moments": moments, "maximize": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, whose parameters have to be in host memory."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        try:
+            self._check(self.param_groups[-1])
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
+            if group[name] not in allowed:
+                raise ValueError(f"{name}={group[name]!r}: expected one of {', '.join(map(repr, allowed))}")
         names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
             check_parameter(p, name, group["master"])
@@ -61,12 +66,10 @@ class HostOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        if any(p.grad.is_sparse for _, params in groups for p in params):
+            raise RuntimeError("a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim")
         for group, params in groups:
             for p in params:
-                if p.grad.is_sparse:
-                    raise RuntimeError(
-                        "a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim"
-                    )
                 self.count_step(group, p, self.state[p])
         if find_spec("numba") is None:
             for group, params in groups:
@@ -190,18 +193,21 @@ class HostOptimizer(Optimizer):
 
     def _load(self, p: Tensor, group: dict[str, Any], saved: State) -> State:
         state = make_state(p, group["master"], group["moments"], self.moments_of(group))
-        own = master_of(p, group["master"])
+        moments = self.moments_of(group)
+        saved = {name: value for name, value in saved.items() if value is not None}
+        expected = {*moments, *(f"{name}_scale" for name in moments if not saved.get(name, _FLOAT).is_floating_point())}
+        if not expected <= saved.keys() <= state.keys():
+            raise ValueError(
+                f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} keeps "
+                f"{', '.join(state)}: load it into the optimizer that it is of, or move state over with `export()`"
+            )
         for name, value in saved.items():
-            if value is None or name not in state:
-                continue
             if name != "step" and value.numel() != state[name].numel():
                 raise ValueError(
                     f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(state[name].shape)}"
                 )
-            if value.dtype != state[name].dtype and not (value.is_floating_point() and name in self.moments_of(group)):
-                raise ValueError(
-                    f"the checkpoint's {name} is {value.dtype}, but master={own!r} has {state[name].dtype}"
-                )
+            if value.dtype != state[name].dtype and not (value.is_floating_point() and name in moments):
+                raise ValueError(f"the checkpoint's {name} is {value.dtype}, the optimizer's {state[name].dtype}")
             if value.is_floating_point() and not state[name].is_floating_point():
                 from sp_lightning.optim.kernels import write_moment
 
@@ -212,3 +218,6 @@ class HostOptimizer(Optimizer):
         if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
             state["step"].fill_(1.0)
         return state
+
+
+_FLOAT = torch.tensor(0.0)

@@ -17,12 +17,14 @@ elements that are left over at the end of a tensor (`tail`) are compiled another
 
 from __future__ import annotations
 
+import logging
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.core import event
 
 from sp_lightning.optim.codecs import (
     U32,
@@ -46,6 +48,7 @@ from sp_lightning.optim.codecs import (
 from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
 
+_LOG = logging.getLogger(__name__)
 LANES = 8
 """Torch's fused kernels work on so many elements at once."""
 
@@ -146,21 +149,6 @@ def _keeps_sign(moment: Any) -> Any:
     return lambda moment: answer
 
 
-def write_lowered(lowered: Any, i: Any, p: Any) -> Any:
-    """Write the bf16 copy of a weight, if there is one."""
-
-
-@overload_inline(write_lowered)
-def _write_lowered(lowered: Any, i: Any, p: Any) -> Any:
-    if isinstance(lowered, types.NoneType):
-        return lambda lowered, i, p: None
-
-    def write(lowered: Any, i: Any, p: Any) -> Any:
-        lowered[i] = to_bf16(p)
-
-    return write
-
-
 def part(memory: Any, start: Any, stop: Any) -> Any:
     """Return a part of an array, if there is one."""
 
@@ -184,9 +172,8 @@ def _update_part(
         p = load_weight(weight, low, i, (bits & sign) >> U32(31))
         p, first, second = update(rule, p, g, m[i], float_of(U32(bits & ~sign)), tail, moment)
         m[i] = first
-        up = store_weight(weight, low, i, p, has_sign, noise(key, i))
+        up = store_weight(weight, low, lowered, i, p, has_sign, noise(key, i))
         v[i] = float_of(U32(bits_of(staged(moment, second)) | U32(up << U32(31))))
-        write_lowered(lowered, i, p)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -225,6 +212,22 @@ def step_range(
         pack(second, start, stop, v, seed ^ 0x33333333, offset)
 
 
+class _Narrator(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Says when the kernel is compiled, as that takes seconds: not if it is found on disk."""
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"] is step_range:
+            # a warning: nothing less is shown where nobody has set up logging
+            rule = event.data["args"][0].instance_class.__name__
+            _LOG.warning("sp_lightning.optim compiles its step for %s: some seconds, once on this machine", rule)
+
+    def on_end(self, event: Any) -> None:
+        """Say nothing."""
+
+
+event.register("numba:compile", _Narrator())
+
+
 @njit(nogil=True, error_model="numpy", cache=True)
 def add_range(total: Any, gradient: Any, sources: int = _SOURCES) -> None:
     """Add the bits of a bf16 gradient to an fp32 sum."""
@@ -245,13 +248,3 @@ def write_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
     for i in range(len(values)):
         block[i] = staged(moment, values[i])
     pack(moment, 0, len(values), block, 0, 0)
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def store_masters(values: Any, weight: Any, low: Any, second: Any, sources: int = _SOURCES) -> None:
-    """Divide fp32 masters into bf16 and low bits; ties are kept in the signs of `second`, if there is one."""
-    has_sign, sign = keeps_sign(second), space(second) if second is None else second
-    for i in range(len(values)):
-        up = store_weight(weight, low, i, values[i], has_sign, U32(0))
-        if has_sign:
-            sign[i] = -abs(sign[i]) if up else abs(sign[i])

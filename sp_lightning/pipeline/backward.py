@@ -93,23 +93,15 @@ class BackwardPass:
         with torch.inference_mode(False):
             twin.parameter.requires_grad_(twin.weight.master.requires_grad)
             twin.required_gradient = twin.parameter.requires_grad
-            if twin.parameter.requires_grad and twin.gradient_hook is None:
-                self._watch(twin)
-
-    def adopt_requires_grad(self, twin: Twin) -> None:
-        """Let a master require a gradient, or no longer, as its twin does: a forward has changed that."""
-        twin.weight.master.requires_grad_(twin.parameter.requires_grad)
-        self.follow_requires_grad(twin)
-
-    def _watch(self, twin: Twin) -> None:
-        """Collect the gradients of a twin from now on; those of graphs on the master itself are an error."""
-        register = twin.parameter.register_post_accumulate_grad_hook
-        twin.gradient_hook = register(partial(self._collect, twin))  # type: ignore[no-untyped-call]
-        weight = twin.weight
-        if weight not in self._refusing:
-            with without_torch_function():
-                node = get_gradient_edge(weight.master).node
-            self._refusing[weight] = node, node.register_prehook(partial(_refuse, weight))
+            if not twin.parameter.requires_grad or twin.gradient_hook is not None:
+                return
+            register = twin.parameter.register_post_accumulate_grad_hook
+            twin.gradient_hook = register(partial(self._collect, twin))  # type: ignore[no-untyped-call]
+            weight = twin.weight
+            if weight not in self._refusing:  # gradients of graphs on the master itself
+                with without_torch_function():
+                    node = get_gradient_edge(weight.master).node
+                self._refusing[weight] = node, node.register_prehook(partial(_refuse, weight))
 
     def _collect(self, twin: Twin, _leaf: Tensor) -> None:
         with without_torch_function():

@@ -52,35 +52,35 @@ class Calls:
             goes_on: Whether it is for a backward pass of the last step.
         """
         engine, graphs = self._engine, self._engine.graphs
-        if graphs.scopes == 0:
-            self._begin_step(look_for_new_parameters, goes_on)
-        graphs.scopes += 1
-        # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
-        is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
-        try:
-            with engine.saved.pushed(ahead=True), AccessCheck(engine) if is_checked else nullcontext():
-                yield
-        except BaseException as error:
-            if graphs.scopes == 1 and not in_backward():
-                self.abandon()
-            if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
-                raise RuntimeError(
-                    f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
-                    "`create_graph=True`."
-                ) from error
-            raise
-        finally:
-            if graphs.scopes:
-                graphs.scopes -= 1
-                if graphs.scopes == 0 and not in_backward():
-                    with engine.at_work:
-                        engine.window.end_step()
-                    graphs.begin()  # whoever still holds the old graph waits for its backward
-                engine.relax_guard()
+        with optimizer_waits():  # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
+            if graphs.scopes == 0:
+                self._begin_step(look_for_new_parameters, goes_on)
+            graphs.scopes += 1
+            # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
+            is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
+            try:
+                with engine.saved.pushed(ahead=True), AccessCheck(engine) if is_checked else nullcontext():
+                    yield
+            except BaseException as error:
+                if graphs.scopes == 1 and not in_backward():
+                    self.abandon()
+                if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
+                    raise RuntimeError(
+                        f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
+                        "`create_graph=True`."
+                    ) from error
+                raise
+            finally:
+                if graphs.scopes:
+                    graphs.scopes -= 1
+                    if graphs.scopes == 0 and not in_backward():
+                        with engine.at_work:
+                            engine.window.end_step()
+                        graphs.begin()  # whoever still holds the old graph waits for its backward
+                    engine.relax_guard()
 
     def _begin_step(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         engine = self._engine
-        optimizer_steps.depth = 0
         if in_backward():
             engine.backward.note()
             return
@@ -130,14 +130,17 @@ class Calls:
                 "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
                 "`torch.autograd.grad`."
             )
-        if optimizer_steps.depth:
-            with optimizer_waits():
-                return self.call(member, forward, args, kwargs)
-        if engine.graphs.scopes == 0:
+        if engine.graphs.scopes == 0 or optimizer_steps.depth:
             with self.step():
                 return member.module(*args, **kwargs)  # perhaps as a member of another arrangement
         if member.unit is None:
-            return self._run_around_units(member, partial(forward, *args, **kwargs))
+            # nn.TransformerEncoder decides on a fast path by its first layer's weights: it must see ordinary ones
+            with engine.at_work:
+                member.put_in_twins(engine.backward.follow_requires_grad)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                member.put_back_masters()
         device = engine.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if autocast != engine.arrangement.autocast and engine.adapt_to_autocast(member, autocast):
@@ -159,15 +162,6 @@ class Calls:
             return output
         finally:
             activations.end()
-
-    def _run_around_units(self, member: Member, compute: Callable[[], Any]) -> Any:
-        # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
-        with self._engine.at_work:
-            member.put_in_twins(self._engine.backward.follow_requires_grad)
-        try:
-            return compute()
-        finally:
-            member.put_back_masters()
 
     def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
@@ -191,6 +185,7 @@ class Calls:
             engine.graphs.calls += 1
             number = engine.graphs.calls
             engine.arrangement.unused_in_step = False
+            member.entered += 1
             if backward.running and not is_backward:
                 backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
@@ -226,8 +221,9 @@ class Calls:
                 engine.backend.trace.end()
             for entry in member.entries:
                 twin = entry.weight.twin
-                if twin.parameter.requires_grad != twin.required_gradient:
-                    backward.adopt_requires_grad(twin)
+                if twin.parameter.requires_grad != twin.required_gradient:  # the forward has changed that
+                    entry.weight.master.requires_grad_(twin.parameter.requires_grad)
+                    backward.follow_requires_grad(twin)
             if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:

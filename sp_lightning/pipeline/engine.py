@@ -8,7 +8,7 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -205,7 +205,9 @@ class Engine:
         self.optimizers.restore_param_groups()
         if waiting or self._is_lent_out():
             return
-        if self._has_replaced_weights() or (look_for_new_parameters and self._named_parameters() != self._names):
+        with self.at_work:
+            is_converted = any(weight.is_converted for weight in self.arrangement.weights)
+        if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         arrangement = self.arrangement
         if torch.is_grad_enabled():
@@ -246,20 +248,12 @@ class Engine:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        for member in self.arrangement.members:
-            for entry in member.entries:
-                lent: Any = entry.parameters.get(entry.key)
-                if type(lent) is Tensor:
-                    return True
-        return False
+        entries = (entry for member in self.arrangement.members for entry in member.entries)
+        return any(type(entry.parameters.get(entry.key)) is Tensor for entry in entries)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
         return {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
-
-    def _has_replaced_weights(self) -> bool:
-        with self.at_work:
-            return any(weight.is_converted for weight in self.arrangement.weights)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 

@@ -26,7 +26,7 @@ from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, mo
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits, stand_ins
+from sp_lightning.pipeline.weights.guard import optimizer_steps, stand_ins
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _attached: set[Pipeline] = set()
@@ -108,8 +108,7 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------------------------------- for users
 
-    @contextmanager
-    def step(self, *, goes_on: bool = False) -> Iterator[None]:
+    def step(self, *, goes_on: bool = False) -> AbstractContextManager[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
@@ -118,9 +117,7 @@ class Pipeline:
         Args:
             goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
-        # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with optimizer_waits(), self._calls.step(look_for_new_parameters=True, goes_on=goes_on):
-            yield
+        return self._calls.step(look_for_new_parameters=True, goes_on=goes_on)
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from sp_lightning import optim
 from sp_lightning.optim import host, passes
-from sp_lightning.optim.layout import read_master
 
 SIZES = ((3,), (13,), (70, 33), (5, 64))
 pytest.importorskip("numba")
@@ -92,42 +94,6 @@ def test_split_without_a_sign_keeps_the_master(name):
         split.step()
     for p, q in zip(plain, ours, strict=True):
         assert torch.equal(bits(p), bits(split.master(q)))
-
-
-@pytest.mark.parametrize("has_sign", [True, False])
-def test_split_codec_over_all_low_halves(has_sign):
-    """A step with lr=0 reads and writes each master: what comes back has every bit, of NaN and infinities too."""
-    import numpy as np
-
-    from sp_lightning.optim.kernels import step_range
-    from sp_lightning.optim.rules import AdamRule, Scaling
-
-    group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    rule, low = AdamRule.make(group, 1, True), torch.arange(65536, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    edges = torch.tensor([0, 1, 0x7F7F, 0x7F7E, 0x8000, 0x8001, 0xFF7F, 0x007F, 0x0080, 0x3F80])
-    for high in torch.cat([edges, torch.randint(0, 0x7F80, (1500,), generator=generator)]).tolist():
-        value = ((torch.full_like(low, high) << 16) | low).view(torch.float32)
-        weight, lower = torch.empty(65536, dtype=torch.bfloat16), torch.zeros(65536, dtype=torch.uint16)
-        second = torch.zeros(65536)
-        # the store is tried with an fp32 master as the gradient of a step of SGD that makes the weight of it
-        _store(value, weight, lower, second, has_sign)
-        state = {"low": lower, **({"exp_avg_sq": second} if has_sign else {})}
-        assert torch.equal(bits(read_master(weight, state)), bits(value))
-        if has_sign:
-            assert torch.equal(weight.view(torch.int16), value.bfloat16().view(torch.int16))
-            first = np.zeros(65536, np.float32)
-            zeros = np.zeros(65536, np.float32)
-            memory = weight.view(torch.uint16).numpy(), lower.numpy()
-            step_range(rule, *memory, zeros, first, second.numpy(), None, Scaling(), 1, 0)
-            assert torch.equal(bits(read_master(weight, state)), bits(value))
-
-
-def _store(value, weight, lower, second, has_sign):
-    from sp_lightning.optim.kernels import store_masters
-
-    sign = second.numpy() if has_sign else None
-    store_masters(value.numpy(), weight.view(torch.uint16).numpy(), lower.numpy(), sign)
 
 
 @pytest.mark.parametrize(
@@ -240,22 +206,102 @@ def test_threads_do_not_matter():
     assert torch.equal(result(1), result(2))
 
 
-def test_what_cannot_be_done_is_said(monkeypatch):
-    half, single, low = (torch.nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.half, torch.float, torch.bfloat16))
-    with pytest.raises(ValueError, match="parameter 0 of its group is torch.float16"):
-        optim.AdamW([half])
-    with pytest.raises(ValueError, match="parameter 0 of its group has gaps in memory"):
-        optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])])
-    optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8).t())])  # in another order, without gaps
-    with pytest.raises(ValueError, match='master="split" is for bf16 parameters, but head is torch.float32'):
-        optim.AdamW([("tail", low), ("head", single)], master="split")
-    with pytest.raises(ValueError, match="moments='int4': expected one of"):
-        optim.SGD([single], moments="int4")
-    with pytest.raises(ValueError, match=r"amsgrad=True: use torch.optim.AdamW"):
-        optim.AdamW([single], amsgrad=True)
-    saved = optim.AdamW([low], moments="int8").state_dict()
-    with pytest.raises(ValueError, match="the checkpoint has master='auto', moments='int8'"):
-        optim.AdamW([low]).load_state_dict(saved)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: optim.AdamW([weight(torch.half)]),
+            "parameter 0 of its group is torch.float16 on cpu, but .* fp32 and",
+        ),
+        (lambda: optim.AdamW([weight(torch.half)], master="split"), "parameter 0 of its group is torch.float16"),
+        (lambda: optim.Lion([weight(torch.double)]), "torch.float64 on cpu"),
+        (lambda: optim.SGD([weight(torch.float, device="meta")]), "torch.float32 on meta, but .* in host memory"),
+        (lambda: optim.AdamW([weight(torch.float)], master="split"), 'master="split" is for bf16 parameters'),
+        (
+            lambda: optim.AdamW([("tail", weight(torch.bfloat16)), ("head", weight(torch.float))], master="split24"),
+            'master="split24" is for bf16 parameters, but head is torch.float32: leave master="auto", or put',
+        ),
+        (lambda: optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])]), "parameter 0 .* has gaps in memory"),
+        (lambda: optim.SGD([weight(torch.float)], moments="int4"), "moments='int4': expected one of"),
+        (lambda: optim.SGD([{"params": [weight(torch.float)], "master": "fp64"}]), "master='fp64': expected one of"),
+        (lambda: optim.AdamW([weight(torch.float)], amsgrad=True), r"amsgrad=True: use torch.optim.AdamW"),
+        (lambda: optim.SGD([weight(torch.float)], nesterov=True), "nesterov=True takes a momentum"),
+    ],
+)
+def test_what_cannot_be_stepped_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def weight(dtype, **options):
+    return torch.nn.Parameter(torch.zeros(3, dtype=dtype, **options))
+
+
+def test_what_is_refused_leaves_the_optimizer_as_it_was():
+    own = optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8).t())])  # in another order, but without gaps
+    with pytest.raises(ValueError, match="torch.float16"):
+        own.add_param_group({"params": [weight(torch.half)]})
+    assert len(own.param_groups) == 1
+    first, second = weight(torch.float), weight(torch.float)
+    own = optim.AdamW([first, second])
+    first.grad, second.grad = torch.ones(3), torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match=r"a gradient is sparse: use Embedding\(sparse=False\)"):
+        own.step()
+    assert not own.state
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        ((optim.AdamW, {"moments": "int8"}), (optim.AdamW, {}), "master='auto', moments='int8', but this optimizer"),
+        ((torch.optim.AdamW, {"amsgrad": True}), (optim.AdamW, {}), "amsgrad=True: continue it with torch's"),
+        ((torch.optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), "has momentum_buffer, but AdamW .* keeps step, low"),
+        ((torch.optim.AdamW, {}), (optim.Lion, {}), "has step, exp_avg, exp_avg_sq, but Lion"),
+        (
+            (optim.Adam, {}),
+            (optim.Adam, {"dtype": torch.float}),
+            "has step, low, .* Adam over torch.float32 keeps step",
+        ),
+        ((torch.optim.AdamW, {"size": 5}), (optim.AdamW, {}), r"exp_avg has \(5,\), the parameter's \(3,\)"),
+    ],
+)
+def test_a_checkpoint_of_another_layout_is_refused(saved, own, message):
+    def make(cls, size=3, dtype=torch.bfloat16, **options):
+        p = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+        p.grad = torch.ones_like(p)
+        return cls([p], **options)
+
+    other, own = (make(cls, **options) for cls, options in (saved, own))
+    other.step()
+    with pytest.raises(ValueError, match=message):
+        own.load_state_dict(other.state_dict())
+
+
+def test_codes_without_their_scales_are_refused():
+    p = weight(torch.bfloat16)
+    p.grad = torch.ones_like(p)
+    own = optim.AdamW([p], moments="int8")
+    own.step()
+    saved = copy.deepcopy(own.state_dict())
+    del saved["state"][0]["exp_avg_scale"]
+    with pytest.raises(ValueError, match="has step, low, exp_avg, exp_avg_sq, exp_avg_sq_scale, but AdamW"):
+        own.load_state_dict(saved)
+
+
+def test_compiling_a_kernel_is_said_once(tmp_path):
+    """In a process with an empty cache; one with a full cache has nothing to wait for."""
+    code = (
+        "import torch, sp_lightning.optim as optim\n"
+        "for _ in range(2):\n"
+        "    p = torch.nn.Parameter(torch.zeros(3)); p.grad = torch.ones(3); optim.SGD([p]).step()\n"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    said = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stderr
+        for _ in range(2)
+    ]
+    assert said[0].count("compiles its step for SgdRule") == 1
+    assert "compiles" not in said[1]
 
 
 def test_without_numba(monkeypatch):

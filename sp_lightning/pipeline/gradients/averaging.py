@@ -7,7 +7,6 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -58,25 +57,20 @@ class Replicas:
                         "all processes."
                     )
         for part in [part for tensor in tensors.values() for part in parts_of(tensor)]:
-            self._broadcast([part])
+            self._broadcast(part)
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
         """Broadcast the first process's buffers to all replicas: running means are those of its data."""
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for buffer in module.buffers():
-            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        for buffers in alike.values():
-            self._broadcast(buffers)
+            self._broadcast(buffer)
 
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast the first process's values of tensors of one device and dtype, in one message."""
-        group = self.host_group if tensors[0].device.type == "cpu" else None
-        message = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        dist.broadcast(message.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype
+    def _broadcast(self, tensor: Tensor) -> None:
+        group = self.host_group if tensor.device.type == "cpu" else None
+        values = tensor.detach().reshape(-1).contiguous()
+        dist.broadcast(values.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype
         if dist.get_rank() != 0:
-            for tensor, values in zip(tensors, torch.split(message, [t.numel() for t in tensors]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+            tensor.copy_(values.view(tensor.shape))
 
     @torch.no_grad()
     def average(self, module: nn.Module, stream: GradientStream) -> None:

@@ -71,9 +71,14 @@ class GradientStream:
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
-        self.arrived.setdefault(gradient, gradient.host is None)
         if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self._send(unit, is_last=False)
+        if gradient not in self.arrived:
+            if gradient.scaling is not NO_SCALING or gradient.is_seen:
+                unit.show(gradient)  # what is there already is not meant for the sum
+            self.arrived[gradient] = gradient.host is None
+        elif gradient.is_seen:
+            self._accumulate([gradient])  # one after the other, as autograd does
         if not unit.gathered:
             unit.begin()
             unit.state = State.HELD
@@ -102,8 +107,6 @@ class GradientStream:
                 gradients.append(gradient)
                 tensors.append(tensor)
                 dtypes.append(tensor.dtype)
-                if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
-                    unit.show(gradient)
                 gradient.norm = None
                 is_new &= gradient.host is None
                 is_hidden &= not gradient.is_seen
@@ -162,11 +165,6 @@ class GradientStream:
         jobs: list[tuple[Tensor, Tensor | None, Tensor]] = []  # target, what it begins with, what is added
         norms: list[tuple[Tensor, Tensor]] = []
         for gradient, arrived in zip(shipment.gradients, shipment.arrived, strict=True):
-            if gradient.is_seen:  # users' hooks must not run in the thread
-                target = torch.empty_like(gradient.weight.host)
-                gradient.late.append(target)
-                jobs.append((target, None, arrived))
-                continue
             before = gradient.host
             stays = before is not None and before.dtype == gradient.weight.dtype
             target = before if before is not None and stays else unit.room_for(gradient, arrived.dtype)
@@ -202,28 +200,24 @@ class GradientStream:
         self.send_others()
         if self.taker is not None:
             self.taker.finish_backward()
-        some_came, late = bool(self.arrived), list(filter(attrgetter("late"), self.arrived))
+        some_came, seen = bool(self.arrived), list(filter(attrgetter("is_seen"), self.arrived))
         self.arrived.clear()
-        if late:
-            self._add_late(late)
+        if seen:
+            self._accumulate(seen)
         return some_came
 
-    def _add_late(self, gradients: Sequence[Gradient]) -> None:
+    def _accumulate(self, gradients: Sequence[Gradient]) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
         self.settle()
-        late = [gradient.late for gradient in gradients]
         for gradient in gradients:
-            gradient.late = []
-            gradient.unit.show(gradient)
-            gradient.unit.forget([gradient])  # it may have had none but this
-        for gradient, tensors in zip(gradients, late, strict=True):
-            master = gradient.weight.master
-            for tensor in tensors:
-                added = run_hooks(tensor_hooks(master), tensor)
-                if master.grad is None:
-                    master.grad = added
-                else:
-                    master.grad.add_(added.to(master.grad.device))
+            master, added = gradient.weight.master, gradient.unit.take(gradient)
+            if added is None:  # somebody has dropped it
+                continue
+            added = run_hooks(tensor_hooks(master), added)
+            if master.grad is None:
+                master.grad = added
+            else:
+                master.grad.add_(added.to(master.grad.device))
             for hook in post_accumulate_hooks(master):
                 hook(master)
 
@@ -233,7 +227,6 @@ class GradientStream:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
         for gradient, is_new in self.arrived.items():
-            gradient.late.clear()
             gradient.unit.gathered.clear()
             gradient.unit.state = State.HELD
             gradient.unit.forget([gradient] if is_new else [])
@@ -272,7 +265,7 @@ class GradientStream:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._landing.nbytes() + sum(unit.host_bytes() for unit in self._units)
+        return self._landing.nbytes() + sum(unit.memory.bytes.nbytes for unit in self._units if unit.memory is not None)
 
     def close(self) -> None:
         """Show all gradients, and release all other memory."""

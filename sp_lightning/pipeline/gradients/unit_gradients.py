@@ -68,7 +68,7 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("host", "late", "norm", "scaling", "unit", "weight")
+    __slots__ = ("host", "norm", "scaling", "unit", "weight")
 
     def __init__(self, weight: Weight, unit: UnitGradients) -> None:
         self.weight = weight
@@ -77,7 +77,6 @@ class Gradient:
         self.host: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that; None if it is not known
         self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
-        self.late: list[Tensor] = []  # what is added to `.grad` when backward has ended, as it is seen
 
     @property
     def is_seen(self) -> bool:
@@ -141,6 +140,8 @@ class UnitGradients:
 
         From the first sum on, gradients that arrive in lower dtypes than the masters' are kept in the masters'.
         """
+        if gradient.is_seen:  # it becomes the user's
+            return torch.empty_like(gradient.weight.host)
         index = self.trained.index(gradient)
         is_sum = gradient.host is not None or dtype != self.kept_as.dtypes[index]
         if is_sum and self.kept_as is not self._sum_layout:
@@ -150,14 +151,19 @@ class UnitGradients:
 
     def show(self, gradient: Gradient) -> None:
         """Make what has landed of a gradient the master's `.grad`, which is the user's."""
+        if (taken := self.take(gradient)) is not None:
+            gradient.weight.master.grad = taken
+
+    def take(self, gradient: Gradient) -> Tensor | None:
+        """Return what has landed of a gradient, which the engine then has no longer; None if there is nothing."""
         if gradient.host is None:
-            return
+            return None
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
-            shown = torch.empty_like(gradient.weight.host).copy_(gradient.host)
-            gradient.scaling.apply_(shown)
+            taken = torch.empty_like(gradient.weight.host).copy_(gradient.host)
+            gradient.scaling.apply_(taken)
         self.forget([gradient])
-        gradient.weight.master.grad = shown
+        return taken
 
     def forget(self, gradients: Iterable[Gradient]) -> None:
         """Forget what the engine has of these on the host, which may be all that it has of the unit."""
@@ -185,10 +191,6 @@ class UnitGradients:
         finally:
             if ticket.done:  # not if an interrupt has ended the wait
                 self.ticket = None
-
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory."""
-        return 0 if self.memory is None else self.memory.bytes.nbytes
 
     def close(self) -> None:
         """Let go of the memory; what lies in it keeps it."""
