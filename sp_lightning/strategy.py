@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -50,7 +49,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         precision_plugin: Set by the Trainer.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        @options
+        options: The arguments of `PipelineOptions`.
 
     Raises:
         ValueError: If an argument has an invalid value.
@@ -77,35 +76,11 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        k: int | Literal["auto"] = "auto",
-        k_prime: int | Literal["auto"] = "auto",
-        memory_budget: int | float | str | None = None,
-        units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
-        resident: Sequence[str] = (),
-        activations: Literal["keep", "recompute", "offload", "recompute_offload", "auto"] = "auto",
-        overlap_optimizer: bool | Literal["auto"] = "auto",
-        resident_optimizer: bool = False,
-        pin_memory: bool = True,
-        host_threads: int | Literal["auto"] = "auto",
-        compile: bool = False,
-        debug: bool = False,
+        **options: Any,
     ) -> None:
         plugins = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         super().__init__(*plugins, process_group_backend=process_group_backend, timeout=timeout)
-        self.options = PipelineOptions(
-            k=k,
-            k_prime=k_prime,
-            memory_budget=memory_budget,
-            units=units,
-            resident=resident,
-            activations=activations,
-            overlap_optimizer=overlap_optimizer,
-            resident_optimizer=resident_optimizer,
-            pin_memory=pin_memory,
-            host_threads=host_threads,
-            compile=compile,
-            debug=debug,
-        )
+        self.options = PipelineOptions(**options)
         self.pipeline: Pipeline | None = None
         self._begins_evaluation = False
         self._narrator = Narrator(self.lightning, self.callback)
@@ -299,8 +274,3 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
-
-
-# The options are documented once, by their class; the command line's help shows what a strategy's docstring says.
-_of_options = (PipelineOptions.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-SuperpipelineMixin.__doc__ = (SuperpipelineMixin.__doc__ or "").replace("        @options", _of_options)

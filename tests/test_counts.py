@@ -72,6 +72,32 @@ def streaming(model: nn.Module, k: int, k_prime: int = 1, warm_up: int = 2) -> I
         yield pipe, optimizer
 
 
+class Bypassing(nn.Module):
+    """Calls the layers of its blocks, and never a block, as policies for robots do with those of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.blocks:
+            x = x + block.down(torch.relu(block.up(x)))
+        return x
+
+
+def test_layers_of_blocks_that_are_never_called_are_streamed() -> None:
+    """From the second step on; in the first they are weights that are used outside of their unit."""
+    model = Bypassing()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(model, k=2, k_prime=1, units=None) as pipe:
+        for _ in range(3):
+            train_step(pipe, optimizer)
+        summary = pipe.summary()
+        assert summary.units == 2 * BLOCKS
+        assert summary.device_bytes < 0.2 * summary.model_bytes
+        assert pipe.stats.loads > 2 * BLOCKS
+
+
 @pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
 def test_loads_per_optimizer_step(k: int, k_prime: int) -> None:
     """2N-k: a forward loads all N, and backward finds the last k where forward left them."""

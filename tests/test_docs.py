@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,9 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
-from sp_lightning.pytorch_lightning import SuperpipelineStrategy as PytorchStrategy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -56,19 +53,9 @@ def test_readme_has_code_in_every_form():
     assert blocks(README, "yaml")
 
 
-def test_options_have_the_same_description_everywhere():
-    """In the README's table all of them, and in both docstrings with the same words."""
+def test_readme_has_all_options():
     options = [field.name for field in fields(PipelineOptions)]
     assert re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE) == options
-    for strategy in (SuperpipelineStrategy, PytorchStrategy):
-        assert arguments(strategy, options) == arguments(PipelineOptions, options)
-
-
-def arguments(documented: object, names: list[str]) -> dict[str, str]:
-    """What the docstring says of each argument, without backticks, of which the command line's help has fewer."""
-    text = inspect.getdoc(documented).partition("Args:\n")[2].partition("\n\n")[0]
-    entries = dict(re.findall(r"^    (\w+): ((?:.|\n {8})+)", text, re.MULTILINE))
-    return {name: re.sub(r"\s+", " ", entries[name].replace("`", "")) for name in names}
 
 
 def test_readme_yaml_is_that_of_the_example():

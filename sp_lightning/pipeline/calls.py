@@ -185,6 +185,7 @@ class Calls:
             engine.graphs.calls += 1
             number = engine.graphs.calls
             engine.arrangement.unused_in_step = False
+            member.entered += 1
             if backward.running and not is_backward:
                 backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:

@@ -180,7 +180,7 @@ class Guard:
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
-        self._engine.learned.used_outside.add(id(weight.master))
+        self._engine.learned.touched_outside.append(weight)
 
     def note_cast(self, weight: Weight, builds_graph: bool) -> bool:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.

@@ -35,10 +35,13 @@ class Learned:
         self.used_outside: set[int] = set()  # weights that are used outside of their unit
         # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
+        self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
         self.lowered: set[int] = set()  # masters that autocast lowers
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype
         self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
         self.plan: WindowPlan | None = None  # the planner's choice for the window
+        # weights that were used outside of their unit since the arrangement was made
+        self.touched_outside: list[Weight] = []
         self.outdated = False  # whether something was learned that calls for another arrangement
         self._trained: set[int] = set()  # parameters that have required a gradient in some step
 
@@ -77,6 +80,15 @@ class Learned:
         self._sent_lowered = lowered
         if not self.outdated:
             return False
+        members = [member for unit in units for member in unit.members]
+        for weight in self.touched_outside:
+            users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
+            never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
+            if never_called:  # a mere container: its parent calls its children
+                self.divided += never_called
+            else:
+                self.used_outside.add(id(weight.master))
+        self.touched_outside.clear()
         self.outdated, self.plan = False, None  # which was made for other units
         return True
 
@@ -116,6 +128,7 @@ class Arrangement:
             options.units,
             options.resident,
             largest_unit_bytes(self.budget or total),
+            split=learned.divided,
             used_outside=learned.used_outside,
         )
         if learned.order:

@@ -42,6 +42,7 @@ def find_units(
     policy: UnitPolicy | None = None,
     resident: Sequence[str] = (),
     max_unit_bytes: int | None = None,
+    split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
 ) -> Division:
     """Find the units of a module tree.
@@ -51,19 +52,20 @@ def find_units(
         policy: The user's definition of a unit; None finds units by the rules at the top of this file.
         resident: Names of modules and parameters that stay on the device.
         max_unit_bytes: Blocks above this size are descended into.
+        split: Modules that turned out not to be called themselves; they are descended into.
         used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
 
     Raises:
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
     """
-    tree = Tree(root, resident, used_outside)
+    tree = Tree(root, resident, split, used_outside)
     largest = sys.maxsize if max_unit_bytes is None else max_unit_bytes
     if policy is None:
         atoms = _atoms_by_structure(tree, largest)
     else:
         matches = as_predicate(policy)
         atoms = _divide(tree, Atom("", root), lambda here, _: matches(here.name, without_compile(here.module)), set())
-        if not (atoms or used_outside) and tree.total:
+        if not (atoms or split or used_outside) and tree.total:
             raise _nothing_matches(policy, root)
     parts, resident_weights = _join_sharing(tree, atoms)
     if policy is None:
@@ -108,7 +110,7 @@ def _divide(
         return []
     seen.add(id(inner))
     children = tree.streamable_children(module)
-    may_be_whole = is_called(module) and not (children and module is tree.root)
+    may_be_whole = tree.may_be_member(module) and not (children and module is tree.root)
     if may_be_whole and stays_whole(here, is_block):
         seen.update(map(id, module.modules()))
         return [here]
@@ -235,7 +237,7 @@ def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) ->
             continue
         around_units = any(id(part) in unit_around for part in module.modules())
         if is_called(module) and not isinstance(module, torch.jit.ScriptModule):
-            whole = not around_units and module is not tree.root
+            whole = not around_units and module is not tree.root and tree.may_be_member(module)
             covered.update(id(part) for part in (module.modules() if whole else [module]))
             member = _make_member(tree, name, module, resident, None if whole else [inner])
             if member.entries:

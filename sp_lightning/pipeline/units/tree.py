@@ -36,6 +36,7 @@ class Tree:
         self,
         root: nn.Module,
         resident: Sequence[str],
+        split: Collection[nn.Module] = (),
         used_outside: Collection[int] = (),
     ) -> None:
         self.root = root
@@ -43,6 +44,7 @@ class Tree:
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
         # weights that stay on the device, by the identity of the parameter
         self.resident_weights: set[int] = set(used_outside)
+        self._split = {id(module) for module in split}
         self._collect_weights()
         self._keep_resident(resident)
         sizes = {key: weight.nbytes for key, weight in self.weights.items() if key not in self.resident_weights}
@@ -58,6 +60,10 @@ class Tree:
         inner = without_compile(module)
         prefix = "" if inner is module else "_orig_mod."
         return [Atom(prefix + name, child) for name, child in inner.named_children() if self.bytes_of(child)]
+
+    def may_be_member(self, module: nn.Module) -> bool:
+        """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
+        return is_called(module) and id(module) not in self._split
 
     def _collect_weights(self) -> None:
         named = list(named_own_parameters(self.root))

@@ -96,6 +96,7 @@ class Member:
         self.groups: list[Group] = []  # groups that have to be on the device for its call
         self.called_in: set[Group] = set()  # groups of other calls that its calls were inside of
         self.running_calls = 0  # how many of its calls are under way
+        self.entered = 0  # how many times it has been called since it was attached
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
         # parameters that its call may use and that live on the device

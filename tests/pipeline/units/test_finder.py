@@ -179,6 +179,15 @@ def test_a_block_that_is_too_large_is_descended() -> None:
     assert max(size(division)) <= block // 2
 
 
+def test_modules_that_are_never_called_are_split() -> None:
+    """Learned while running: a parent that calls the children of a child."""
+    model = chain(4)
+    division = find_units(model, split=[model.blocks[1]])
+    check_division(model, division)
+    assert "blocks.1" not in names(division)
+    assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(division))
+
+
 @pytest.mark.parametrize(
     "policy",
     [
