@@ -1,9 +1,8 @@
 """Estimates the work of a step from a model's shapes and from assumptions, without a machine to measure on.
 
-Units are found by the
-engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and adds once for each
-token, and a unit saves half as much again as its matrices read and write: transformer blocks with fused attention save
-0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
+Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and
+adds once for each token, and a unit saves half as much again as its matrices read and write: transformer blocks with
+fused attention save 0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
 """
 
 from __future__ import annotations

@@ -249,6 +249,8 @@ class Optimizers(Clipping):
             self._parts.stream.taker = None
             if not early.stepped:
                 self._early = None
+                with self._at_work:
+                    early.finish()
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
