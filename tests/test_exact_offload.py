@@ -175,24 +175,24 @@ def test_peak_memory_of_a_transformer(activations: str) -> None:
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_peak_memory_when_inputs_wait_on_the_host() -> None:
-    """What one block computes with, and the input of another, however many blocks there are."""
+    """What one block computes with, and the input of another, however many blocks there are; at the turn, an output."""
     recomputed, recomputed_alive = peaks("recompute")
     both, both_alive = peaks("recompute_offload")
     one_input = tokens().nbytes
-    assert [before - now for before, now in zip(recomputed, both, strict=True)] == [(BLOCKS - 2) * one_input] * 3
+    less = [before - now for before, now in zip(recomputed, both, strict=True)]
+    assert less == [(BLOCKS - 2) * one_input, *[(BLOCKS - 1) * one_input] * 2]
     assert recomputed_alive - both_alive == (BLOCKS - 4) * one_input, "two are on their way to the host"
 
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_inputs_travel_once_each_way() -> None:
-    """Back those of all units but the last one; none is late, and the host waits for none."""
+    """Those of all units but the last one; none is late, and the host waits for none."""
     with attached(transformer(), units=None, k=2, activations="recompute_offload") as pipe:
-        for _ in range(3):
+        for step in range(3):
             pipe.stats.clear()
             pipe.module(tokens()).square().mean().backward()
-            assert pipe.stats.offloaded_bytes == BLOCKS * tokens().nbytes
-            assert pipe.stats.fetched_bytes == (BLOCKS - 1) * tokens().nbytes
-            assert (pipe.stats.recomputed, pipe.stats.activation_misses) == (BLOCKS, 0)
+            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes == (BLOCKS - 1) * tokens().nbytes
+            assert (pipe.stats.recomputed, pipe.stats.activation_misses) == (BLOCKS - (step > 0), 0)
             assert pipe.stats.host_syncs <= 1
 
 
@@ -223,7 +223,7 @@ def test_auto_has_inputs_wait_where_nothing_else_fits() -> None:
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_what_is_said_to_leave_leaves() -> None:
-    """All of it, and the batch: it is the first unit's input, and its user holds it."""
+    """All but the last unit's, and the batch: it is the first unit's input, and its user holds it."""
     batch, machine = torch.randn(2048, 64), Machine(1.0, 1.0, 1.0)
     with attached(Chain(Block(64, 128) for _ in range(6)), k=2, activations="auto", memory_budget="1GiB") as pipe:
         for _ in range(3):
@@ -238,7 +238,7 @@ def test_what_is_said_to_leave_leaves() -> None:
         pipe.stats.clear()
         auto.policies = dict.fromkeys(said, "offload")
         pipe.module(batch).square().mean().backward()
-    assert pipe.stats.offloaded_bytes == sum(leaving["offload"] for leaving in said.values()) + batch.nbytes
+    assert pipe.stats.offloaded_bytes == sum(leaving["offload"] for leaving in [*said.values()][:-1]) + batch.nbytes
     assert ["recompute_offload" in leaving for leaving in said.values()] == [False, True, True, True, True, True]
 
 
@@ -319,14 +319,13 @@ def saved_by_each_block() -> list[int]:
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_offloaded_bytes_are_those_of_saved_tensors() -> None:
-    """Each memory once; nothing is late, and the host waits no more than otherwise."""
+    """Each memory once, but for the last block's; nothing is late, and the host waits no more than otherwise."""
     saved = saved_by_each_block()
     with attached(transformer(), units=None, k=2, activations="offload") as pipe:
         for _ in range(3):
             pipe.stats.clear()
             pipe.module(tokens()).square().mean().backward()
-            assert pipe.stats.offloaded_bytes == sum(saved)
-            assert pipe.stats.fetched_bytes == sum(saved[:-1])
+            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes == sum(saved[:-1])
             assert pipe.stats.activation_misses == 0
             assert pipe.stats.host_syncs <= 1
         gradients = sum(parameter.nbytes for parameter in pipe.module.parameters())

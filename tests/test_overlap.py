@@ -110,7 +110,7 @@ def test_units_whose_step_ends_while_they_are_called_run_again_in_backward(autoc
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
                 loss = model(torch.ones(2, WIDTH)).float().square().mean()
             loss.backward()
-            assert pipeline.stats.recomputed == number * BLOCKS
+            assert pipeline.stats.recomputed == number * (BLOCKS - 1) + 1, "the last one runs again in the first step"
             optimizer.step()
 
 

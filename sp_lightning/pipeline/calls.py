@@ -269,10 +269,7 @@ def _reach(
             "with `with pipeline.step():`."
         )
     engine.backward.reach(member, graph, groups)
-    if not member.is_streamed:
-        return
-    if engine.activations.auto is not None:
-        engine.activations.auto.reach()
-    engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
-    if bundle is not None:
-        engine.offloader.reach(bundle)
+    if member.is_streamed:
+        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+        if not engine.activations.are_kept:
+            engine.activations.reach(bundle)

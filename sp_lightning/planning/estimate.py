@@ -181,7 +181,10 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
             weight.compute_dtype = dtype
     machine = Machine(given.to_device * 1e9, given.to_host * 1e9, given.host_bandwidth * 1e9)
     vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
-    units = tuple(_work(unit, given, machine, vocabulary) for unit in division.units)
+    last = given if given.activations == "auto" else replace(given, activations="keep")  # which backward begins with
+    units = tuple(
+        _work(unit, last if unit is division.units[-1] else given, machine, vocabulary) for unit in division.units
+    )
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
     workload = Workload(

@@ -39,7 +39,7 @@ def test_dropout_on_the_device_is_the_same_twice(device: torch.device) -> None:
         with on_device(model, device, activations=policy) as pipe:
             for seed in range(2):
                 micro_step(pipe, torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device))
-            assert pipe.stats.recomputed == (12 if policy == "recompute" else 0)
+            assert pipe.stats.recomputed == (6 + 5 if policy == "recompute" else 0)
         gradients.append([parameter.grad for parameter in model.parameters()])
         gradients[-1].append(torch.rand(1, device=device).cpu())  # the generator is where plain training leaves it
     assert all(map(torch.equal, *gradients))
@@ -95,9 +95,9 @@ def test_auto_keeps_within_the_budget(device: torch.device) -> None:
 
 
 def test_what_is_predicted_is_enough(device: torch.device) -> None:
-    """Whatever is done with each unit's activations."""
+    """Whatever is done with each unit's activations, each of which is as large as the gradient of a weight."""
     api, random, machine = torch.get_device_module(device), Random(0), Machine(1.0, 1.0, 1.0)
-    x = torch.randn(16 * ROWS, WIDTH, device=device)
+    x = torch.randn(WIDTH, WIDTH, device=device)
     model = Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS))
     with on_device(model, device, activations="auto", memory_budget=1 << 34) as pipe:
         for _ in range(3):

@@ -127,6 +127,12 @@ def test_frozen_weights_have_no_gradients():
     assert plan(model, given).rows[0].bytes_to_host == 0
 
 
+def test_what_backward_begins_with_is_kept():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    units = estimate(model, Assumptions(units="Linear", activations="recompute"))[0].units
+    assert [[way.policy for way in unit.ways] for unit in units] == [["recompute"]] * 3 + [["keep"]]
+
+
 @pytest.mark.parametrize("name", sorted(STATE.keys() - {"Lion"}))
 def test_state_of_optimizers(name):
     if not hasattr(torch.optim, name):

@@ -1,17 +1,18 @@
-"""Saved activations that wait on the host: sent when their unit is left, fetched one unit ahead of backward.
+"""Saved activations that wait on the host: sent as the next unit begins, fetched one unit ahead of backward.
 
 [Note: the life of an activation]
-While a unit's forward runs, what autograd saves is noted, and nothing more. When the unit is left, each piece of memory
-among it is copied to the host once, however many views of it were saved (q, k and v of one projection). The device
-memory is held until the next unit is left. Then computing waits for the copy, so whoever gets that memory next writes
+While a unit's forward runs, what autograd saves is noted, and nothing more. When the next unit begins, each piece of
+memory among it is copied to the host once, however many views of it were saved (q, k and v of one projection). The
+device memory is held until that one is left. Then computing waits for the copy, so whoever gets that memory next writes
 to it after the copy has read it. Backward fetches the activations of the unit before the one that it reaches, and
-autograd frees them node by node, like everything that it saves. What is still on the device when backward comes to it
-is used there. So about two units' activations are on the device at any time, in forward and in backward; or two
-members', if several modules make a unit: a unit's size is about weights, and its members may save a lot.
+autograd frees them node by node, like everything that it saves. The last unit's never leave ([Note: the turn] in
+policy.py). So about two units' activations are on the device at any time, in forward and in backward; or two members',
+if several modules make a unit: a unit's size is about weights, and its members may save a lot.
 
     forward of unit   3              4              5              the turn
       3's activations are saved      leave          are on the host
-      4's                            are saved      leave
+      4's                            are saved      leave          are on the host
+      5's                                           are saved      stay
     backward of unit  5              4              3
       3's                            come back      are used, freed
 
@@ -20,7 +21,7 @@ goes back to the pool when autograd drops what it saved, in whichever thread tha
 be run again.
 
 [Note: changes in place]
-The copy on the host is what the memory held when its unit was left. Autograd would refuse a tensor that was changed
+The copy on the host is what the memory held when the next unit began. Autograd would refuse a tensor that was changed
 after it was saved, so versions are compared once more when the device memory is released; later changes cannot reach
 the copy.
 """
@@ -30,7 +31,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Collection
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
@@ -169,45 +169,44 @@ class Offloader:
             is_forward = torch.is_grad_enabled() and not in_backward()  # what a recomputation saves is used at once
             self.open.append(Bundle(member, leaves) if is_forward else None)
 
-    def leave(self) -> None:
-        """End the call that was entered last, and send what it has saved."""
+    def leave(self) -> Bundle | None:
+        """End the call that was entered last; return what it has saved."""
         with self._lock:
             bundle = self.open.pop() if self.open else None  # none is open after a reset
-            if bundle is None:
-                return
-            bundle.before, self._last_bundle = self._last_bundle, bundle
-            self._release_sent(())
-            if bundle.leaves:
-                self._send(bundle)
+            if bundle is not None:
+                bundle.before, self._last_bundle = self._last_bundle, bundle
+                self.release_sent()
+            return bundle
 
-    def _send(self, bundle: Bundle) -> None:
+    def send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
-        for activation in bundle.alive():
-            if activation.stage is not Stage.DEVICE:
-                continue
-            assert activation.device is not None
-            memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
-            memory.set_(activation.device.untyped_storage())
-            activation.host = self._pool.take(activation.nbytes)
-            activation.ticket = self._backend.download(activation.host.bytes[: activation.nbytes], memory)
-            self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
-            activation.stage = Stage.LEAVING
-            self._leaving.append(activation)
-            self._stats.bytes_to_host += activation.nbytes
-            self._stats.offloaded_bytes += activation.nbytes
+        with self._lock:
+            for activation in bundle.alive():
+                if activation.stage is not Stage.DEVICE:
+                    continue
+                assert activation.device is not None
+                memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
+                memory.set_(activation.device.untyped_storage())
+                activation.host = self._pool.take(activation.nbytes)
+                activation.ticket = self._backend.download(activation.host.bytes[: activation.nbytes], memory)
+                self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
+                activation.stage = Stage.LEAVING
+                self._leaving.append(activation)
+                self._stats.bytes_to_host += activation.nbytes
+                self._stats.offloaded_bytes += activation.nbytes
 
-    def _release_sent(self, needed: Collection[Activation]) -> None:
-        """Free the device memory of what was sent, except what is needed, and host memory that autograd has dropped.
+    def release_sent(self) -> None:
+        """Free the device memory of what was sent, and host memory that autograd has dropped.
 
         Computing, not the host, waits for copies.
         """
-        for activation in self._leaving:
-            if activation not in needed:
+        with self._lock:
+            for activation in self._leaving:
                 assert activation.ticket is not None
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.release()
-        self._leaving = [activation for activation in self._leaving if activation.stage is Stage.LEAVING]
-        self._reclaim_host_memory(landed=False)
+            self._leaving.clear()
+            self._reclaim_host_memory(landed=False)
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
@@ -258,17 +257,11 @@ class Offloader:
     def reach(self, bundle: Bundle) -> None:
         """Fetch what backward needs now, for the nodes of a call, and what it will need next."""
         with self._lock:
+            self.release_sent()
             # what was saved last is used first
-            wanted = [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]
-            self._release_sent(wanted)
-            for activation in wanted:
+            for activation in [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]:
                 if activation.stage is Stage.HOST:
                     self._fetch(activation)
-
-    def end_backward(self) -> None:
-        """Free what backward has used."""
-        with self._lock:
-            self._release_sent(())
 
     def _fetch(self, activation: Activation) -> None:
         if self._closed:

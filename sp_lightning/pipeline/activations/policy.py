@@ -8,18 +8,25 @@ Under `"auto"` a planner chooses one of these for each unit, between steps. Nobo
 saves will fit. So units recompute at first, which takes the least memory that is possible without copies. The first
 step warms things up, and makes memory that stays. In the second one, units are measured: what a call saves is there
 when it ends. A call with larger inputs than any that was measured recomputes as well, and is measured.
+
+[Note: the turn]
+Backward begins with the call that was left last, and needs all that it has saved. So that is dropped, or sent to the
+host, only when something else comes first: another call, or backward through one. It is dropped at once where half as
+much or more was saved at the last turn (by a loss over large logits), and under `"auto"`, which has planned the turn.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.memory import Footprint, Stretch
+from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.recompute import SecondForwards, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -50,7 +57,6 @@ class AutoPolicy:
         self._most: dict[str, Footprint] = {}  # the same in the pass in which they took most, in the forward's order
         self._sizes: dict[str, int] = {}  # bytes of the inputs of each member's largest measured call
         self._is_warm = self._had_backward = False  # whether a pass had ended before this step, and has by now
-        self._has_turned = False  # in this pass
         self._operations = 0  # bytes that operations take besides what is saved
         self._size = 0  # bytes of the inputs of the call under way
 
@@ -75,7 +81,7 @@ class AutoPolicy:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._is_warm, self._has_turned = self._had_backward, False
+        self._is_warm = self._had_backward
         self._measuring.clear()
         self._this_pass.clear()
         self.in_use = {}
@@ -105,32 +111,22 @@ class AutoPolicy:
             self._this_pass[name] = call if calls is None else calls.combined_with(call)
             self._sizes[name] = max(self._sizes.get(name, 0), self._size)
 
-    def end_call(self) -> None:
-        """Note that a unit's forward or backward has run."""
-        if self._meter.counts:
-            self._operations = max(self._operations, self._meter.end_stretch().operations)
-
-    def reach(self) -> None:
-        """Note that backward has reached a unit: the first time, the stretch of the turn ends."""
-        if self._has_turned or not self._meter.counts:
-            self.end_call()
+    def end_stretch(self, stretch: Stretch, is_turn: bool) -> None:
+        """Note what a unit's forward or backward has taken, or the turn from one to the other."""
+        if not is_turn:
+            self._operations = max(self._operations, stretch.operations)
             return
-        self._has_turned = True
-        turn = self._meter.end_stretch()
-        self.turn_bytes = max(self.turn_bytes, turn.saved + turn.operations)
+        self.turn_bytes = max(self.turn_bytes, stretch.saved + stretch.operations)
         if self.in_use.keys() == self._measuring:
             held = sum(calls.held + calls.saved * (not calls.repeatable) for calls in self._this_pass.values())
-            self.outside_bytes = max(self.outside_bytes, turn.before - held)
+            self.outside_bytes = max(self.outside_bytes, stretch.before - held)
 
     def end_backward(self) -> None:
-        """End the last stretch together with backward: between steps users reset memory statistics, too."""
+        """Note that a backward pass has ended."""
         self._had_backward = True
         for name, calls in self._this_pass.items():
             self._most[name] = max(self._most.get(name, calls), calls, key=lambda each: each.held + each.saved)
         self._this_pass.clear()
-        if self._has_turned:
-            self.end_call()
-        self._has_turned = False
 
 
 class Activations:
@@ -149,6 +145,10 @@ class Activations:
         self._offloader = offloader
         self._policy_of_call: Policy | None = None  # of the outermost call of a unit that is under way
         self._recorded: UnitCall | None = None  # that call, if its forward may run again
+        self._latest: Bundle | None = None  # of the call that was left last, until something comes after it
+        self._to_drop: ref[UnitCall] | None = None  # that call, if what it saved is to be dropped then
+        self._has_turned = False  # in this pass
+        self._saved_at_turn = math.inf  # bytes that were saved after it, the last time; nobody knows at first
 
     def measure_anew(self, has_limit: bool, policies: Mapping[str, Policy]) -> None:
         """Measure calls of other units, under `"auto"`, which have these policies then."""
@@ -157,6 +157,7 @@ class Activations:
 
     def begin_step(self) -> None:
         """Begin a step; no graph waits for its backward."""
+        self._has_turned = False
         if self.auto is not None:
             self.auto.begin_step()
         self._offloader.begin_step()
@@ -191,32 +192,69 @@ class Activations:
 
     def enter(self, member: Member) -> None:
         """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
+        if not in_backward():
+            self._go_on()
         self._offloader.enter(member, (self._policy_of_call or self._policy) in OFFLOADING)
         if self._recorded is not None:
             self._recorded.pack_inputs()
 
     def leave(self) -> None:
         """Note that the call that was entered last is left."""
-        self._offloader.leave()
+        bundle = self._offloader.leave()
+        if bundle is not None:
+            self._go_on()  # after a call within this one
+            self._latest, self._to_drop = bundle, None
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
         call, self._saved.recording = self._recorded, None
-        if call is not None:
-            call.conclude(output, warns=self.auto is None)
-            if self.auto is not None and call.footprint is not None:
-                self.auto.note(call.member, call.footprint)
+        if call is None:
+            return
+        may_be_dropped, footprint = call.conclude(output, warns=self.auto is None), call.footprint
+        if self.auto is not None and footprint is not None:
+            self.auto.note(call.member, footprint)
+        elif may_be_dropped and footprint is not None and 2 * self._saved_at_turn <= footprint.saved:
+            self._to_drop, may_be_dropped = ref(call), False
+        if may_be_dropped:
+            call.drop()
+
+    def reach(self, bundle: Bundle | None) -> None:
+        """Note that backward is about to run the nodes of a call."""
+        self._end_stretch(is_turn=not self._has_turned)
+        self._has_turned = True
+        if bundle is not None:
+            if bundle is self._latest:
+                self._latest = None
+            self._go_on()
+            self._offloader.reach(bundle)
+
+    def _go_on(self) -> None:
+        """Drop or send what the latest call has saved: backward does not begin with it ([Note: the turn])."""
+        bundle, self._latest = self._latest, None
+        if bundle is not None:
+            if self._to_drop is not None and (call := self._to_drop()) is not None:
+                call.drop()
+            self._offloader.send(bundle)
 
     def end(self) -> None:
         """End the current call, also after an exception."""
         self._policy_of_call = self._recorded = self._saved.recording = None
+        self._end_stretch()
+
+    def _end_stretch(self, is_turn: bool = False) -> None:
+        stretch = self._saved.meter.end_stretch()
         if self.auto is not None:
-            self.auto.end_call()
+            self.auto.end_stretch(stretch, is_turn)
+        elif is_turn:
+            self._saved_at_turn = stretch.saved
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         self.backward_passes += 1
+        if self._has_turned:
+            self._end_stretch()  # between steps users reset memory statistics, too
+        self._has_turned = False
         if self.auto is not None:
             self.auto.end_backward()
         if not self.are_kept:
-            self._offloader.end_backward()
+            self._offloader.release_sent()

@@ -66,7 +66,7 @@ class UnitCall:
         self.footprint: Footprint | None = None  # None if nobody has counted it
         self._shared = shared
         self._meter = shared.saved.meter
-        self._bytes_before = self._held = self._meter.bytes
+        self._bytes_before = self._held = 0  # bytes that were held as it was entered, and with its inputs
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
         self._look = Look(modules if shared.looks[member.name] < _LOOKS else [], self._inputs.objects)
@@ -84,11 +84,12 @@ class UnitCall:
     def pack_inputs(self) -> None:
         """Have the inputs held for the second forward, on the device or on the host."""
         if not self._inputs.packed:
+            self._bytes_before = self._meter.bytes
             self._inputs.pack(self._shared.saved)
             self._held = self._meter.bytes
 
-    def conclude(self, output: Any, warns: bool) -> None:
-        """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it."""
+    def conclude(self, output: Any, warns: bool) -> bool:
+        """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
         kept = self._alive()
         tensors = [each.tensor for each in kept if each.tensor is not None]
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
@@ -102,12 +103,16 @@ class UnitCall:
             self.footprint = Footprint(held, saved, large, held + saved, is_dropped)
         del self._look
         if is_dropped:
-            for each in kept:
-                each.drop()
             self._inputs.tensors.clear()
         else:
             del self._inputs, self._surroundings
         self._learn(obstacle, warns)
+        return is_dropped
+
+    def drop(self) -> None:
+        """Drop what autograd still needs of it, if `conclude` has said that it can be recomputed."""
+        for kept in self._alive():
+            kept.drop()
 
     def _learn(self, obstacle: str | None, warns: bool) -> None:
         """Record what the call has shown about its member."""

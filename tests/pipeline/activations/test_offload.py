@@ -42,21 +42,25 @@ class Scene:
         self.offloader = Offloader(self.backend, self.pool, self.meter, self.stats)
         self.packed: list[Any] = []
 
-    def unit(self, *members: str) -> list[Member]:
-        """The members of a new unit."""
-        unit = Unit("unit")
-        return [Member(name, nn.Identity(), unit) for name in members or ["only"]]
+    def unit(self) -> Member:
+        """The member of a new unit."""
+        return Member("only", nn.Identity(), Unit("unit"))
 
-    def call(self, forward: Callable[[], Tensor], member: Any = None, leaves: bool = True) -> tuple[Tensor, Bundle]:
+    def call(self, forward: Callable[[], Tensor], is_last: bool = False) -> tuple[Tensor, Bundle]:
         """A unit's forward."""
-        self.offloader.enter(member or self.unit()[0], leaves)
+        self.offloader.enter(self.unit(), True)
         bundle = self.offloader.current
         assert bundle is not None
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 return forward(), bundle
         finally:
-            self.offloader.leave()
+            self.leave(is_last)
+
+    def leave(self, is_last: bool = False) -> None:
+        """The end of a call."""
+        if (bundle := self.offloader.leave()) is not None and not is_last:
+            self.offloader.send(bundle)
 
     def pack(self, tensor: Tensor) -> Any:
         packed = self.offloader.pack(tensor)
@@ -99,13 +103,13 @@ def test_an_activation_goes_and_comes_back(scene: Scene) -> None:
     assert scene.stages(first) == [Stage.LEAVING]
     b, second = scene.call(exp(a))
     assert scene.stages(first) == [Stage.HOST]
-    c, third = scene.call(exp(b))
+    c, third = scene.call(exp(b), is_last=True)
     assert scene.stages(second) == [Stage.HOST]
-    assert scene.stages(third) == [Stage.LEAVING]
-    assert scene.backend.said("download", "upload", "wait") == ["download", "wait", "download", "wait", "download"]
+    assert scene.stages(third) == [Stage.DEVICE]
+    assert scene.backend.said("download", "upload", "wait") == ["download", "wait", "download", "wait"]
 
     scene.offloader.reach(third)
-    assert scene.stages(third) == [Stage.LEAVING], "it is used where it is"
+    assert scene.stages(third) == [Stage.DEVICE], "it is used where it is"
     assert scene.stages(second) == [Stage.BACK]
     assert scene.stages(first) == [Stage.HOST]
     assert scene.backend.said("upload", "wait") == ["wait", "wait", "upload"]
@@ -114,7 +118,7 @@ def test_an_activation_goes_and_comes_back(scene: Scene) -> None:
     c.sum().backward()
     assert torch.equal(x.grad, expected)
     assert scene.stats.activation_misses == 1  # the first one's, as nobody called `reach` for the second
-    assert scene.stats.offloaded_bytes == scene.stats.bytes_to_host == 3 * x.nbytes
+    assert scene.stats.offloaded_bytes == scene.stats.bytes_to_host == 2 * x.nbytes
     assert scene.stats.fetched_bytes == scene.stats.bytes_to_device == 2 * x.nbytes
 
 
@@ -147,10 +151,7 @@ def test_tensors_that_autograd_drops_are_freed(scene: Scene) -> None:
     scene.offloader.reach(bundles[0])
     assert [bundle.alive() for bundle in bundles] == [[], [], [], []]
     assert bytes_lent(scene.pool) == 0
-    assert scene.backend.said("upload", "wait")[-2:] == [
-        "upload",
-        "wait",
-    ]  # nobody read it, yet it must not be overtaken
+    assert scene.backend.said("upload", "wait")[-2:] == ["upload", "wait"], "nobody read it, and nobody overtakes it"
 
 
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
@@ -165,7 +166,7 @@ def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     thread.start()
     thread.join()
     assert bytes_lent(scene.pool) == used
-    scene.offloader.end_backward()
+    scene.offloader.release_sent()
     assert bytes_lent(scene.pool) < used
 
 
@@ -221,11 +222,10 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
 
 def saved_by(scene: Scene, tensor: Tensor) -> Any:
     """What becomes of one tensor, saved in a unit."""
-    scene.offloader.enter(scene.unit()[0], True)
+    scene.offloader.enter(scene.unit(), True)
     packed = scene.offloader.pack(tensor)
-    scene.offloader.leave()
-    scene.offloader.enter(scene.unit()[0], True)
-    scene.offloader.leave()
+    scene.leave()
+    scene.call(exp(large()))
     return packed
 
 
@@ -293,17 +293,15 @@ def test_buffers_and_their_views_stay(scene: Scene) -> None:
 @pytest.mark.parametrize("when", ["before it left", "while it leaves"])
 def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     """As autograd would notice it; the copy may hold either of both."""
-    offloader = scene.offloader
     tensor = torch.randn(ROWS)
-    offloader.enter(scene.unit()[0], True)
-    packed = offloader.pack(tensor)
+    scene.offloader.enter(scene.unit(), True)
+    packed = scene.offloader.pack(tensor)
     if when == "before it left":
         tensor.add_(1)
-    offloader.leave()
+    scene.leave()
     if when == "while it leaves":
         tensor.add_(1)
-    offloader.enter(scene.unit()[0], True)
-    offloader.leave()
+    scene.call(exp(large()))
     assert packed.activation.stage is Stage.HOST
     assert packed.is_changed
 
@@ -346,10 +344,10 @@ def test_abandon_leaves_nothing_half_done(scene: Scene) -> None:
     """An exception in mid-forward; what it left behind can still be differentiated, and goes when it is dropped."""
     x = large()
     y, first = scene.call(exp(x))
-    scene.offloader.enter(scene.unit()[0], True)
+    scene.offloader.enter(scene.unit(), True)
     scene.offloader.abandon()
     assert scene.offloader.current is None
-    scene.offloader.leave()  # from a `finally` further out
+    scene.leave()  # from a `finally` further out
     assert scene.stages(first) == [Stage.DEVICE]  # the copy may have failed
     assert scene.offloader.pack(torch.randn(ROWS)) is None
     y.sum().backward()
@@ -427,10 +425,10 @@ def test_races_show_on_the_emulated_device(seed: int) -> None:
                 y.register_hook(lambda _, bundle=bundle: scene.offloader.reach(bundle))
             scene.packed.clear()
             gradient = torch.autograd.grad(y.sum(), x)[0]
-            scene.offloader.end_backward()
+            scene.offloader.release_sent()
             assert torch.equal(gradient, expected)
             del y, bundle
-        scene.offloader.end_backward()
+        scene.offloader.release_sent()
         assert bytes_lent(scene.pool) == 0
         assert scene.stats.activation_misses == 0
     finally:

@@ -31,6 +31,10 @@ def auto_policy(backend: Backend | None = None) -> AutoPolicy:
     return AutoPolicy(SecondForwards(saved, backend, Stats()), {})
 
 
+def end(auto: AutoPolicy, is_turn: bool = False) -> None:
+    auto.end_stretch(auto._meter.end_stretch(), is_turn)
+
+
 CALL = Footprint(held=10, saved=100, large=100, working=110, repeatable=True)
 
 
@@ -80,10 +84,11 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute() -> 
             auto.note(unit, Footprint(10, 100, 0, 110, True))
             auto._meter._peak = 10 * number + 110
             auto._meter._stats.activation_bytes = 10 * number + 10
-            auto.end_call()
+            end(auto)
         auto._meter._peak = 30 + 90  # inputs of three units, and the loss
-        auto.reach()
+        end(auto, is_turn=True)
         auto._meter._peak = 20 + 110  # in backward, when the loss's is free again
+        end(auto)
         auto.end_backward()
     assert (auto.turn_bytes, auto.outside_bytes) == (90, 0)
 
@@ -97,8 +102,8 @@ def test_activations_of_several_backward_passes_do_not_add_up() -> None:
             for _ in range(calls):
                 auto.policy(unit, [])
                 auto.note(unit, Footprint(10, 100, 0, 110, True))
-                auto.end_call()
-            auto.reach()
+                end(auto)
+            end(auto, is_turn=True)
             auto.end_backward()
     assert auto.footprints() == {"a": Footprint(30, 300, 0, 110, True)}
 
@@ -149,13 +154,14 @@ def test_memory_for_operations_is_left_free() -> None:
             hold(110)
             take(7)
             hold(-100)
-            auto.end_call()
+            end(auto)
         take(250)  # the loss
         for unit in reversed(units):
-            auto.reach()
+            end(auto, is_turn=unit is units[-1])
             hold(100)
             take(30 if unit.name == "b" else 9)
             hold(-110)
+        end(auto)
         auto.end_backward()
         take(5000)  # between steps, by a validation
     assert (auto.turn_bytes, auto.outside_bytes) == (250, 0)
