@@ -41,14 +41,11 @@ class Scene:
         self.meter = Meter(self.backend, self.stats)
         self.offloader = Offloader(self.backend, self.pool, self.meter, self.stats)
         self.packed: list[Any] = []
-
-    def unit(self) -> Member:
-        """The member of a new unit."""
-        return Member("only", nn.Identity(), Unit("unit"))
+        self.member = Member("only", nn.Identity(), Unit("unit"))
 
     def call(self, forward: Callable[[], Tensor], is_last: bool = False) -> tuple[Tensor, Bundle]:
         """A unit's forward."""
-        self.offloader.enter(self.unit(), True)
+        self.offloader.enter(self.member, True)
         bundle = self.offloader.current
         assert bundle is not None
         try:
@@ -222,7 +219,7 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
 
 def saved_by(scene: Scene, tensor: Tensor) -> Any:
     """What becomes of one tensor, saved in a unit."""
-    scene.offloader.enter(scene.unit(), True)
+    scene.offloader.enter(scene.member, True)
     packed = scene.offloader.pack(tensor)
     scene.leave()
     scene.call(exp(large()))
@@ -294,7 +291,7 @@ def test_buffers_and_their_views_stay(scene: Scene) -> None:
 def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     """As autograd would notice it; the copy may hold either of both."""
     tensor = torch.randn(ROWS)
-    scene.offloader.enter(scene.unit(), True)
+    scene.offloader.enter(scene.member, True)
     packed = scene.offloader.pack(tensor)
     if when == "before it left":
         tensor.add_(1)
@@ -344,7 +341,7 @@ def test_abandon_leaves_nothing_half_done(scene: Scene) -> None:
     """An exception in mid-forward; what it left behind can still be differentiated, and goes when it is dropped."""
     x = large()
     y, first = scene.call(exp(x))
-    scene.offloader.enter(scene.unit(), True)
+    scene.offloader.enter(scene.member, True)
     scene.offloader.abandon()
     assert scene.offloader.current is None
     scene.leave()  # from a `finally` further out
