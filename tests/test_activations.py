@@ -155,8 +155,7 @@ class Around(Chain):
     ("build", "forwards", "recomputed"),
     [
         (lambda: Chain(CountedBlock() for _ in range(3)), [6, 5, 5], 3 + 2 + 2),
-        (lambda: Around(reentrant=False), [6, 6, 6], 0),  # a user's checkpoint is enough
-        (lambda: Around(reentrant=True), [6, 6, 6], 0),
+        *((lambda how=how: Around(how), [6, 6, 6], 0) for how in (False, True)),  # a user's checkpoint is enough
     ],
 )
 def test_a_forward_runs_twice(build: Callable[[], nn.Module], forwards: list[int], recomputed: int) -> None:

@@ -55,7 +55,6 @@ class Scene:
             self.leave(is_last)
 
     def leave(self, is_last: bool = False) -> None:
-        """The end of a call."""
         if (bundle := self.offloader.leave()) is not None and not is_last:
             self.offloader.send(bundle)
 
