@@ -93,7 +93,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ an arrangement
 
-    def arrange(self, autocast: torch.dtype | None = None) -> None:
+    def arrange(self, autocast: torch.dtype | None) -> None:
         """Arrange the module's units for what autocast lowers weights to, and take the module over.
 
         Raises:
@@ -115,10 +115,10 @@ class Engine:
         plan = self.learned.plan
         self.activations.measure_anew(self.budget is not None, {} if plan is None else plan.policies)
 
-    def rearrange(self, autocast: torch.dtype | None) -> None:
-        """Give the module back, and arrange it anew."""
+    def rearrange(self, autocast: torch.dtype | None, same_units: bool = False) -> None:
+        """Give the module back, and arrange it anew; with the same units, what is sent stays where it is."""
         self._is_arranged = False
-        self.uninstall()
+        self.uninstall(keeps_copies=same_units)
         self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
         self.arrange(autocast)
 
@@ -154,8 +154,12 @@ class Engine:
         for member in arrangement.members:
             install_gate(member, self.keeper)
 
-    def uninstall(self) -> None:
-        """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
+    def uninstall(self, keeps_copies: bool = False) -> None:
+        """Give the module back, except for its buffers. Masters keep their identity, their values and their memory.
+
+        Args:
+            keeps_copies: Whether memory for copies of masters may stay, too.
+        """
         arrangement = self.arrangement
         self.graphs.outdate()
         self.backward.close()
@@ -169,7 +173,8 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
+        if not (keeps_copies and self.stream.settled):
+            arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
@@ -203,7 +208,10 @@ class Engine:
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
         self.optimizers.restore_param_groups()
-        if waiting or self._is_lent_out():
+        if waiting:
+            return
+        self.optimizers.begin_step()  # first, as what it drops would have to be shown if units were arranged anew
+        if self._is_lent_out():
             return
         with self.at_work:
             is_converted = any(weight.is_converted for weight in self.arrangement.weights)
@@ -226,7 +234,7 @@ class Engine:
         """Adopt the window that the planner wants, and what becomes of activations."""
         before, auto, self.learned.plan = self.learned.plan, self.activations.auto, plan
         if before is None or plan is None or before.window != plan.window:
-            self.rearrange(self.arrangement.autocast)
+            self.rearrange(self.arrangement.autocast, same_units=True)
             self.activations.auto = auto  # the units are the same, so their measurements still hold
         if auto is not None:
             auto.policies = {} if plan is None else plan.policies

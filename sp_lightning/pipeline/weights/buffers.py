@@ -92,6 +92,7 @@ class HostBuffer:
         self.bytes = memory  # empty once it was released
         self.nbytes = memory.nbytes  # its size, also after that
         self.tensors: list[Tensor] = []  # the weights in it, as `Weight.host` has them
+        self.copies: HostBuffer | None = None  # the memory for copies of these, if copies are sent
         self._backend = backend
         self.pinned = False
         if pin:
@@ -109,7 +110,7 @@ class HostBuffer:
             self.pinned = False
 
     def release(self) -> None:
-        """Unpin the memory, share it with forked processes again, and let go of it.
+        """Unpin the memory, share it with forked processes again, and let go of it, and of that for copies.
 
         It lives as long as another tensor lies in it. Whoever still has this object, as parts of cycles do until the
         garbage collector comes, does not keep the memory.
@@ -120,3 +121,17 @@ class HostBuffer:
             self._wiped = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.tensors = []
+        self.release_copies()
+
+    def room_for_copies(self, nbytes: int, pin: bool) -> HostBuffer:
+        """Return memory for copies of what lies in it, which stays for the next arrangement that sends as much."""
+        if self.copies is None or self.copies.nbytes != nbytes:
+            self.release_copies()
+            self.copies = HostBuffer(nbytes, self._backend, pin)
+        return self.copies
+
+    def release_copies(self) -> None:
+        """Let go of the memory for copies."""
+        if self.copies is not None:
+            self.copies.release()
+            self.copies = None

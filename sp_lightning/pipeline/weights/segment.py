@@ -49,16 +49,18 @@ class Segment:
         # for each weight the copy that is sent; None where the master itself is
         self.copies: list[Tensor | None] = [None] * len(self.weights)
         self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
-        if any(weight.lowered for weight in weights):
+        self.sends_copies = any(weight.lowered for weight in weights)
+        if self.sends_copies:
             self.memory.unpin()
-            self.source = HostBuffer(self.nbytes, backend, pin)
+            self.source = self.memory.room_for_copies(self.nbytes, pin)
             self.copies = [
                 tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.offsets, strict=True)
             ]
-        elif pin:
-            self.memory.pin()
-        self.sends_copies = self.source is not self.memory
+        else:
+            self.memory.release_copies()
+            if pin:
+                self.memory.pin()
         self._copied_epoch = NOTHING
         self._versions: list[int] = []  # at the last look
         self._sample: Tensor | None = None
@@ -150,15 +152,12 @@ class Segment:
         """Return the bytes of host memory held for these weights, without gradients."""
         return self.memory.nbytes + (self.source.nbytes if self.sends_copies else 0)
 
-    def release_copies(self) -> None:
-        """Let go of the copies that are sent."""
-        if self.sends_copies:
-            self.source.release()
-            self.copies = []
-
 
 class HostMemory:
-    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move."""
+    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move.
+
+    That of copies which are sent stays beside it if another arrangement sends as much.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in it
