@@ -19,6 +19,7 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
@@ -81,6 +82,7 @@ class Engine:
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
         self.memory = HostMemory()  # the host memory that masters lie in
+        self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.pool = HostPool(backend)
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
@@ -128,7 +130,7 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats)
+        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, self.landing)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)

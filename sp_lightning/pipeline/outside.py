@@ -159,7 +159,10 @@ class Guard:
         with engine.at_work:
             engine.window.finish_optimizer(weight.unit.group)
             engine.arrangement.unused_in_step = False
-            engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
+            if torch.is_grad_enabled() and weight.master.requires_grad:
+                engine.graphs.has_served |= not in_backward()
+                self._is_first_use(weight)
+                weight.cast_to = None
             if weight.lowered:
                 self.keep_as_is(weight)
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
@@ -182,25 +185,37 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, builds_graph: bool) -> bool:
+    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
+
+        Its gradients are so at once.
 
         Returns:
             Whether the graph that is being built has no other cast of it.
         """
         if builds_graph:
-            again = in_backward()
-            graph = graph_task() if again else self._engine.graphs.current.number
-            earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
-            if graph == earlier:
+            if not self._is_first_use(weight):
                 return False
+            if id(weight.master) not in self._engine.learned.used_as_is:
+                weight.cast_to = dtype
         if builds_graph or not weight.master.requires_grad:
             self._engine.learned.lowered.add(id(weight.master))
         return True
 
+    def _is_first_use(self, weight: Weight) -> bool:
+        """Tell whether no other use of a weight was noted that a gradient may come of together with this one's.
+
+        Noted are casts by autocast, and uses outside of the unit.
+        """
+        again, graphs = in_backward(), self._engine.graphs
+        graph = graph_task() if again else graphs.current.number
+        earlier, weight.used_in[again] = weight.used_in.get(again), graph
+        return graph != earlier and (again or not graphs.is_waiting(earlier))
+
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._engine.learned.used_as_is.add(id(weight.master))
+        weight.cast_to = None
         if weight.lowered:
             self._make_resident(weight)
 

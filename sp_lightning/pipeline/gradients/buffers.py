@@ -7,7 +7,7 @@ not stay where they land go through a *landing buffer* on the host, on their way
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,7 +55,7 @@ class GradientLayout:
 def gradient_bytes(unit: Unit) -> int:
     """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
     weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return GradientLayout(weights, [weight.compute_dtype for weight in weights]).nbytes
+    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
 
 
 class GradientMemory:
@@ -136,14 +136,36 @@ def few_buffers(units: int, together: int) -> int:
 
 
 class LandingBuffers:
-    """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
+    """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free.
 
-    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
+    They live as long as the engine, and have what units leave to those of the next arrangement.
+    """
+
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        # how many there may be on any host
-        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
+        self._few = 0  # how many there may be on any host
         self._buffers: list[HostGradients] = []
+        self._left: list[HostGradients] = []  # units' own memory, from one arrangement to the next
         self._released = threading.Condition()
+
+    def begin(self, units: Sequence[Unit], sizes: Collection[int]) -> None:
+        """Have buffers for these units, whose gradients take so many bytes, and free what is of no use for them."""
+        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
+        fitting = [buffer for buffer in self._buffers if buffer.bytes.nbytes in sizes]
+        for buffer in {*self._buffers, *self._left}.difference(fitting):
+            buffer.close()
+        self._buffers, self._left = fitting, []
+
+    def leave(self, memory: HostGradients) -> None:
+        """Leave memory of a unit to the units of the next arrangement."""
+        self._left.append(memory)
+
+    def inherit(self, nbytes: int) -> HostGradients | None:
+        """Return such memory of exactly so many bytes, if there is any."""
+        for index, memory in enumerate(self._left):
+            if memory.bytes.nbytes == nbytes:
+                return self._left.pop(index)
+        return None
 
     def take(self, nbytes: int, patient: bool) -> HostGradients:
         """Take a buffer; block until one is released if all are in use and there may not be more.
@@ -180,8 +202,7 @@ class LandingBuffers:
 
     def close(self) -> None:
         """Free the memory, when no copy is under way."""
-        while self._buffers:
-            self._buffers.pop().close()
+        self.begin((), ())
 
 
 def _is_left_over(nbytes: int) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients, LandingBuffers
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.units import Unit
@@ -105,7 +105,7 @@ class UnitGradients:
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit, backend: Backend) -> None:
+    def __init__(self, unit: Unit, backend: Backend, landing: LandingBuffers) -> None:
         self.unit = unit
         self._backend = backend
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
@@ -116,17 +116,21 @@ class UnitGradients:
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
         self.memory: HostGradients | None = None  # the host memory that they stay in; None if there is none yet
+        self.begin()
+        self.memory = landing.inherit(self.layout.nbytes)
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
         trained = list(filter(IS_TRAINED, self.gradients))
-        if trained != self.trained:
+        dtypes = [gradient.weight.gradient_dtype for gradient in trained]
+        if trained != self.trained or dtypes != self.layout.dtypes:
             self.close()
             self.trained = trained
             weights = [gradient.weight for gradient in trained]
-            self.layout = GradientLayout(weights, [weight.compute_dtype for weight in weights])
-            is_lower = any(weight.lowered for weight in weights)
-            self._sum_layout = GradientLayout(weights, [w.dtype for w in weights]) if is_lower else self.layout
+            self.layout = self._sum_layout = GradientLayout(weights, dtypes)
+            sums = [weight.dtype for weight in weights]
+            if dtypes != sums:
+                self._sum_layout = GradientLayout(weights, sums)
             self.kept_as = self.layout
 
     def own(self) -> HostGradients:
@@ -191,6 +195,13 @@ class UnitGradients:
         finally:
             if ticket.done:  # not if an interrupt has ended the wait
                 self.ticket = None
+
+    def leave_memory(self, landing: LandingBuffers) -> None:
+        """Leave the memory to the next arrangement, if gradients are likely to come as they did."""
+        if self.memory is not None and self.kept_as is self.layout:
+            landing.leave(self.memory)
+            self.memory = None
+        self.close()
 
     def close(self) -> None:
         """Let go of the memory; what lies in it keeps it."""
