@@ -161,7 +161,7 @@ class Guard:
             engine.arrangement.unused_in_step = False
             if torch.is_grad_enabled() and weight.master.requires_grad:
                 engine.graphs.has_served |= not in_backward()
-                self._is_first_use(weight)
+                self._note_use(weight)
                 weight.cast_to = None
             if weight.lowered:
                 self.keep_as_is(weight)
@@ -188,29 +188,28 @@ class Guard:
     def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
-        Its gradients are so at once.
+        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype.
 
         Returns:
             Whether the graph that is being built has no other cast of it.
         """
+        learned = self._engine.learned
         if builds_graph:
-            if not self._is_first_use(weight):
+            earlier, graph = self._note_use(weight)
+            if graph == earlier:
                 return False
-            if id(weight.master) not in self._engine.learned.used_as_is:
-                weight.cast_to = dtype
+            is_alone = id(weight.master) not in learned.used_as_is and not self._engine.graphs.is_waiting(earlier)
+            weight.cast_to = dtype if is_alone else None
         if builds_graph or not weight.master.requires_grad:
-            self._engine.learned.lowered.add(id(weight.master))
+            learned.lowered.add(id(weight.master))
         return True
 
-    def _is_first_use(self, weight: Weight) -> bool:
-        """Tell whether no other use of a weight was noted that a gradient may come of together with this one's.
-
-        Noted are casts by autocast, and uses outside of the unit.
-        """
-        again, graphs = in_backward(), self._engine.graphs
-        graph = graph_task() if again else graphs.current.number
+    def _note_use(self, weight: Weight) -> tuple[int | None, int]:
+        """Note that the graph that is being built uses a weight; return the one noted before, and this one."""
+        again = in_backward()
+        graph = graph_task() if again else self._engine.graphs.current.number
         earlier, weight.used_in[again] = weight.used_in.get(again), graph
-        return graph != earlier and (again or not graphs.is_waiting(earlier))
+        return earlier, graph
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""

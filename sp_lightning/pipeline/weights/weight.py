@@ -143,7 +143,7 @@ class Weight:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradients travel: one that comes of a single cast loses nothing in the cast's dtype."""
+        """The dtype in which its gradients travel: those of a single cast have all their bits in the cast's dtype."""
         return self.cast_to or self.compute_dtype
 
     @property
