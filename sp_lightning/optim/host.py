@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, ClassVar
@@ -17,7 +17,9 @@ from sp_lightning.optim.layout import (
     MOMENTS,
     State,
     check_parameter,
+    count_in,
     flat,
+    laid_like,
     make_state,
     moment_memory,
     read_master,
@@ -68,39 +70,58 @@ class HostOptimizer(Optimizer):
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if any(p.grad.is_sparse for _, params in groups for p in params):
             raise RuntimeError("a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim")
+        passes: list[Pass] = []
         for group, params in groups:
-            for p in params:
-                self.count_step(group, p, self.state[p])
-        if find_spec("numba") is None:
-            for group, params in groups:
+            states = [self.state[p] for p in params]
+            steps = self.count_steps(group, params, states)
+            if find_spec("numba") is None:
                 self.step_by_torch(group, params)
-            return loss
-        run([self.pass_of(group, p, p.grad, self.state[p]) for group, params in groups for p in params])
+            else:
+                stepped = zip(params, states, steps, strict=True)
+                passes += [self.pass_of(group, p, p.grad, state, step) for p, state, step in stepped]
+        run(passes)
         increment_version([p for _, params in groups for p in params])
         return loss
 
     @classmethod
-    def count_step(cls, group: dict[str, Any], p: Tensor, state: State) -> None:
-        """Count the step that follows, the first of which makes the state."""
-        if not state:
-            state.update(make_state(p, group["master"], group["moments"], cls.moments_of(group)))
-        state["step"] += 1
+    def count_steps(cls, group: dict[str, Any], params: Sequence[Tensor], states: Sequence[State]) -> list[float]:
+        """Count the step that follows, the first of which makes the state; return the number that it has for each."""
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state.update(make_state(p, group["master"], group["moments"], cls.moments_of(group)))
+        return count_in(states)
 
     @classmethod
     def pass_of(
-        cls, group: dict[str, Any], p: Tensor, gradient: Tensor, state: State, scaling: Scaling = NO_SCALING
+        cls,
+        group: dict[str, Any],
+        p: Tensor,
+        gradient: Tensor,
+        state: State,
+        step: float,
+        scaling: Scaling = NO_SCALING,
+        copy: Tensor | None = None,
     ) -> Pass:
-        """Return the pass that steps a parameter, with what is done to its gradient before."""
+        """Return the pass of a step that steps a parameter.
+
+        Args:
+            group: The param group.
+            p: The parameter.
+            gradient: Its gradient.
+            state: Its state.
+            step: The number of the step.
+            scaling: What is done to the gradient before.
+            copy: A bf16 copy of the parameter to write.
+        """
         weight, low, lowered = weight_memory(p, state)
-        step = float(state.get("step", 2))  # torch's SGD does not count, and makes its momentum in the first one
         return Pass(
             cls.rule(group, step),
             weight,
             low,
-            flat(gradient, p),
+            laid_like(gradient, p),
             moment_memory(p, state, cls.first),
             moment_memory(p, state, cls.second),
-            lowered,
+            lowered if copy is None else copy,
             scaling._replace(factor=-scaling.factor) if group["maximize"] else scaling,
             seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF,
         )
@@ -162,7 +183,7 @@ class HostOptimizer(Optimizer):
             from sp_lightning.optim.kernels import read_moment
 
             value = torch.empty_like(p, dtype=torch.float32)
-            read_moment(moment_memory(p, state, name), flat(value, p))
+            read_moment((flat(state[name]), flat(state[f"{name}_scale"])), flat(value))
         return value.abs() if name == self.second else value.clone()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,8 +232,8 @@ class HostOptimizer(Optimizer):
             if value.is_floating_point() and not state[name].is_floating_point():
                 from sp_lightning.optim.kernels import write_moment
 
-                value = value.float()
-                write_moment(moment_memory(p, state, name), flat(value, p))
+                value = laid_like(value.float(), p)
+                write_moment((flat(state[name]), flat(state[f"{name}_scale"])), flat(value))
             else:
                 state[name].copy_(value)
         if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first

@@ -2,8 +2,10 @@
 
     gradient -> fp32 -> scale, clip -> `update`: weight, moments -> codecs -> memory, and a bf16 copy of the weight
 
-`step_range` is compiled for each kind of optimizer and of memory that it meets, and kept on disk. What is one number
-in fp32 arithmetic lies in memory as one of these, and the type of what is passed says which:
+`step_shares` is compiled for each kind of optimizer and of memory that it meets, and kept on disk. It steps any number
+of weights, on several threads: it is called once for all weights of a unit, because each time that it takes or gives
+back Python's lock, the thread that launches kernels may have to wait. What is one number in fp32 arithmetic lies in
+memory as one of these, and the type of what is passed says which:
 
     weight   fp32 array | bf16 bits | (bf16 bits, low 16 or 8 bits), together the fp32 master or its upper 24 bits
     moment   None | fp32 array | bf16 bits | (int8 or uint8 codes, fp32 scale for each `GROUP` of them)
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, prange, types
 from numba.core import event
+from numba.extending import intrinsic
 
 from sp_lightning.optim.codecs import (
     U32,
@@ -45,7 +48,7 @@ from sp_lightning.optim.codecs import (
     to_bf16,
     unpack,
 )
-from sp_lightning.optim.layout import BLOCK
+from sp_lightning.optim.layout import BLOCK, GROUP
 from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
 
 _LOG = logging.getLogger(__name__)
@@ -176,10 +179,10 @@ def _update_part(
         v[i] = float_of(U32(bits_of(staged(moment, second)) | U32(up << U32(31))))
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@jit
 def step_range(
     rule: Any, weight: Any, low: Any, gradient: Any, first: Any, second: Any, lowered: Any, scaling: Any, seed: Any,
-    offset: Any, sources: int = _SOURCES,
+    offset: Any,
 ) -> None:  # fmt: skip
     """Step a range of a weight. See the top of the module for what may be passed; all arrays are flat.
 
@@ -194,7 +197,6 @@ def step_range(
         scaling: What is done to the gradient before.
         seed: Of random rounding; another one for each step.
         offset: Where the range begins in its tensor: at a multiple of `BLOCK`.
-        sources: Not to be passed.
     """
     size = len(gradient)
     body = size - size % LANES
@@ -212,11 +214,67 @@ def step_range(
         pack(second, start, stop, v, seed ^ 0x33333333, offset)
 
 
+@intrinsic
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    """Return a pointer to what an array like this one has."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp, like), generate
+
+
+def memory_at(addresses: Any, start: Any, stop: Any, like: Any) -> Any:
+    """Return a range of the memory at an address, as something like this; the second address is that of scales."""
+
+
+@overload_inline(memory_at)
+def _memory_at(addresses: Any, start: Any, stop: Any, like: Any) -> Any:
+    if isinstance(like, types.NoneType):
+        return lambda addresses, start, stop, like: None
+    if isinstance(like, types.BaseTuple):
+        return lambda addresses, start, stop, like: (
+            carray(_pointer(addresses[0], like[0]), stop)[start:stop],
+            carray(_pointer(addresses[1], like[1]), -(-stop // GROUP))[start // GROUP :],
+        )
+    return lambda addresses, start, stop, like: carray(_pointer(addresses[0], like), stop)[start:stop]
+
+
+@njit(nogil=True, error_model="numpy", cache=True, parallel=True)
+def step_shares(
+    rule: Any, kinds: Any, addresses: Any, ranges: Any, begins: Any, scaling: Any, seed: Any, sources: int = _SOURCES
+) -> None:
+    """Step weights, of which each thread has a share.
+
+    Args:
+        rule: The numbers of the update.
+        kinds: Empty memory of the kinds that the weights have: of masters, low bits, gradients, both moments, copies.
+        addresses: A row for each weight: two addresses for each of these.
+        ranges: A row for each range: the number of its weight, where it begins in it, where it ends.
+        begins: The number of the first range of each share, and of all.
+        scaling: What is done to gradients before.
+        seed: Of random rounding; another one for each step.
+        sources: Not to be passed.
+    """
+    weight, low, gradient, first, second, lowered = kinds
+    for share in prange(len(begins) - 1):
+        for number in range(begins[share], begins[share + 1]):
+            of, start, stop = ranges[number]
+            at = addresses[of]
+            step_range(
+                rule, memory_at(at[0:2], start, stop, weight), memory_at(at[2:4], start, stop, low),
+                memory_at(at[4:6], start, stop, gradient), memory_at(at[6:8], start, stop, first),
+                memory_at(at[8:10], start, stop, second), memory_at(at[10:12], start, stop, lowered),
+                scaling, seed, start,
+            )  # fmt: skip
+
+
 class _Narrator(event.Listener):  # type: ignore[misc]  # numba has no types
     """Says when the kernel is compiled, as that takes seconds: not if it is found on disk."""
 
     def on_start(self, event: Any) -> None:
-        if event.data["dispatcher"] is step_range:
+        if event.data["dispatcher"] is step_shares:
             # a warning: nothing less is shown where nobody has set up logging
             rule = event.data["args"][0].instance_class.__name__
             _LOG.warning("sp_lightning.optim compiles its step for %s: some seconds, once on this machine", rule)
@@ -228,10 +286,10 @@ class _Narrator(event.Listener):  # type: ignore[misc]  # numba has no types
 event.register("numba:compile", _Narrator())
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def add_range(total: Any, gradient: Any, sources: int = _SOURCES) -> None:
+@njit(nogil=True, error_model="numpy", cache=True, parallel=True)
+def add_bits(total: Any, gradient: Any, sources: int = _SOURCES) -> None:
     """Add the bits of a bf16 gradient to an fp32 sum."""
-    for i in range(len(total)):
+    for i in prange(len(total)):
         total[i] += load(gradient, i)
 
 

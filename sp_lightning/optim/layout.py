@@ -67,27 +67,44 @@ def make_state(p: Tensor, master: str | None, moments: str, names: Sequence[str]
     return state
 
 
-def flat(tensor: Tensor, like: Tensor) -> Any:
-    """Return the memory of a tensor with the strides of `like` as a flat array; bf16 as its bits."""
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+def count_in(states: Sequence[State]) -> list[float]:
+    """Count a step, and return its number in each state; torch's SGD counts none, and has made its first one."""
+    counters = [state["step"] for state in states if "step" in state]
+    if not counters:
+        return [2.0] * len(states)
+    torch._foreach_add_(counters, 1.0)
+    numbers: list[float] = torch.stack(counters).tolist()
+    return numbers
+
+
+def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that lies in memory as `like` does: itself, or a copy."""
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+def flat(tensor: Tensor) -> Any:
+    """Return the memory of a tensor as a flat array; bf16 as its bits."""
     tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def moment_memory(p: Tensor, state: State, name: str | None) -> Any:
-    """Return a moment as the kernels take it."""
+Moment = None | Tensor | tuple[Tensor, Tensor]
+
+
+def moment_memory(p: Tensor, state: State, name: str | None) -> Moment:
+    """Return a moment of a parameter, in codes with their scales, if it has one."""
     if name is None or name not in state:
         return None
     scale = state.get(f"{name}_scale")
-    return flat(state[name], p) if scale is None else (flat(state[name], p), scale.numpy())
+    moment = laid_like(state[name], p)
+    return moment if scale is None else (moment, scale)
 
 
-def weight_memory(p: Tensor, state: State) -> tuple[Any, Any, Any]:
-    """Return masters, their low bits, and the bf16 copy to write, as the kernels take them."""
+def weight_memory(p: Tensor, state: State) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return masters, their low bits, and the bf16 copy to write."""
     if "master" in state:
-        return flat(state["master"], p), None, flat(p, p)
-    return flat(p, p), flat(state["low"], p) if "low" in state else None, None
+        return laid_like(state["master"], p), None, p
+    return p, laid_like(state["low"], p) if "low" in state else None, None
 
 
 def read_master(p: Tensor, state: State) -> Tensor:

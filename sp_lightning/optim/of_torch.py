@@ -11,16 +11,16 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.host import HostOptimizer
-from sp_lightning.optim.layout import State, fills_memory, flat, make_state
+from sp_lightning.optim.layout import State, count_in, fills_memory, make_state
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
-from sp_lightning.optim.passes import Pass, run
+from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import NO_SCALING, Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
@@ -33,64 +33,80 @@ _TRIED: dict[type[HostOptimizer], list[dict[str, Any]]] = {
     Adam: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
     SGD: [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {}],
 }
+_STEP = 3.0
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
 
 
-def one_pass(
-    optimizer: Optimizer,
-    settings: dict[str, Any],
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    copy: Tensor | None = None,
-    factors: Sequence[float | Tensor] = (),
-    limit: float | None = None,
-) -> Pass | None:
-    """Return the pass that steps a weight, and count the step; None where that is left to the optimizer's own code.
+class Work(NamedTuple):
+    """What is to be done for a weight."""
 
-    Args:
-        optimizer: One of ours, or one of torch's that would run its fused kernel.
-        settings: Its param group.
-        weight: The weight.
-        gradient: Its gradient, fp32 or bf16, which is not changed.
-        state: The optimizer's state of it. A step that makes torch's state is left to torch.
-        copy: A bf16 copy of the weight to write.
-        factors: What the gradient is multiplied by, one after the other, in the dtype of the weight.
-        limit: What its absolute value is clipped to after that.
-    """
-    fits = (
-        len(factors) <= 2
-        and find_spec("numba") is not None
-        and fills_memory(weight)
-        and _lies_like(weight, gradient, weight.dtype, torch.bfloat16)
-        and (copy is None or _lies_like(weight, copy, torch.bfloat16))
-    )
-    if not fits:
+    weight: Tensor
+    gradient: Tensor  # fp32 or bf16; it is not changed
+    state: State  # the optimizer's, of the weight
+    copy: Tensor | None = None  # a bf16 copy of the weight, to be written
+    scaling: Scaling | None = NO_SCALING  # what is done to the gradient before; None if that is too much
+
+    def fits(self) -> bool:
+        """Tell whether all of it lies in memory as a pass over the weight can take it, with its scaling."""
+        weight, gradient, _, copy, scaling = self
+        return (
+            scaling is not None
+            and fills_memory(weight)
+            and _lies_like(weight, gradient, weight.dtype, torch.bfloat16)
+            and (copy is None or _lies_like(weight, copy, torch.bfloat16))
+        )
+
+
+class OnePass:
+    """Steps weights of one param group, each in one pass over its memory."""
+
+    def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+        self._is_ours = isinstance(optimizer, HostOptimizer)
+        self._settings = settings
+        # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
+        self._cls: type[HostOptimizer] | None = None
+        if find_spec("numba") is None:
+            return
+        if isinstance(optimizer, HostOptimizer):
+            self._cls = type(optimizer)
+        elif settings.get("fused", False) and not settings.get("amsgrad") and not settings["maximize"]:
+            found = _OURS.get(type(optimizer))  # torch would run its fused kernel
+            if found is not None and has_torchs_bits(found):  # type: ignore[arg-type]  # classes are hashable
+                self._cls = found
+
+    def takes(self, work: Work) -> bool:
+        """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
+        if self._cls is None or not work.fits():
+            return False
+        if self._is_ours:
+            return True
+        moments = [work.state.get(name) for name in self._cls.moments_of(self._settings)]
+        return all(_lies_like(work.weight, each, torch.float32) for each in (work.weight, *moments))
+
+    def step(self, works: Sequence[Work]) -> None:
+        """Step weights, and count the step."""
+        cls, settings, states = self._cls, self._settings, [work.state for work in works]
+        assert cls is not None
+        if self._is_ours:
+            steps = cls.count_steps(settings, [work.weight for work in works], states)
+        else:
+            steps = count_in(states)
+        passes = []
+        for (weight, gradient, state, copy, scaling), step in zip(works, steps, strict=True):
+            assert scaling is not None
+            passes.append(cls.pass_of(settings, weight, gradient, state, step, scaling, copy))
+        run(passes)
+
+
+def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: torch.dtype) -> Scaling | None:
+    """Return what is done to gradients of weights of a dtype: at most two factors, one after the other, and a limit."""
+    if len(factors) > 2:
         return None
-    if isinstance(optimizer, HostOptimizer):
-        cls = type(optimizer)
-        cls.count_step(settings, weight, state)
-    else:
-        found = _OURS.get(type(optimizer))
-        if found is None or not _runs_fused_kernel(found, settings, weight, state):
-            return None
-        cls = found
-        if "step" in state:
-            state["step"] += 1
-    made = cls.pass_of(settings, weight, gradient, state, _scaling(factors, limit, weight.dtype))
-    return made if copy is None else made._replace(lowered=flat(copy, weight))
-
-
-def _runs_fused_kernel(cls: type[HostOptimizer], settings: dict[str, Any], weight: Tensor, state: State) -> bool:
-    """Tell whether torch would run the fused kernel whose bits ours have."""
-    moments = (state.get(name) for name in cls.moments_of(settings))
-    return (
-        settings.get("fused", False)
-        and not settings.get("amsgrad")
-        and not settings["maximize"]
-        and all(_lies_like(weight, each, torch.float32) for each in (weight, *moments))
-        and has_torchs_bits(cls)  # type: ignore[arg-type]  # classes are hashable
-    )
+    if not factors and limit is None:
+        return NO_SCALING
+    numbers = [*map(float, factors), 1.0, 1.0][:2] + [math.inf if limit is None else limit]
+    first, then, most = torch.tensor(numbers, dtype=dtype).float().numpy()
+    return Scaling(first, then, most, in_bf16=True if dtype == torch.bfloat16 else None)
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
@@ -101,14 +117,6 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
         and other.shape == weight.shape
         and other.stride() == weight.stride()
     )
-
-
-def _scaling(factors: Sequence[float | Tensor], limit: float | None, dtype: torch.dtype) -> Scaling:
-    if not factors and limit is None:
-        return NO_SCALING
-    numbers = [*map(float, factors), 1.0, 1.0][:2] + [math.inf if limit is None else limit]
-    first, then, most = torch.tensor(numbers, dtype=dtype).float().numpy()
-    return Scaling(first, then, most, in_bf16=True if dtype == torch.bfloat16 else None)
 
 
 @cache
@@ -131,14 +139,14 @@ def _agree(cls: type[HostOptimizer], options: dict[str, Any], values: Tensor) ->
     for weight in weights:
         weight.grad = gradient.bfloat16().float()
         optimizer.state[weight] = state = make_state(weight, None, "fp32", optimizer.moments_of(settings))
-        state["step"].fill_(3.0)
+        state["step"].fill_(_STEP)
         for name, moment in zip(optimizer.moments_of(settings), moments, strict=False):
             state[name].copy_(moment.abs())
     copy = torch.empty_like(value, dtype=torch.bfloat16)
     theirs, ours = weights
     with torch.no_grad():
         optimizer.step_by_torch(settings, [theirs])
-    run([cls.pass_of(settings, ours, gradient.bfloat16(), optimizer.state[ours])._replace(lowered=flat(copy, ours))])
+    run([cls.pass_of(settings, ours, gradient.bfloat16(), optimizer.state[ours], _STEP, copy=copy)])
     pairs = zip(optimizer.state[theirs].values(), optimizer.state[ours].values(), strict=True)
     return (
         torch.equal(theirs, ours) and torch.equal(copy, ours.bfloat16()) and all(torch.equal(*pair) for pair in pairs)

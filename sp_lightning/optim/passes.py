@@ -1,49 +1,111 @@
-"""Passes of the kernels over weights and gradients, cut into ranges for several threads."""
+"""Passes of the kernels over weights and gradients, shared by several threads.
+
+The threads are numba's, not Python's: each of those would need Python's lock to begin, beside a thread that hardly ever
+gives it away. On a machine with 16 cores that took a third of the time of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import BLOCK, GROUP, fills_memory, flat
+from sp_lightning.optim.layout import BLOCK, Moment, fills_memory, flat
 from sp_lightning.optim.rules import Scaling
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
-_TURNS = 4  # ranges for each thread, as not all of them are equally fast
+_ONE_AT_A_TIME = threading.Lock()  # the threads that numba has where there is no OpenMP serve one caller at a time
 
 
 class Pass(NamedTuple):
-    """The update of one weight; memory is as `kernels.step_range` takes it."""
+    """The update of one weight, whose tensors all lie alike in memory."""
 
     rule: Any
-    weight: Any
-    low: Any
-    gradient: Any
-    first: Any
-    second: Any
-    lowered: Any
+    weight: Tensor
+    low: Tensor | None
+    gradient: Tensor
+    first: Moment
+    second: Moment
+    lowered: Tensor | None
     scaling: Scaling = Scaling()
     seed: int = 0  # of random rounding
 
-    def ranges(self, size: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the arguments of the kernel for ranges of the weight."""
-        memory = self.weight, self.low, self.gradient, self.first, self.second, self.lowered
-        for start in range(0, len(self.weight), size):
-            part = slice(start, start + size)
-            yield self.rule, *(_cut(each, part) for each in memory), self.scaling, self.seed, start
+    @property
+    def memory(self) -> tuple[Moment, ...]:
+        """What the kernel reads and writes."""
+        return self.weight, self.low, self.gradient, self.first, self.second, self.lowered
+
+    def addresses(self) -> Iterator[int]:
+        """Yield two addresses for each of these: of a tensor, or of codes and their scales."""
+        for each in self.memory:
+            codes, scales = each if isinstance(each, tuple) else (each, None)
+            yield 0 if codes is None else codes.data_ptr()
+            yield 0 if scales is None else scales.data_ptr()
 
 
 def run(passes: Sequence[Pass]) -> None:
-    """Update weights, on as many threads as torch uses in this one."""
-    from sp_lightning.optim.kernels import step_range  # numba takes its time
+    """Update weights, on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
+    alike: dict[Any, list[Pass]] = {}
+    for each in passes:
+        kinds = tuple(_kind(memory) for memory in each.memory)
+        alike.setdefault((each.rule, each.scaling, each.seed, kinds), []).append(each)
+    for (rule, scaling, seed, kinds), of_kind in alike.items():
+        _run_alike(rule, scaling, seed, kinds, of_kind)
 
-    size = _size(sum(len(each.weight) for each in passes))
-    _share(step_range, [each for weight in passes for each in weight.ranges(size)])
+
+def _run_alike(rule: Any, scaling: Scaling, seed: int, kinds: tuple[Any, ...], passes: Sequence[Pass]) -> None:
+    import numba
+    import numpy as np
+
+    from sp_lightning.optim.kernels import step_shares  # numba takes its time
+
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    ranges, begins = _share([each.weight.numel() for each in passes], threads)
+    addresses = np.array([[*each.addresses()] for each in passes], dtype=np.int64)
+    numbers = np.array(ranges, dtype=np.int64), np.array(begins, dtype=np.int64)
+    with _ONE_AT_A_TIME:
+        numba.set_num_threads(threads)
+        step_shares(rule, tuple(map(_empty, kinds)), addresses, *numbers, scaling, seed)
+
+
+def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Share elements of weights among threads.
+
+    Returns:
+        Ranges of them, each with the number of its weight, its begin and its end; and the first range of each share.
+    """
+    share = max(_LEAST, -(-sum(sizes) // threads))
+    ranges, begins, left = [], [0], share
+    for number, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + -(-left // BLOCK) * BLOCK)
+            ranges.append((number, start, stop))
+            left -= stop - start
+            start = stop
+            if left <= 0:
+                begins.append(len(ranges))
+                left = share
+    return ranges, begins if begins[-1] == len(ranges) else [*begins, len(ranges)]
+
+
+def _kind(memory: Moment) -> Any:
+    if isinstance(memory, tuple):
+        return tuple(map(_kind, memory))
+    return None if memory is None else memory.dtype
+
+
+@cache
+def _empty(kind: Any) -> Any:
+    """Return empty memory of a kind, by whose type the kernel is chosen."""
+    if isinstance(kind, tuple):
+        return tuple(map(_empty, kind))
+    return None if kind is None else flat(torch.empty(0, dtype=kind))
 
 
 def add(total: Tensor, gradient: Tensor) -> None:
@@ -56,29 +118,10 @@ def add(total: Tensor, gradient: Tensor) -> None:
         for part, added in zip(*parts, strict=True):
             part.add_(added)  # it is cast in the cache
     else:
-        from sp_lightning.optim.kernels import add_range
+        import numba
 
-        memory, size = (flat(total, total), flat(gradient, total)), _size(count)
-        _share(add_range, [tuple(each[at : at + size] for each in memory) for at in range(0, count, size)])
+        from sp_lightning.optim.kernels import add_bits
 
-
-def _size(elements: int) -> int:
-    """Return how many of so many elements a thread takes at once."""
-    return max(_LEAST, -(-elements // (torch.get_num_threads() * _TURNS * BLOCK)) * BLOCK)
-
-
-def _share(kernel: Callable[..., None], ranges: Sequence[tuple[Any, ...]]) -> None:
-    threads = min(torch.get_num_threads(), len(ranges))
-    if threads <= 1:
-        for each in ranges:
-            kernel(*each)
-    else:  # threads of their own for each run: they begin on the cores of this one, and none is left behind
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda each: kernel(*each), ranges))
-
-
-def _cut(memory: Any, part: slice) -> Any:
-    """Cut an array, or the codes and scales of a moment."""
-    if isinstance(memory, tuple):
-        return memory[0][part], memory[1][part.start // GROUP : -(-part.stop // GROUP)]
-    return None if memory is None else memory[part]
+        with _ONE_AT_A_TIME:
+            numba.set_num_threads(max(1, min(torch.get_num_threads(), count // _LEAST, numba.config.NUMBA_NUM_THREADS)))
+            add_bits(flat(total), flat(gradient))

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from sp_lightning.optim import of_torch, passes
-from sp_lightning.optim.of_torch import has_torchs_bits, one_pass
-from sp_lightning.optim.passes import run
+from sp_lightning.optim.of_torch import OnePass, Work, has_torchs_bits, scaling_of
 from sp_lightning.optim.rules import AdamRule
 
 KINDS = [
@@ -44,12 +43,13 @@ def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, dtype):
         theirs.grad = gradient.float().clone().mul_(0.7).mul_(factor).clamp_(-0.2, 0.2)
         reference.step()
         state = optimizer.state[ours]
-        found = one_pass(optimizer, settings_of(optimizer), ours.data, gradient, state, copy, (0.7, factor), limit=0.2)
-        if found is None:  # it makes state
+        one_pass = OnePass(optimizer, settings_of(optimizer))
+        work = Work(ours.data, gradient, state, copy, scaling_of((0.7, factor), 0.2, torch.float32))
+        if not one_pass.takes(work):  # it makes state
             ours.grad = theirs.grad
             optimizer.step()
         else:
-            run([found])
+            one_pass.step([work])
             assert torch.equal(copy, ours.bfloat16())
             passes += 1
         assert torch.equal(theirs, ours)
@@ -61,16 +61,16 @@ def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, dtype):
 def test_it_is_left_to_torch_where_it_is_something_else():
     weight = nn.Parameter(torch.randn(4, 6))
 
-    def pass_of(cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, factors=(), copy=None, **options):
+    def takes(cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, factors=(), copy=None, **options):
         optimizer = cls([weight], **{"fused": True, **options})
         weight.grad = torch.randn_like(weight)
         optimizer.step()
         gradient = torch.zeros_like(weight, dtype=dtype)
-        return one_pass(
-            optimizer, settings_of(optimizer), weight.data, gradient, optimizer.state[weight], copy, factors
-        )
+        one_pass = OnePass(optimizer, settings_of(optimizer))
+        scaling = scaling_of(factors, None, torch.float32)
+        return one_pass.takes(Work(weight.data, gradient, optimizer.state[weight], copy, scaling))
 
-    assert pass_of() is not None
+    assert takes()
     for other in (
         {"fused": False},
         {"amsgrad": True},
@@ -84,7 +84,7 @@ def test_it_is_left_to_torch_where_it_is_something_else():
         {"weight": nn.Parameter(torch.randn(4, 6).double())},
         {"weight": nn.Parameter(torch.randn(4, 12)[:, ::2])},
     ):
-        assert pass_of(**other) is None, other
+        assert not takes(**other), other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
+from sp_lightning.optim import of_torch
 from sp_lightning.optim.passes import run
 from sp_lightning.pipeline.optimizer import unit_step
 
@@ -113,7 +114,7 @@ def test_torchs_fused_optimizers_are_one_pass_under_mixed_precision(
 ) -> None:
     """Cast, update and copy, with the bits of plain training."""
     passes = []
-    monkeypatch.setattr(unit_step, "run", lambda each: (passes.extend(each), run(each)))
+    monkeypatch.setattr(of_torch, "run", lambda each: (passes.extend(each), run(each)))
     arguments = {**arguments, "precision": "bf16-mixed"}
     expected, _ = fit(SingleDeviceStrategy(device="cpu"), make, **arguments)
     assert not passes

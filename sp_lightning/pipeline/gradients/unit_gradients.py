@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Protocol
 
@@ -33,8 +34,9 @@ class Scaling:
     factors: tuple[float | Tensor, ...] = ()
     clamp: float | None = None  # the largest absolute value to leave after that; None not to clip by value
 
+    @cached_property
     def without_ones(self) -> Scaling:
-        """Return the same scaling without factors of one."""
+        """The same scaling without factors of one, when they are known; looked at once, as many gradients share it."""
         return Scaling(tuple(factor for factor in self.factors if factor != 1), self.clamp)
 
     def times(self, factor: float | Tensor) -> Scaling:

@@ -143,9 +143,9 @@ class Clipping:
 
         units = dict.fromkeys(gradient.unit for gradient in gradients)
         ticket = self._parts.backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
+        clipped = scaling.times(factor)
         for gradient in gradients:
-            gradient.scaling = gradient.scaling.times(factor)
-            gradient.norm = None
+            gradient.scaling, gradient.norm = clipped, None
         for unit in units:
             unit.ticket = ticket
         if others:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.of_torch import one_pass
-from sp_lightning.optim.passes import run
+from sp_lightning.optim import rules
+from sp_lightning.optim.of_torch import OnePass, Work, scaling_of
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, State
 from sp_lightning.pipeline.torch_private import StepCode
@@ -64,16 +64,17 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     limit = _PART * max(2, torch.get_num_threads())
     cuts = type(optimizer) in BY_ELEMENT
     together: list[Update] = []  # by torch's fused kernel, which makes one pass, or so small that Python would show
-    passes = []
+    one_pass, works = OnePass(optimizer, settings), []
+    numbers: dict[Any, rules.Scaling | None] = {}
     for update in updates:
-        if update.scaling:
-            update = update._replace(scaling=update.scaling.without_ones())
-        parameter, gradient, scaling, state, copy = update
-        size = parameter.numel()
-        if size <= _PART // 4 or (update.is_plain and (settings.get("fused") or not cuts)):
+        update = update._replace(scaling=update.scaling.without_ones)
+        size = update.parameter.numel()
+        if update.is_plain and (settings.get("fused") or not cuts):
             together.append(update)
-        elif each := one_pass(optimizer, settings, parameter, gradient, state, copy, scaling.factors, scaling.clamp):
-            passes.append(each)
+        elif one_pass.takes(work := _work(update, numbers)):
+            works.append(work)
+        elif size <= _PART // 4:
+            together.append(update)
         elif cuts and size > limit and _can_be_cut(update):
             _update_by_parts(code, update, limit)
         else:
@@ -81,8 +82,17 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
     for is_first in (False, True):
         _update(code, [update for update in together if update.is_first is is_first])
-    if passes:
-        run(passes)
+    if works:
+        one_pass.step(works)
+
+
+def _work(update: Update, numbers: dict[Any, rules.Scaling | None]) -> Work:
+    """Return an update for one pass; scalings as `numbers` are shared, because each look at a factor takes time."""
+    parameter, gradient, scaling, state, copy = update
+    known = scaling, parameter.dtype
+    if known not in numbers:
+        numbers[known] = scaling_of(scaling.factors, scaling.clamp, parameter.dtype)
+    return Work(parameter, gradient, state, copy, numbers[known])
 
 
 def _can_be_cut(update: Update) -> bool:
