@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -23,7 +24,10 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
 from sp_lightning.pipeline.gradients import buffers as gradient_buffers
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.trainer import host_memory
 
@@ -37,15 +41,18 @@ class Mapped:
 
     Attributes:
         most: The most bytes so far.
+        made: All bytes so far, those included that were freed.
     """
 
     def __init__(self) -> None:
         self.most = 0
+        self.made = 0
         self._made: list[tuple[weakref.ref[mmap.mmap], int]] = []
         self._map_pages = buffers._map_pages
 
     def map_pages(self, nbytes: int) -> mmap.mmap:
         pages = self._map_pages(nbytes)
+        self.made += nbytes
         self._made.append((weakref.ref(pages), nbytes))
         self.most = max(self.most, self.nbytes())
         return pages
@@ -79,6 +86,28 @@ class Blocks(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
+
+
+class AtOnce(HostBackend):
+    """Works without lagging behind, for which buffers are made where memory is to spare; counts what it page-locks."""
+
+    pinned = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.pins = True
+
+    def work(self, *arguments: Any, **options: Any) -> Ticket:
+        ticket = super().work(*arguments, **options)
+        ticket.join()
+        return ticket
+
+    def pin(self, memory: Tensor) -> bool:
+        AtOnce.pinned += memory.nbytes
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        pass
 
 
 class Compares(L.Callback):
@@ -123,15 +152,7 @@ def test_what_a_former_arrangement_has_held_is_free(
     In all, weights and gradients take at most so many bytes per parameter, those included that pairs or landing buffers
     take in a model with few units.
     """
-    work = HostBackend.work
-
-    def at_once(self: HostBackend, *args: Any, **kwargs: Any) -> Ticket:
-        """Work without lagging behind, for which buffers are made where memory is to spare."""
-        ticket = work(self, *args, **kwargs)
-        ticket.join()
-        return ticket
-
-    monkeypatch.setattr(HostBackend, "work", at_once)
+    monkeypatch.setattr(devices, "HostBackend", AtOnce)
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
     compares, module = Compares(mapped), build()
     trainer = L.Trainer(
@@ -233,3 +254,39 @@ def test_a_more_compact_optimizer_is_named() -> None:
     assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
     assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
     assert host_memory.name_more_compact([]) is None
+
+
+@pytest.mark.parametrize(
+    ("hook", "clip", "most"), [("on_train_batch_end", 1.0, 8), ("on_train_batch_start", None, 6.25)]
+)
+def test_a_start(hook: str, clip: float | None, most: float, mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are arranged when it is attached, for what the first step shows, and for windows.
+
+    These take no other memory. In all, so many bytes per parameter are page-locked: masters, their gradients in bf16,
+    and bf16 copies; or landing buffers for such gradients, where gradients pass from the second step on.
+    """
+    windows = [None] * 3 + [WindowPlan(4, 2)] * 2 + [WindowPlan(3, 1)] * 3
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Mock(before_step=Mock(side_effect=windows)))
+    monkeypatch.setattr(devices, "HostBackend", AtOnce)
+    monkeypatch.setattr(AtOnce, "pinned", 0)
+    settled, module = [], Blocks(16, 128)
+    monkeypatch.setattr(GradientStream, "show_all", lambda stream: settled.append(stream.settled))
+    counts: dict[int, int] = {}
+
+    def count(*_: Any) -> None:  # at a batch's end, it may read gradients, which are kept until the next step begins
+        counts[trainer.global_step] = trainer.strategy.pipeline.stats.arrangements
+
+    trainer = L.Trainer(
+        strategy=SuperpipelineStrategy(k=2),
+        accelerator="cpu",
+        precision="bf16-mixed",
+        gradient_clip_val=clip,
+        max_steps=8,
+        barebones=True,
+        callbacks=[L.pytorch.callbacks.LambdaCallback(**{hook: count})],
+    )
+    trainer.fit(module, DataLoader(torch.randn(16, 128), batch_size=2))
+    assert [counts[steps] for steps in range(1, 8)] == [1, 2, 2, 3, 3, 4, 4]
+    assert settled[:3] == [True] * 3
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    assert max(AtOnce.pinned, mapped.made) < (most + 0.05) * parameters

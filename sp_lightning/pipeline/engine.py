@@ -8,6 +8,7 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -32,6 +33,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
+from sp_lightning.pipeline.weights.buffers import leaving_pinned
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
@@ -117,12 +119,14 @@ class Engine:
         plan = self.learned.plan
         self.activations.measure_anew(self.budget is not None, {} if plan is None else plan.policies)
 
-    def rearrange(self, autocast: torch.dtype | None, same_units: bool = False) -> None:
-        """Give the module back, and arrange it anew; with the same units, what is sent stays where it is."""
+    def rearrange(self, autocast: torch.dtype | None) -> None:
+        """Give the module back, and arrange it anew."""
         self._is_arranged = False
-        self.uninstall(keeps_copies=same_units)
-        self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
-        self.arrange(autocast)
+        # not if the engine has gradients: to be shown, those in a lower dtype need more memory than they leave
+        with leaving_pinned(self.backend) if self.stream.settled else nullcontext():
+            self.uninstall()
+            self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
+            self.arrange(autocast)
 
     def _make_parts(self) -> None:
         arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
@@ -156,12 +160,8 @@ class Engine:
         for member in arrangement.members:
             install_gate(member, self.keeper)
 
-    def uninstall(self, keeps_copies: bool = False) -> None:
-        """Give the module back, except for its buffers. Masters keep their identity, their values and their memory.
-
-        Args:
-            keeps_copies: Whether memory for copies of masters may stay, too.
-        """
+    def uninstall(self) -> None:
+        """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement = self.arrangement
         self.graphs.outdate()
         self.backward.close()
@@ -175,8 +175,7 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        if not (keeps_copies and self.stream.settled):
-            arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
+        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
@@ -236,7 +235,7 @@ class Engine:
         """Adopt the window that the planner wants, and what becomes of activations."""
         before, auto, self.learned.plan = self.learned.plan, self.activations.auto, plan
         if before is None or plan is None or before.window != plan.window:
-            self.rearrange(self.arrangement.autocast, same_units=True)
+            self.rearrange(self.arrangement.autocast)
             self.activations.auto = auto  # the units are the same, so their measurements still hold
         if auto is not None:
             auto.policies = {} if plan is None else plan.policies

@@ -7,7 +7,7 @@ not stay where they land go through a *landing buffer* on the host, on their way
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,36 +136,17 @@ def few_buffers(units: int, together: int) -> int:
 
 
 class LandingBuffers:
-    """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free.
-
-    They live as long as the engine, and have what units leave to those of the next arrangement.
-    """
+    """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._few = 0  # how many there may be on any host
         self._buffers: list[HostGradients] = []
-        self._left: list[HostGradients] = []  # units' own memory, from one arrangement to the next
         self._released = threading.Condition()
 
-    def begin(self, units: Sequence[Unit], sizes: Collection[int]) -> None:
-        """Have buffers for these units, whose gradients take so many bytes, and free what is of no use for them."""
+    def serve(self, units: Sequence[Unit]) -> None:
+        """Serve the units of an arrangement."""
         self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
-        fitting = [buffer for buffer in self._buffers if buffer.bytes.nbytes in sizes]
-        for buffer in {*self._buffers, *self._left}.difference(fitting):
-            buffer.close()
-        self._buffers, self._left = fitting, []
-
-    def leave(self, memory: HostGradients) -> None:
-        """Leave memory of a unit to the units of the next arrangement."""
-        self._left.append(memory)
-
-    def inherit(self, nbytes: int) -> HostGradients | None:
-        """Return such memory of exactly so many bytes, if there is any."""
-        for index, memory in enumerate(self._left):
-            if memory.bytes.nbytes == nbytes:
-                return self._left.pop(index)
-        return None
 
     def take(self, nbytes: int, patient: bool) -> HostGradients:
         """Take a buffer; block until one is released if all are in use and there may not be more.
@@ -202,7 +183,8 @@ class LandingBuffers:
 
     def close(self) -> None:
         """Free the memory, when no copy is under way."""
-        self.begin((), ())
+        while self._buffers:
+            self._buffers.pop().close()
 
 
 def _is_left_over(nbytes: int) -> bool:

@@ -57,13 +57,13 @@ class GradientStream:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit, backend, landing) for unit in units]
+        self._units = [UnitGradients(unit, backend) for unit in units]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
         self._stats = stats
         self._landing = landing
-        landing.begin(units, {unit.layout.nbytes for unit in self._units})
+        landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
@@ -272,9 +272,9 @@ class GradientStream:
         return self._landing.nbytes() + sum(unit.memory.bytes.nbytes for unit in self._units if unit.memory is not None)
 
     def close(self) -> None:
-        """Show all gradients, and leave the memory to another stream. Idempotent."""
+        """Show all gradients, and release units' own memory."""
         self.abandon()
         self.show_all()
         for unit in self._units:
-            unit.leave_memory(self._landing)
+            unit.close()
         self.staging.close()

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients, LandingBuffers
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.weights.buffers import left_pinned
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -107,7 +108,7 @@ class UnitGradients:
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit, backend: Backend, landing: LandingBuffers) -> None:
+    def __init__(self, unit: Unit, backend: Backend) -> None:
         self.unit = unit
         self._backend = backend
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
@@ -119,7 +120,8 @@ class UnitGradients:
         self.ticket: Ticket | None = None
         self.memory: HostGradients | None = None  # the host memory that they stay in; None if there is none yet
         self.begin()
-        self.memory = landing.inherit(self.layout.nbytes)
+        if left_pinned(self.layout.nbytes, backend) is not None:
+            self.own()
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
@@ -197,13 +199,6 @@ class UnitGradients:
         finally:
             if ticket.done:  # not if an interrupt has ended the wait
                 self.ticket = None
-
-    def leave_memory(self, landing: LandingBuffers) -> None:
-        """Leave the memory to the next arrangement, if gradients are likely to come as they did."""
-        if self.memory is not None and self.kept_as is self.layout:
-            landing.leave(self.memory)
-            self.memory = None
-        self.close()
 
     def close(self) -> None:
         """Let go of the memory; what lies in it keeps it."""

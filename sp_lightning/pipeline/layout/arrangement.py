@@ -245,15 +245,12 @@ class Arrangement:
     def release_copies(self) -> None:
         """Let go of host memory, except for that in which masters lie."""
         for segment in self.segments:
-            segment.copies = []
-            segment.memory.release_copies()
+            segment.release_copies()
 
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see graphs.py)
-        for segment in self.segments:
-            segment.copies = []
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing

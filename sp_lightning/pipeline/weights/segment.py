@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
+from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, forget_left, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
@@ -49,18 +49,16 @@ class Segment:
         # for each weight the copy that is sent; None where the master itself is
         self.copies: list[Tensor | None] = [None] * len(self.weights)
         self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
-        self.sends_copies = any(weight.lowered for weight in weights)
-        if self.sends_copies:
+        if any(weight.lowered for weight in weights):
             self.memory.unpin()
-            self.source = self.memory.room_for_copies(self.nbytes, pin)
+            self.source = HostBuffer(self.nbytes, backend, pin)
             self.copies = [
                 tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.offsets, strict=True)
             ]
-        else:
-            self.memory.release_copies()
-            if pin:
-                self.memory.pin()
+        elif pin:
+            self.memory.pin()
+        self.sends_copies = self.source is not self.memory
         self._copied_epoch = NOTHING
         self._versions: list[int] = []  # at the last look
         self._sample: Tensor | None = None
@@ -152,12 +150,15 @@ class Segment:
         """Return the bytes of host memory held for these weights, without gradients."""
         return self.memory.nbytes + (self.source.nbytes if self.sends_copies else 0)
 
+    def release_copies(self) -> None:
+        """Let go of the copies that are sent."""
+        if self.sends_copies:
+            self.source.release()
+            self.copies = []
+
 
 class HostMemory:
-    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move.
-
-    That of copies which are sent stays beside it if another arrangement sends as much.
-    """
+    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in it
@@ -181,6 +182,7 @@ class HostMemory:
 
 
 def _move_into_new_memory(weights: Sequence[Weight], backend: Backend) -> HostBuffer:
+    forget_left(backend)  # units are others than before, and their memory takes room twice for a moment
     offsets, nbytes = lay_out([weight.nbytes for weight in weights])
     memory, copied = HostBuffer(nbytes, backend, pin=False), [weight.master.data for weight in weights]
     for weight, offset in zip(weights, offsets, strict=True):
