@@ -159,10 +159,7 @@ class Guard:
         with engine.at_work:
             engine.window.finish_optimizer(weight.unit.group)
             engine.arrangement.unused_in_step = False
-            if torch.is_grad_enabled() and weight.master.requires_grad:
-                engine.graphs.has_served |= not in_backward()
-                self._note_use(weight)
-                weight.cast_to = None
+            engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
                 self.keep_as_is(weight)
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
@@ -195,7 +192,9 @@ class Guard:
         """
         learned = self._engine.learned
         if builds_graph:
-            earlier, graph = self._note_use(weight)
+            again = in_backward()
+            graph = graph_task() if again else self._engine.graphs.current.number
+            earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
             if graph == earlier:
                 return False
             is_alone = id(weight.master) not in learned.used_as_is and not self._engine.graphs.is_waiting(earlier)
@@ -203,13 +202,6 @@ class Guard:
         if builds_graph or not weight.master.requires_grad:
             learned.lowered.add(id(weight.master))
         return True
-
-    def _note_use(self, weight: Weight) -> tuple[int | None, int]:
-        """Note that the graph that is being built uses a weight; return the one noted before, and this one."""
-        again = in_backward()
-        graph = graph_task() if again else self._engine.graphs.current.number
-        earlier, weight.used_in[again] = weight.used_in.get(again), graph
-        return earlier, graph
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""

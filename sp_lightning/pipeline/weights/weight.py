@@ -120,8 +120,8 @@ class Weight:
         # the dtype that autocast casts it to, if a graph has just one cast of it and no other use; else None
         self.cast_to: torch.dtype | None = None
         self.leaf_class: type[nn.Parameter] = EagerLeaf
-        # the graph that last had a cast of it by autocast or another such use, in a forward (False) and in a backward
-        self.used_in: dict[bool, int] = {}
+        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
+        self.cast_in: dict[bool, int] = {}
         self.replacements = 0  # how often the master was found in other memory
         # the leaf of an earlier twin, if it was lowered until something used it as it is
         self.lowered_leaves: list[nn.Parameter] = []
