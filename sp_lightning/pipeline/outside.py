@@ -197,8 +197,8 @@ class Guard:
             earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
             if graph == earlier:
                 return False
-            is_alone = id(weight.master) not in learned.used_as_is and not self._engine.graphs.is_waiting(earlier)
-            weight.cast_to = dtype if is_alone else None
+            adds_up = not again and self._engine.graphs.is_waiting(earlier)  # with gradients of another cast
+            weight.cast_to = None if adds_up or id(weight.master) in learned.used_as_is else dtype
         if builds_graph or not weight.master.requires_grad:
             learned.lowered.add(id(weight.master))
         return True
