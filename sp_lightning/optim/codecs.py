@@ -61,13 +61,26 @@ def to_bf16(number: Any) -> Any:
 
 
 @jit
-def key_of(seed: Any, index: Any) -> Any:
-    """Return 32 random bits for the elements from an index on: the same on any number of threads, and when resumed."""
+def _mixed(seed: Any, index: Any) -> Any:
     # numba computes in 64 bits what is not cast
     x = U32(U32(seed) ^ U32(U32(index) * U32(0x9E3779B9)))
     x = U32(U32(x ^ (x >> U32(16))) * U32(0x7FEB352D))
     x = U32(U32(x ^ (x >> U32(15))) * U32(0x846CA68B))
     return U32(x ^ (x >> U32(16)))
+
+
+def key_of(seed: Any, salt: Any, index: Any) -> Any:
+    """Return 32 random bits for the elements from an index on: the same on any number of threads, and when resumed.
+
+    Without a seed nothing is random.
+    """
+
+
+@overload_inline(key_of)
+def _key_of(seed: Any, salt: Any, index: Any) -> Any:
+    if isinstance(seed, types.NoneType):
+        return lambda seed, salt, index: U32(0)
+    return lambda seed, salt, index: _mixed(seed ^ salt, index)
 
 
 @jit
@@ -213,26 +226,26 @@ def _staged(moment: Any, value: Any) -> Any:
     return lambda moment, value: value
 
 
-def pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
+def pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
     """Write a block of staged values back."""
 
 
 @overload_inline(pack)
-def _pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
+def _pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
     if isinstance(moment, types.NoneType) or getattr(moment, "dtype", None) == types.float32:
-        return lambda moment, start, stop, block, seed, offset: None
+        return lambda moment, start, stop, block, seed, salt, offset: None
     if isinstance(moment, types.BaseTuple):
         signed = moment[0].dtype == types.int8
         encode, cast = (encode_signed, np.int8) if signed else (encode_positive, np.uint8)
 
-        def pack_codes(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
+        def pack_codes(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
             for first in range(start, stop, GROUP):
                 values = block[first - start :]
                 scale = largest(values, GROUP) if stop - first >= GROUP else largest(values, stop - first)
                 moment[1][first // GROUP] = scale
             for first in range(start, stop, GROUP):  # apart, as the largest is known late
                 codes, scale, values = moment[0][first:], moment[1][first // GROUP], block[first - start :]
-                key = key_of(seed, offset + first)
+                key = key_of(seed, salt, offset + first)
                 if stop - first >= GROUP:
                     for i in range(GROUP):
                         codes[i] = cast(encode(values[i], scale, noise(key, i)))
@@ -242,10 +255,15 @@ def _pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any
 
         return pack_codes
 
-    def pack_bf16(moment: Any, start: Any, stop: Any, block: Any, seed: Any, offset: Any) -> Any:
-        part, key = moment[start:stop], key_of(seed, offset + start)
-        for i in range(len(part)):  # rounded at random, or slow averages would stand still
-            part[i] = np.uint16(U32(plain_bits(block[i]) + (noise(key, i) >> U32(16))) >> U32(16))
+    is_random = not isinstance(seed, types.NoneType)
+
+    def pack_bf16(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
+        part, key = moment[start:stop], key_of(seed, salt, offset + start)
+        for i in range(len(part)):
+            if is_random:  # or slow averages would stand still
+                part[i] = np.uint16(U32(plain_bits(block[i]) + (noise(key, i) >> U32(16))) >> U32(16))
+            else:
+                part[i] = to_bf16(block[i])
 
     return pack_bf16
 

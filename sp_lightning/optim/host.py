@@ -114,6 +114,7 @@ class HostOptimizer(Optimizer):
             copy: A bf16 copy of the parameter to write.
         """
         weight, low, lowered = weight_memory(p, state)
+        is_random = group.get("master") == "split24" or group.get("moments", "fp32") != "fp32"
         return Pass(
             cls.rule(group, step),
             weight,
@@ -123,7 +124,7 @@ class HostOptimizer(Optimizer):
             moment_memory(p, state, cls.second),
             lowered if copy is None else copy,
             scaling._replace(factor=-scaling.factor) if group["maximize"] else scaling,
-            seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF,
+            seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF if is_random else None,
         )
 
     # ---------------------------------------------------------------------------------------------- of each optimizer

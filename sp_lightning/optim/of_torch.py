@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.host import HostOptimizer
-from sp_lightning.optim.layout import State, count_in, fills_memory, make_state
+from sp_lightning.optim.layout import State, count_in, fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
 from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import NO_SCALING, Scaling
+from sp_lightning.optim.rules import NO_SCALING, ONE, Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -53,7 +53,7 @@ class Work(NamedTuple):
             scaling is not None
             and fills_memory(weight)
             and _lies_like(weight, gradient, weight.dtype, torch.bfloat16)
-            and (copy is None or _lies_like(weight, copy, torch.bfloat16))
+            and (copy is None or (weight.dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)))
         )
 
 
@@ -70,9 +70,7 @@ class OnePass:
         if isinstance(optimizer, HostOptimizer):
             self._cls = type(optimizer)
         elif settings.get("fused", False) and not settings.get("amsgrad") and not settings["maximize"]:
-            found = _OURS.get(type(optimizer))  # torch would run its fused kernel
-            if found is not None and has_torchs_bits(found):  # type: ignore[arg-type]  # classes are hashable
-                self._cls = found
+            self._cls = _OURS.get(type(optimizer))  # torch would run its fused kernel
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
@@ -80,8 +78,8 @@ class OnePass:
             return False
         if self._is_ours:
             return True
-        moments = [work.state.get(name) for name in self._cls.moments_of(self._settings)]
-        return all(_lies_like(work.weight, each, torch.float32) for each in (work.weight, *moments))
+        dtype, moments = work.weight.dtype, [work.state.get(name) for name in self._cls.moments_of(self._settings)]
+        return has_torchs_bits(self._cls, dtype) and all(_lies_like(work.weight, each, dtype) for each in moments)
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
@@ -104,8 +102,8 @@ def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: to
         return None
     if not factors and limit is None:
         return NO_SCALING
-    numbers = [*map(float, factors), 1.0, 1.0][:2] + [math.inf if limit is None else limit]
-    first, then, most = torch.tensor(numbers, dtype=dtype).float().numpy()
+    first, then = [*(np.float32(float(factor)) for factor in factors), ONE, ONE][:2]
+    most = np.float32(math.inf if limit is None else torch.tensor(limit, dtype=dtype).item())
     return Scaling(first, then, most, in_bf16=True if dtype == torch.bfloat16 else None)
 
 
@@ -119,15 +117,21 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
     )
 
 
-@cache
-def has_torchs_bits(cls: type[HostOptimizer]) -> bool:
-    """Try whether an optimizer's kernels and torch's fused ones round alike on this CPU."""
-    if find_spec("numba") is None:
+def has_torchs_bits(cls: type[HostOptimizer], dtype: torch.dtype) -> bool:
+    """Try whether an optimizer's kernels and torch's fused ones round alike on this CPU, over weights of a dtype."""
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
-    random = torch.Generator().manual_seed(0)
-    return all(
-        _agree(cls, options, torch.randn(4, size, generator=random)) for options in _TRIED[cls] for size in _SIZES
-    )
+    if (cls, dtype) not in _FOUND:
+        random = torch.Generator().manual_seed(0)
+        _FOUND[cls, dtype] = all(
+            _agree(cls, options, torch.randn(4, size, generator=random).to(dtype))
+            for options in _TRIED[cls]
+            for size in _SIZES
+        )
+    return _FOUND[cls, dtype]
+
+
+_FOUND: dict[tuple[type[HostOptimizer], torch.dtype], bool] = {}
 
 
 def _agree(cls: type[HostOptimizer], options: dict[str, Any], values: Tensor) -> bool:
@@ -137,17 +141,17 @@ def _agree(cls: type[HostOptimizer], options: dict[str, Any], values: Tensor) ->
     optimizer = cls(weights, **options)
     settings = optimizer.param_groups[0]
     for weight in weights:
-        weight.grad = gradient.bfloat16().float()
-        optimizer.state[weight] = state = make_state(weight, None, "fp32", optimizer.moments_of(settings))
-        state["step"].fill_(_STEP)
-        for name, moment in zip(optimizer.moments_of(settings), moments, strict=False):
-            state[name].copy_(moment.abs())
-    copy = torch.empty_like(value, dtype=torch.bfloat16)
+        weight.grad = gradient.bfloat16().to(value.dtype)
+        optimizer.state[weight] = state = {"step": torch.tensor(_STEP)}
+        state |= {name: m.abs() for name, m in zip(optimizer.moments_of(settings), moments, strict=False)}
+    copy = torch.empty_like(value, dtype=torch.bfloat16) if value.dtype == torch.float32 else None
     theirs, ours = weights
     with torch.no_grad():
         optimizer.step_by_torch(settings, [theirs])
     run([cls.pass_of(settings, ours, gradient.bfloat16(), optimizer.state[ours], _STEP, copy=copy)])
     pairs = zip(optimizer.state[theirs].values(), optimizer.state[ours].values(), strict=True)
     return (
-        torch.equal(theirs, ours) and torch.equal(copy, ours.bfloat16()) and all(torch.equal(*pair) for pair in pairs)
+        torch.equal(theirs, ours)
+        and (copy is None or torch.equal(copy, ours.bfloat16()))
+        and all(torch.equal(*pair) for pair in pairs)
     )

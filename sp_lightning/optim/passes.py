@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     second: Moment
     lowered: Tensor | None
     scaling: Scaling = Scaling()
-    seed: int = 0  # of random rounding
+    seed: int | None = None  # of random rounding; None for rounding to the nearest
 
     @property
     def memory(self) -> tuple[Moment, ...]:
@@ -58,7 +58,7 @@ def run(passes: Sequence[Pass]) -> None:
         _run_alike(rule, scaling, seed, kinds, of_kind)
 
 
-def _run_alike(rule: Any, scaling: Scaling, seed: int, kinds: tuple[Any, ...], passes: Sequence[Pass]) -> None:
+def _run_alike(rule: Any, scaling: Scaling, seed: int | None, kinds: tuple[Any, ...], passes: Sequence[Pass]) -> None:
     import numba
     import numpy as np
 

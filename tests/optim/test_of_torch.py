@@ -28,34 +28,41 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("cls", "options"), KINDS)
 @pytest.mark.parametrize("shape", [(77, 131), (5,), ()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, dtype):
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
+def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, kept, dtype):
+    """In each dtype that weights are kept in and gradients come in."""
     torch.manual_seed(0)
-    theirs, ours = (nn.Parameter(torch.empty(shape)) for _ in range(2))
+    theirs, ours = (nn.Parameter(torch.empty(shape, dtype=kept)) for _ in range(2))
     with torch.no_grad():
         ours.copy_(theirs.normal_())
     reference, optimizer = cls([theirs], fused=True, **options), cls([ours], fused=True, **options)
-    copy = torch.zeros(shape, dtype=torch.bfloat16)
-    factor = torch.tensor(0.3)
+    copy = torch.zeros(shape, dtype=torch.bfloat16) if kept == torch.float32 else None
+    factor = torch.tensor(0.3, dtype=kept)
     passes = 0
     for _ in range(4):
         gradient = torch.randn(shape).to(dtype)
-        theirs.grad = gradient.float().clone().mul_(0.7).mul_(factor).clamp_(-0.2, 0.2)
+        theirs.grad = gradient.to(kept, copy=True).mul_(0.7).mul_(factor).clamp_(-0.2, 0.2)
         reference.step()
         state = optimizer.state[ours]
         one_pass = OnePass(optimizer, settings_of(optimizer))
-        work = Work(ours.data, gradient, state, copy, scaling_of((0.7, factor), 0.2, torch.float32))
+        work = Work(ours.data, gradient, state, copy, scaling_of((0.7, factor), 0.2, kept))
         if not one_pass.takes(work):  # it makes state
             ours.grad = theirs.grad
             optimizer.step()
         else:
             one_pass.step([work])
-            assert torch.equal(copy, ours.bfloat16())
+            assert copy is None or torch.equal(copy, ours.bfloat16())
             passes += 1
         assert torch.equal(theirs, ours)
         for name, value in reference.state[theirs].items():
             assert value is None or torch.equal(value, optimizer.state[ours][name]), name
-    assert passes == (4 if options.get("momentum") is None and cls is torch.optim.SGD else 3)
+    if cls is torch.optim.SGD and not has_torchs_bits(of_torch.SGD, kept):
+        assert passes == 0  # up to torch 2.13 its kernel leaves weights in half precision as they are
+    else:
+        assert passes == (4 if options.get("momentum") is None and cls is torch.optim.SGD else 3)
 
 
 def test_it_is_left_to_torch_where_it_is_something_else():
@@ -106,7 +113,7 @@ def test_gradients_add_up(dtype, numba, threads, monkeypatch):
 
 
 def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):
-    has_torchs_bits.cache_clear()
+    monkeypatch.setattr(of_torch, "_FOUND", {})
     make = AdamRule.make.__func__
 
     def otherwise(cls, group, step, decoupled):
@@ -114,7 +121,6 @@ def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):
         return rule._replace(step_size=rule.step_size * (1 + 2**-22))
 
     monkeypatch.setattr(AdamRule, "make", classmethod(otherwise))
-    assert not has_torchs_bits(of_torch.AdamW)
+    assert not has_torchs_bits(of_torch.AdamW, torch.float32)
     monkeypatch.undo()
-    has_torchs_bits.cache_clear()
-    assert has_torchs_bits(of_torch.AdamW)
+    assert has_torchs_bits(of_torch.AdamW, torch.float32)
