@@ -24,7 +24,8 @@ _CONTAINERS = (list, tuple, dict)
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return the dtype to which autocast lowers operands on this type of device now; None if it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
 
 
 def name_of(func: Callable[..., Any]) -> str:
