@@ -25,7 +25,6 @@ from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
 from sp_lightning.pipeline.gradients import buffers as gradient_buffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.weights import buffers
@@ -85,28 +84,6 @@ class Blocks(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-class AtOnce(HostBackend):
-    """Works without lagging behind, for which buffers are made where memory is to spare; counts what it page-locks."""
-
-    pinned = 0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.pins = True
-
-    def work(self, *arguments: Any, **options: Any) -> Ticket:
-        ticket = super().work(*arguments, **options)
-        ticket.join()
-        return ticket
-
-    def pin(self, memory: Tensor) -> bool:
-        AtOnce.pinned += memory.nbytes
-        return True
-
-    def unpin(self, memory: Tensor) -> None:
-        pass
-
-
 class Compares(L.Callback):
     """Compares what the summary says with what is in memory, when gradients of the last step are gone."""
 
@@ -149,7 +126,15 @@ def test_what_a_former_arrangement_has_held_is_free(
     In all, weights and gradients take at most so many bytes per parameter, those included that pairs or landing buffers
     take in a model with few units.
     """
-    monkeypatch.setattr(devices, "HostBackend", AtOnce)
+    work = HostBackend.work
+
+    def at_once(self: HostBackend, *args: Any, **kwargs: Any) -> Ticket:
+        """Work without lagging behind, for which buffers are made where memory is to spare."""
+        ticket = work(self, *args, **kwargs)
+        ticket.join()
+        return ticket
+
+    monkeypatch.setattr(HostBackend, "work", at_once)
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
     compares, module = Compares(mapped), build()
     trainer = L.Trainer(
@@ -253,7 +238,7 @@ def test_a_more_compact_optimizer_is_named() -> None:
     assert host_memory.name_more_compact([]) is None
 
 
-@pytest.mark.parametrize(("at", "clip", "most"), [("on_train_batch_end", 1.0, 8), ("on_train_batch_start", None, 6.25)])
+@pytest.mark.parametrize(("at", "clip", "most"), [("on_train_batch_end", 1.0, 8), ("on_train_batch_start", None, 6.5)])
 def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are arranged when it is attached, for what the first step shows, and for two windows.
 
@@ -262,10 +247,12 @@ def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.M
     """
     windows = [None] * 3 + [WindowPlan(4, 2)] * 2 + [WindowPlan(3, 1)] * 3
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Mock(before_step=Mock(side_effect=windows)))
-    monkeypatch.setattr(devices, "HostBackend", AtOnce)
-    monkeypatch.setattr(AtOnce, "pinned", 0)
-    counts, settled, module = {}, [], Blocks(16, 128)
+    pinned, settled, counts, module = [], [], {}, Blocks(16, 128)
+    monkeypatch.setattr(HostBackend, "pins", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(HostBackend, "pin", lambda _, memory: pinned.append(memory.nbytes) or True)
+    monkeypatch.setattr(HostBackend, "unpin", lambda *_: None)
     monkeypatch.setattr(GradientStream, "show_all", lambda stream: settled.append(stream.settled))
+    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda _: False)
 
     def count(*_: Any) -> None:
         counts[trainer.global_step] = trainer.strategy.pipeline.stats.arrangements
@@ -276,4 +263,4 @@ def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.M
     trainer.fit(module, DataLoader(torch.randn(16, 128), batch_size=2))
     assert [counts[steps] for steps in range(1, 8)] == [1, 2, 2, 3, 3, 4, 4]
     assert settled[:3] == [True] * 3
-    assert AtOnce.pinned < (most + 0.05) * sum(parameter.numel() for parameter in module.parameters())
+    assert sum(pinned) < (most + 0.05) * sum(parameter.numel() for parameter in module.parameters())
