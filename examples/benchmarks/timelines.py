@@ -3,9 +3,9 @@
     python examples/benchmarks/timelines.py --workload llama-3.1-8b-24g-8k --thousands 1 4 16 --output FOLDER
     python examples/benchmarks/timelines.py --workload toy-lm-bf16 --thousands 1 2 --output FOLDER    # any laptop
 
-One run trains with steps of so many thousand tokens, each size for `--steps` steps, smallest first. Of each size, all
-but the first recorded step are drawn (`<thousands>k.svg`, and `<thousands>k.json` for ui.perfetto.dev); what they
-measured is written to `timelines.json`.
+One run trains with steps of so many thousand tokens, each size for `--steps` steps, in this order; then with those of
+`--unclipped` without clipping. Of each, all but the first recorded step are drawn (`<thousands>k.svg`, and
+`<thousands>k.json` for ui.perfetto.dev); what they measured is written to `timelines.json`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ class Observer(L.Callback):
 
     Args:
         sizes: Thousands of tokens in a step.
+        clipped: Of how many of them the gradients are clipped.
         steps: Steps of each size.
         folder: Where to write to.
         about: What is written with what was recorded.
     """
 
-    def __init__(self, sizes: list[int], steps: int, folder: Path, about: dict[str, Any]) -> None:
+    def __init__(self, sizes: list[int], clipped: int, steps: int, folder: Path, about: dict[str, Any]) -> None:
         self._about = about
         self._sizes = sizes
+        self._clipped = clipped
         self._steps = steps
         self._folder = folder
         self._scope = ExitStack()
@@ -67,6 +69,8 @@ class Observer(L.Callback):
         position = index % self._steps
         if position == 0 and index:
             self._finish(trainer)
+            if len(self.found) == self._clipped:
+                trainer.gradient_clip_val = None
         if position == self._steps - _RECORDED:
             pipeline = _pipeline(trainer)
             self._before = {"stats": dict(vars(pipeline.stats)), "threads": thread_seconds()}
@@ -92,6 +96,7 @@ class Observer(L.Callback):
         self.found.append(
             {
                 "thousands": size,
+                "clipping": trainer.gradient_clip_val,
                 "recorded_steps": _RECORDED,
                 "seconds": seconds,
                 **break_down(recording).metrics(),
@@ -103,9 +108,10 @@ class Observer(L.Callback):
                 "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             }
         )
-        caption = f"{size}K tokens, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        without = "" if trainer.gradient_clip_val else "-unclipped"
+        caption = f"{size}K tokens{without}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
         for suffix in ("svg", "json"):
-            write_timeline(recording, self._folder / f"{size}k.{suffix}", caption=caption)
+            write_timeline(recording, self._folder / f"{size}k{without}.{suffix}", caption=caption)
         self.write()  # at once, as a lease may end at any time
 
     def write(self) -> None:
@@ -152,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="llama-3.1-8b-24g-8k", metavar="NAME")
     parser.add_argument("--thousands", type=int, nargs="+", default=[1, 4, 16], help="tokens in a step")
+    parser.add_argument("--unclipped", type=int, nargs="*", default=[], help="the same, after that without clipping")
     parser.add_argument("--steps", type=int, default=9, help="steps of each size")
     parser.add_argument(
         "--host-gigabytes", type=int, default=0, help="host memory that the machine gives once it is used"
@@ -171,7 +178,7 @@ def main() -> None:
     system = make_system("superpipeline")
     module = BenchModule(build_network(workload).train(), workload, system)
     built = time.perf_counter() - began
-    sizes: list[int] = options.thousands
+    sizes: list[int] = options.thousands + options.unclipped
     about = {
         "workload": options.workload,
         "precision": workload.precision,
@@ -179,7 +186,7 @@ def main() -> None:
         "host_grown": grown,
         "build_seconds": built,
     }
-    observer, clock = Observer(sizes, options.steps, options.output, about), Clock(device)
+    observer, clock = Observer(sizes, len(options.thousands), options.steps, options.output, about), Clock(device)
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,
