@@ -138,10 +138,12 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def model_to_device(self) -> None:
         """Attach the pipeline, which moves buffers and metrics; weights stay where they are."""
-        module = self._module
+        module, precision = self._module, self.precision_plugin
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
-        else:
+            return
+        is_mixed = isinstance(precision, self.lightning.mixed_precision)
+        with precision.forward_context() if is_mixed else nullcontext():  # for the autocast that steps will have
             self.pipeline = Pipeline(
                 module,
                 self.root_device,

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -23,7 +24,9 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
 from sp_lightning.pipeline.gradients import buffers as gradient_buffers
+from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.trainer import host_memory
 
@@ -233,3 +236,31 @@ def test_a_more_compact_optimizer_is_named() -> None:
     assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
     assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
     assert host_memory.name_more_compact([]) is None
+
+
+@pytest.mark.parametrize(("at", "clip", "most"), [("on_train_batch_end", 1.0, 8), ("on_train_batch_start", None, 6.5)])
+def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are arranged when it is attached, for what the first step shows, and for two windows.
+
+    These take no other memory. In all, so many bytes per parameter are page-locked: masters, gradients and copies in
+    bf16; or a few landing buffers, where gradients pass. Those that a callback may read are dropped, and not copied.
+    """
+    windows = [None] * 3 + [WindowPlan(4, 2)] * 2 + [WindowPlan(3, 1)] * 3
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Mock(before_step=Mock(side_effect=windows)))
+    pinned, settled, counts, module = [], [], {}, Blocks(16, 128)
+    monkeypatch.setattr(HostBackend, "pins", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(HostBackend, "pin", lambda _, memory: pinned.append(memory.nbytes) or True)
+    monkeypatch.setattr(HostBackend, "unpin", lambda *_: None)
+    monkeypatch.setattr(GradientStream, "show_all", lambda stream: settled.append(stream.settled))
+    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda _: False)
+
+    def count(*_: Any) -> None:
+        counts[trainer.global_step] = trainer.strategy.pipeline.stats.arrangements
+
+    options = {"precision": "bf16-mixed", "gradient_clip_val": clip, "strategy": SuperpipelineStrategy(k=2)}
+    callback = L.pytorch.callbacks.LambdaCallback(**{at: count})
+    trainer = L.Trainer(accelerator="cpu", max_steps=8, barebones=True, callbacks=[callback], **options)
+    trainer.fit(module, DataLoader(torch.randn(16, 128), batch_size=2))
+    assert [counts[steps] for steps in range(1, 8)] == [1, 2, 2, 3, 3, 4, 4]
+    assert settled[:3] == [True] * 3
+    assert sum(pinned) < (most + 0.05) * sum(parameter.numel() for parameter in module.parameters())

@@ -28,7 +28,7 @@ from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
 from sp_lightning.pipeline.weights.graphs import Graph, before_backward
 from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.weights.operands import replace_instances, tensors_in
+from sp_lightning.pipeline.weights.operands import autocast_dtype, replace_instances, tensors_in
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
 
@@ -89,7 +89,6 @@ class Calls:
         goes_on = goes_on or engine.graphs.waiting()  # this is the backward of the previous step
         engine.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
-            engine.optimizers.begin_step()
             engine.stats.steps += 1
             engine.backend.trace.begin_step()
             engine.activations.begin_step()
@@ -141,8 +140,7 @@ class Calls:
                 return forward(*args, **kwargs)
             finally:
                 member.put_back_masters()
-        device = engine.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(engine.device.type)
         if autocast != engine.arrangement.autocast and engine.adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         if member.compiled is not None and member.module._compiled_call_impl is None:

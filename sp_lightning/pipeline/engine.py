@@ -8,6 +8,7 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
@@ -31,6 +33,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
+from sp_lightning.pipeline.weights.buffers import leaving_pinned
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
@@ -81,6 +84,7 @@ class Engine:
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
         self.memory = HostMemory()  # the host memory that masters lie in
+        self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.pool = HostPool(backend)
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
@@ -93,7 +97,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ an arrangement
 
-    def arrange(self, autocast: torch.dtype | None = None) -> None:
+    def arrange(self, autocast: torch.dtype | None) -> None:
         """Arrange the module's units for what autocast lowers weights to, and take the module over.
 
         Raises:
@@ -118,9 +122,11 @@ class Engine:
     def rearrange(self, autocast: torch.dtype | None) -> None:
         """Give the module back, and arrange it anew."""
         self._is_arranged = False
-        self.uninstall()
-        self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
-        self.arrange(autocast)
+        # not if the engine has gradients: to be shown, those in a lower dtype need more memory than they leave
+        with leaving_pinned(self.backend) if self.stream.settled else nullcontext():
+            self.uninstall()
+            self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
+            self.arrange(autocast)
 
     def _make_parts(self) -> None:
         arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
@@ -128,7 +134,7 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats)
+        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, self.landing)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
@@ -203,7 +209,10 @@ class Engine:
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
         self.optimizers.restore_param_groups()
-        if waiting or self._is_lent_out():
+        if waiting:
+            return
+        self.optimizers.begin_step()  # first, as what it drops would have to be shown if units were arranged anew
+        if self._is_lent_out():
             return
         with self.at_work:
             is_converted = any(weight.is_converted for weight in self.arrangement.weights)

@@ -182,25 +182,31 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, builds_graph: bool) -> bool:
+    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
+
+        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype.
 
         Returns:
             Whether the graph that is being built has no other cast of it.
         """
+        learned = self._engine.learned
         if builds_graph:
             again = in_backward()
             graph = graph_task() if again else self._engine.graphs.current.number
             earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
             if graph == earlier:
                 return False
+            adds_up = not again and self._engine.graphs.is_waiting(earlier)  # with gradients of another cast
+            weight.cast_to = None if adds_up or id(weight.master) in learned.used_as_is else dtype
         if builds_graph or not weight.master.requires_grad:
-            self._engine.learned.lowered.add(id(weight.master))
+            learned.lowered.add(id(weight.master))
         return True
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._engine.learned.used_as_is.add(id(weight.master))
+        weight.cast_to = None
         if weight.lowered:
             self._make_resident(weight)
 

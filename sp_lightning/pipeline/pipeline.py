@@ -27,6 +27,7 @@ from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
 from sp_lightning.pipeline.weights.guard import optimizer_steps, stand_ins
+from sp_lightning.pipeline.weights.operands import autocast_dtype
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _attached: set[Pipeline] = set()
@@ -97,7 +98,7 @@ class Pipeline:
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._calls = Calls(engine)
         try:
-            engine.arrange()
+            engine.arrange(autocast_dtype(self.device.type))  # that is likely to be on in steps, too
         except BaseException:
             engine.memory.keep([])
             self.backend.close()
@@ -156,6 +157,7 @@ class Pipeline:
         stop_listening(self.optimizers)
         optimizer_steps.depth = 0
         self._engine.uninstall()
+        self._engine.landing.close()
         self.optimizers.close()
         self._engine.saved.close()
         self._engine.offloader.close()

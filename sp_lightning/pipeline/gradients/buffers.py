@@ -55,7 +55,7 @@ class GradientLayout:
 def gradient_bytes(unit: Unit) -> int:
     """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
     weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return GradientLayout(weights, [weight.compute_dtype for weight in weights]).nbytes
+    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
 
 
 class GradientMemory:
@@ -138,12 +138,15 @@ def few_buffers(units: int, together: int) -> int:
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
-    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        # how many there may be on any host
-        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
+        self._few = 0  # how many there may be on any host
         self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
+
+    def serve(self, units: Sequence[Unit]) -> None:
+        """Serve the units of an arrangement."""
+        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
 
     def take(self, nbytes: int, patient: bool) -> HostGradients:
         """Take a buffer; block until one is released if all are in use and there may not be more.

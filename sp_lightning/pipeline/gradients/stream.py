@@ -51,7 +51,9 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats) -> None:
+    def __init__(
+        self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, landing: LandingBuffers
+    ) -> None:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, backend)
@@ -60,7 +62,8 @@ class GradientStream:
         self._window = window
         self._backend = backend
         self._stats = stats
-        self._landing = LandingBuffers(units, backend)
+        self._landing = landing
+        landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
 
     # ------------------------------------------------------------------------------------------ while backward runs
@@ -106,7 +109,8 @@ class GradientStream:
             if (tensor := gathered.get(gradient)) is not None:
                 gradients.append(gradient)
                 tensors.append(tensor)
-                dtypes.append(tensor.dtype)
+                weight = gradient.weight
+                dtypes.append(weight.gradient_dtype if tensor.dtype is weight.dtype else tensor.dtype)
                 gradient.norm = None
                 is_new &= gradient.host is None
                 is_hidden &= not gradient.is_seen
@@ -268,10 +272,9 @@ class GradientStream:
         return self._landing.nbytes() + sum(unit.memory.bytes.nbytes for unit in self._units if unit.memory is not None)
 
     def close(self) -> None:
-        """Show all gradients, and release all other memory."""
+        """Show all gradients, and release units' own memory."""
         self.abandon()
         self.show_all()
         for unit in self._units:
             unit.close()
-        self._landing.close()
         self.staging.close()

@@ -22,6 +22,7 @@ from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.weights.buffers import left_pinned
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -118,17 +119,22 @@ class UnitGradients:
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
         self.memory: HostGradients | None = None  # the host memory that they stay in; None if there is none yet
+        self.begin()
+        if left_pinned(self.layout.nbytes, backend) is not None:
+            self.own()
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
         trained = list(filter(IS_TRAINED, self.gradients))
-        if trained != self.trained:
+        dtypes = [gradient.weight.gradient_dtype for gradient in trained]
+        if trained != self.trained or dtypes != self.layout.dtypes:
             self.close()
             self.trained = trained
             weights = [gradient.weight for gradient in trained]
-            self.layout = GradientLayout(weights, [weight.compute_dtype for weight in weights])
-            is_lower = any(weight.lowered for weight in weights)
-            self._sum_layout = GradientLayout(weights, [w.dtype for w in weights]) if is_lower else self.layout
+            self.layout = self._sum_layout = GradientLayout(weights, dtypes)
+            sums = [weight.dtype for weight in weights]
+            if dtypes != sums:
+                self._sum_layout = GradientLayout(weights, sums)
             self.kept_as = self.layout
 
     def own(self) -> HostGradients:

@@ -211,8 +211,9 @@ class Arrangement:
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
-            if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
-                for weight in casts:
+            for weight in casts:
+                weight.cast_to = self.autocast
+                if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
                     weight.compute_dtype = self.autocast
             for weight in known:
                 if id(weight.master) not in as_is:
@@ -220,7 +221,7 @@ class Arrangement:
 
     def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
-        lowered, weight.compute_dtype = weight.lowered, weight.dtype
+        lowered, weight.compute_dtype, weight.cast_to = weight.lowered, weight.dtype, None
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))

@@ -52,6 +52,10 @@ class Graphs:
         for graph in self._earlier:
             graph.outdated = True
 
+    def is_waiting(self, number: int | None) -> bool:
+        """Tell whether an earlier graph still waits for its backward."""
+        return any(graph.number == number and not graph.done for graph in self._earlier)
+
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
         waits, self.has_served = self.has_served, False

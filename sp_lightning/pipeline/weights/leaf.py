@@ -185,7 +185,8 @@ class LoweredParameter(EagerLeaf):
             return True
         if self.dtype is not weight.compute_dtype:
             return False  # it was served, and may have been changed since
-        return bool(guard.note_cast(weight, builds_graph=self.requires_grad and torch.is_grad_enabled()))
+        graph = self.requires_grad and torch.is_grad_enabled()
+        return bool(guard.note_cast(weight, torch.get_autocast_dtype(kind), builds_graph=graph))
 
 
 explain_graph_break(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -19,6 +20,12 @@ _METADATA = {
 OF_THE_DTYPE = {"dtype", "element_size", "itemsize", "nbytes"}
 """What a weight that is sent in another dtype answers as its master does."""
 _CONTAINERS = (list, tuple, dict)
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype to which autocast lowers operands on this type of device now; None if it is off."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
 
 
 def name_of(func: Callable[..., Any]) -> str:

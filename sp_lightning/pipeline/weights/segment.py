@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
+from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, forget_left, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
@@ -182,6 +182,7 @@ class HostMemory:
 
 
 def _move_into_new_memory(weights: Sequence[Weight], backend: Backend) -> HostBuffer:
+    forget_left(backend)  # units are others than before, and their memory takes room twice for a moment
     offsets, nbytes = lay_out([weight.nbytes for weight in weights])
     memory, copied = HostBuffer(nbytes, backend, pin=False), [weight.master.data for weight in weights]
     for weight, offset in zip(weights, offsets, strict=True):

@@ -117,6 +117,8 @@ class Weight:
         self.dtype = master.dtype
         # the dtype in which it is sent: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
+        # the dtype that autocast casts it to, if a graph has just one cast of it and no other use; else None
+        self.cast_to: torch.dtype | None = None
         self.leaf_class: type[nn.Parameter] = EagerLeaf
         # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
         self.cast_in: dict[bool, int] = {}
@@ -138,6 +140,11 @@ class Weight:
     def lowered(self) -> bool:
         """Whether it is sent in a dtype other than its own."""
         return self.compute_dtype != self.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which its gradients travel: those of a single cast have all their bits in the cast's dtype."""
+        return self.cast_to or self.compute_dtype
 
     @property
     def compute_bytes(self) -> int:
