@@ -12,9 +12,8 @@ export PYTHONPATH=$PWD:/tmp/site PATH=/tmp/site/bin:$PATH PYTHONUNBUFFERED=1
 left() { echo $((LIMIT - SECONDS - ${1:-5})); }  # seconds, less those that are kept for what follows
 at_most() { local wanted=$1 most; most=$(left); shift; timeout -s INT -k 10 $((wanted < most ? wanted : most)) "$@"; }
 
-install() {  # what the machine lacks, once
-    [ -e /tmp/site/done ] && return
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site $HERE/wheels/*.whl && touch /tmp/site/done
+install() {  # what the machine lacks: rivals, and what tests of the command line need
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site $HERE/wheels/*.whl
 }
 
 machine() {
@@ -33,7 +32,7 @@ tests() {  # all that need a GPU
 }
 
 memory_tests() {  # those of them whose answer depends on how fast the device is
-    at_most 60 python3 -m pytest tests/gpu/test_streams.py tests/gpu/test_activations.py tests/gpu/test_offload.py -n 6 -q --color=no > "$RESULTS/gpu_memory_tests.log" 2>&1
+    at_most 45 python3 -m pytest tests/gpu/test_streams.py tests/gpu/test_activations.py -n 8 -q --color=no > "$RESULTS/gpu_memory_tests.log" 2>&1
     grep -E "^(FAILED|ERROR)|passed|failed" "$RESULTS/gpu_memory_tests.log" | cut -c1-300
 }
 
@@ -46,16 +45,15 @@ bench() {  # NAME SECONDS WORKLOADS SYSTEMS
     timeout -k 5 $((seconds + 5)) python3 $HERE/bench.py run --workloads $3 --systems $4 --rounds 1 --steps 6 --host-memory 50GB --revision "$COMMIT" --time-limit "$seconds" --output "$RESULTS/$1.json" 2>&1 | grep -v -i warning | cut -c1-300
 }
 
-ours() { bench ours 130 qwen2.5-1.5b-8k "superpipeline-recompute superpipeline device"; }
+ours() { bench ours 130 qwen2.5-1.5b-8k "superpipeline-recompute device superpipeline"; }
 
 rivals() { bench rivals 280 qwen2.5-1.5b-8k "superpipeline-recompute deepspeed-zero3 device superpipeline fsdp2"; }
 
 timelines() {
-    timeout -k 5 "$(left)" python3 $HERE/timelines.py --workload llama-3.1-8b-24g-8k --thousands 1 4 8 16 --unclipped 8 --steps 6 --revision "$COMMIT" --output "$RESULTS" > "$RESULTS/timelines.log" 2>&1
+    timeout -k 5 120 python3 $HERE/timelines.py --workload llama-3.1-8b-24g-8k --thousands 16 8 4 1 --unclipped 8 --host-gigabytes 100 --revision "$COMMIT" --output "$RESULTS" > "$RESULTS/timelines.log" 2>&1
     tail -8 "$RESULTS/timelines.log" | cut -c1-900
 }
 
-install || exit
 machine
 for part in "$@"; do
     echo "--- $part, after $SECONDS s"

@@ -1,11 +1,12 @@
-"""Record timelines of one model as its steps grow, with the engine's choices and the time that threads worked.
+"""Record timelines of one model with steps of several sizes, the engine's choices, and the time that threads worked.
 
-    python examples/benchmarks/timelines.py --workload llama-3.1-8b-24g-8k --thousands 1 4 16 --output FOLDER
-    python examples/benchmarks/timelines.py --workload toy-lm-bf16 --thousands 1 2 --output FOLDER    # any laptop
+    python examples/benchmarks/timelines.py --workload llama-3.1-8b-24g-8k --thousands 16 4 1 --output FOLDER
+    python examples/benchmarks/timelines.py --workload toy-lm-bf16 --thousands 2 1 --output FOLDER    # any laptop
 
-One run trains with steps of so many thousand tokens, each size for `--steps` steps, in this order; then with those of
-`--unclipped` without clipping. Of each, all but the first recorded step are drawn (`<thousands>k.svg`, and
-`<thousands>k.json` for ui.perfetto.dev); what they measured is written to `timelines.json`.
+One run trains with steps of so many thousand tokens, in this order, the first size for a few more steps because the
+engine plans in them; then with those of `--unclipped` without clipping. Of each, all but the first recorded step are
+drawn (`<thousands>k.svg`, and `<thousands>k.json` for ui.perfetto.dev); what they measured is written to
+`timelines.json`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from sp_lightning.pipeline import Pipeline, Recording  # noqa: E402
 from sp_lightning.timeline import break_down, write_timeline  # noqa: E402
 
 _RECORDED = 4  # steps of each size; the first of them is left out
+_PLANNED = 4  # more steps of the first size
 
 
 class Observer(L.Callback):
@@ -66,12 +68,13 @@ class Observer(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
         """Begin or end a recording."""
-        position = index % self._steps
-        if position == 0 and index:
+        end = _PLANNED + self._steps * (len(self.found) + 1)
+        if index == end:
             self._finish(trainer)
+            end += self._steps
             if len(self.found) == self._clipped:
                 trainer.gradient_clip_val = None
-        if position == self._steps - _RECORDED:
+        if index == end - _RECORDED:
             pipeline = _pipeline(trainer)
             self._before = {"stats": dict(vars(pipeline.stats)), "threads": thread_seconds()}
             self._began = time.perf_counter()
@@ -145,7 +148,7 @@ def batches(workload: Workload, sizes: list[int], steps: int) -> list[dict[str, 
     generator, found = torch.Generator().manual_seed(1), []
     for size in sizes:
         batch = workload.batch(size * 1024 // workload.items_per_sample, generator)
-        found += [{name: _pinned(tensor) for name, tensor in batch.items()}] * steps
+        found += [{name: _pinned(tensor) for name, tensor in batch.items()}] * (steps if found else steps + _PLANNED)
     return found
 
 
@@ -157,9 +160,9 @@ def main() -> None:
     """Train, and write what was recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="llama-3.1-8b-24g-8k", metavar="NAME")
-    parser.add_argument("--thousands", type=int, nargs="+", default=[1, 4, 16], help="tokens in a step")
+    parser.add_argument("--thousands", type=int, nargs="+", default=[16, 4, 1], help="tokens in a step")
     parser.add_argument("--unclipped", type=int, nargs="*", default=[], help="the same, after that without clipping")
-    parser.add_argument("--steps", type=int, default=9, help="steps of each size")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each size")
     parser.add_argument(
         "--host-gigabytes", type=int, default=0, help="host memory that the machine gives once it is used"
     )
@@ -190,7 +193,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,
-        max_steps=len(sizes) * options.steps,
+        max_steps=len(sizes) * options.steps + _PLANNED,
         gradient_clip_val=workload.clipping,
         precision=workload.precision,  # type: ignore[arg-type]
         strategy="superpipeline",
@@ -201,10 +204,7 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader(batches(workload, sizes, options.steps), batch_size=None))
-    seconds = clock.seconds()
-    for index, found in enumerate(observer.found):
-        found["step_seconds_of_clock"] = seconds[index * options.steps : (index + 1) * options.steps]
-    about |= {"run_seconds": time.perf_counter() - began, "values": clock.values()}
+    about |= {"run_seconds": time.perf_counter() - began, "values": clock.values(), "clock": clock.seconds()}
     observer.write()
     for found in observer.found:
         print(json.dumps({name: value for name, value in found.items() if name != "thread_seconds"}))
