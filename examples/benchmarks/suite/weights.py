@@ -20,6 +20,7 @@ from suite.workloads import Workload
 _NOISE = 1 << 22  # numbers in the block
 _SHIFT = 65_537  # how much later in the block the next weight begins, so that no two layers are alike
 _DEVIATION = 0.02  # the usual standard deviation for transformers
+_INITS = {"torch.nn.init", "transformers.initialization"}  # the latter's functions stand for the former's meanwhile
 _DRAWS = {Tensor.normal_, Tensor.uniform_}
 
 
@@ -31,7 +32,7 @@ class _NoInit(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
+        if getattr(func, "__module__", None) in _INITS:
             return args[0] if args else kwargs["tensor"]
         if func in _DRAWS:  # `trunc_normal_` draws until all values are within bounds, and zeros are
             return args[0].zero_()
