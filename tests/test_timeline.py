@@ -77,19 +77,21 @@ def test_the_bottleneck_of_a_recorded_step(machine, lane, words):
     assert words in numbers.headline()
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("in_backward", [True, False], ids=["stepped in backward", "under the next forward"])
 @pytest.mark.parametrize(
     ("machine", "lane"),
     [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.COMPUTE], strict=True)],
 )
-def test_the_bottleneck_of_a_simulated_step(machine, lane, in_backward):
+def test_the_bottleneck_of_a_simulated_step(machine, lane, in_backward, activations):
     """The engine itself on virtual clocks: the lane that is named is the one with the most to do."""
     units, per_ms = 20, MACHINES[machine]
     backend = SimulatedBackend(
         1e3 * UNIT_BYTES / per_ms.up, 1e3 * UNIT_BYTES / per_ms.down, 1e3 * STEP_BYTES / per_ms.step
     )
     model = Chain(TimedBlock(WIDTH, backend, per_ms.forward / 1e3, per_ms.backward / 1e3) for _ in range(units))
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(2, 1, units=[TimedBlock]), backend=backend)
+    options = PipelineOptions(2, 1, units=[TimedBlock], activations=activations)
+    pipeline = Pipeline(model, "cpu", options=options, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():

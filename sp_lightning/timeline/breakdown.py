@@ -31,7 +31,7 @@ class Breakdown:
     busy: dict[Lane, float]  # how long each lane worked; stalls are not work
     nbytes: dict[Lane, int]  # moved by each lane
     kinds: dict[Kind, float]  # how long each kind of work took; computing does not include the stalls in it
-    stalls: dict[str, float]  # how long computing waited for "weights", "gradients" or "activations"
+    stalls: dict[str, float]  # how long computing waited for "weights", "optimizer", "gradients" or "activations"
     overlap: float  # the share of copies and work on the host that ran while the device computed; 1 if there was none
 
     @property
@@ -78,7 +78,7 @@ class Breakdown:
 
     def metrics(self) -> dict[str, float]:
         """Return what the callback logs of recorded steps, for one step (docs/timeline.md)."""
-        causes = ("weights", "gradients", "activations")
+        causes = ("weights", "optimizer", "gradients", "activations")
         return {
             "step_seconds": self.seconds / self.steps,
             "compute_share": self.share(self.busy[Lane.COMPUTE]),

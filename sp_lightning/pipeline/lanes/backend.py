@@ -197,6 +197,15 @@ class Trace:
         self._backend.wait(ticket)
         self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
 
+    def join(self, job: Ticket, what: str) -> None:
+        """Make the host wait for a job, and note how long the device has nothing to do for that."""
+        if self._entries is None or job.done:
+            job.join()
+            return
+        begin = self._backend.mark()
+        job.join()
+        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+
     def begin(self, kind: Kind, name: str) -> None:
         """Note that a unit begins to compute, and that the one before it is done."""
         if self._entries is not None:

@@ -181,7 +181,7 @@ class Window:
             return
         self.stats.optimizer_waits += not work.done
         try:
-            work.join()
+            self.backend.trace.join(work, "optimizer")
         finally:
             if work.done:  # not if an interrupt has ended the wait
                 group.being_stepped = None
