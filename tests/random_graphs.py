@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Plan, autocast_forgets_gradients
@@ -189,7 +188,6 @@ class Example:
     activations: str
     room: int | None  # for activations, on a device that tells how much memory is free
     mixed: bool  # each call draws a policy of its own
-    part: int  # elements for each thread after which weights are cut
     lag: float  # seconds that each job on the host takes longer
     plan: Plan
 
@@ -225,6 +223,5 @@ def examples(draw: st.DrawFn) -> Example:
     forest = draw(st.lists(trees(), min_size=1, max_size=4))
     if "reentrant" in str(forest) and AUTOCAST_FORGETS_GRADIENTS:
         plan = replace(plan, cast_cache=False)
-    part = draw(st.sampled_from([64, unit_step._PART]))
     k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))
-    return Example(forest, k, k_prime, policy, activations, room, mixed, part, lag, plan)
+    return Example(forest, k, k_prime, policy, activations, room, mixed, lag, plan)

@@ -15,7 +15,6 @@ from hypothesis import given, note, settings
 from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.policy import AutoPolicy
-from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.options import Policy
 
 from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
@@ -30,7 +29,6 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     activations="keep",
     room=None,
     mixed=False,
-    part=unit_step._PART,
     lag=0,
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False),
 )
@@ -74,7 +72,6 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # too little room
         stack.enter_context(patch.object(HostBackend, "memory", return_value=memory_with(example.room)))
-        stack.enter_context(patch.object(unit_step, "_PART", example.part))
         stack.enter_context(slow_host(example.lag))
         if example.mixed:
             chance = random.Random(0)

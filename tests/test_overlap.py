@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
-from sp_lightning.pipeline.optimizer import unit_step
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, note_state, slow_host
 from .lightning_modules import trainer
@@ -38,12 +37,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, 0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of a block are cut."""
-    monkeypatch.setattr(unit_step, "_PART", 64)  # whole vectors, as torch's kernels round the rest otherwise
 
 
 class Model(nn.Sequential):

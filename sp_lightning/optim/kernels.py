@@ -179,7 +179,7 @@ def _update_part(
         v[i] = float_of(U32(bits_of(staged(moment, second)) | U32(up << U32(31))))
 
 
-@jit
+@njit(nogil=True, error_model="numpy")  # not inlined, or it would be compiled twice: for one thread and for several
 def step_range(
     rule: Any, weight: Any, low: Any, gradient: Any, first: Any, second: Any, lowered: Any, scaling: Any, seed: Any,
     offset: Any,

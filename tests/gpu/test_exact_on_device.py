@@ -57,7 +57,7 @@ def test_what_units_share_stays_for_a_checkpoint_in_one_of_them(device: torch.de
     """Backward has left one unit, and puts its masters back, when it runs the checkpoint again in the other."""
     trees = [("checkpoint", [("leaf", "block"), ("leaf", "int8")]), ("branches", [("leaf", "block"), ("again", 1)])]
     plan = Plan(steps=2, accumulate=1)
-    example = Example(trees, 2, 1, units_are_nodes, "keep", room=None, mixed=False, part=64, lag=0.0, plan=plan)
+    example = Example(trees, 2, 1, units_are_nodes, "keep", room=None, mixed=False, lag=0.0, plan=plan)
     compare(example.case(), device, PipelineOptions(k=2, k_prime=1, activations="keep", debug=True))
 
 

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.optim import of_torch
 from sp_lightning.optim.passes import run
-from sp_lightning.pipeline.optimizer import unit_step
 
 from ..zoo.blocks import WIDTH, chain
 
@@ -42,12 +41,6 @@ def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: o
     state = trainer.optimizers[0].state
     kept = [value for weight in module.parameters() for value in state[weight].values()]
     return [*(weight.detach() for weight in module.parameters()), *kept], strategy
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are large enough to be worth a pass."""
-    monkeypatch.setattr(unit_step, "_PART", 64)
 
 
 @pytest.mark.parametrize(

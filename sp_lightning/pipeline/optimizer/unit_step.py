@@ -3,13 +3,12 @@
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
 
 For torch's fused AdamW, Adam and SGD this is one pass of a compiled kernel (`sp_lightning.optim`). Otherwise the code
-of the user's optimizer makes a pass for each operation; it runs on memory of our choice, so large weights are cut into
-parts that stay in the cache from one operation to the next. All bits are as after `optimizer.step()`.
+of the user's optimizer makes a pass for each operation. All bits are as after `optimizer.step()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +18,11 @@ from torch.optim import Optimizer
 from sp_lightning.optim import rules
 from sp_lightning.optim.of_torch import OnePass, Work, scaling_of
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
-from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, State
+from sp_lightning.pipeline.optimizer.kinds import State
 from sp_lightning.pipeline.torch_private import StepCode
-from sp_lightning.pipeline.weights.buffers import is_dense
 
-# Elements for each thread: so many of a gradient, a master and a copy stay in its cache. Torch's CPU loops compute the
-# elements left over after the last whole vector one by one, which may round differently. So the position of an element
-# in its tensor decides its bits: weights are cut at multiples of any vector's length only.
-_PART = 1 << 18
+# Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
+_ALONE = 1 << 16
 
 
 class Update(NamedTuple):
@@ -60,23 +56,15 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         updates: Those of weights that have a gradient.
     """
     code = StepCode(optimizer, settings.copy())
-    # parts for two threads at least: in smaller ones the time that Python takes between them would show
-    limit = _PART * max(2, torch.get_num_threads())
-    cuts = type(optimizer) in BY_ELEMENT
-    together: list[Update] = []  # by torch's fused kernel, which makes one pass, or so small that Python would show
+    together: list[Update] = []
     one_pass, works = OnePass(optimizer, settings), []
     numbers: dict[Any, rules.Scaling | None] = {}
     for update in updates:
         update = update._replace(scaling=update.scaling.without_ones)
-        size = update.parameter.numel()
-        if update.is_plain and (settings.get("fused") or not cuts):
-            together.append(update)
-        elif one_pass.takes(work := _work(update, numbers)):
+        if not update.is_plain and one_pass.takes(work := _work(update, numbers)):
             works.append(work)
-        elif size <= _PART // 4:
+        elif update.is_plain or update.parameter.numel() < _ALONE:
             together.append(update)
-        elif cuts and size > limit and _can_be_cut(update):
-            _update_by_parts(code, update, limit)
         else:
             _update(code, [update])
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
@@ -93,41 +81,6 @@ def _work(update: Update, numbers: dict[Any, rules.Scaling | None]) -> Work:
     if known not in numbers:
         numbers[known] = scaling_of(scaling.factors, scaling.clamp, parameter.dtype)
     return Work(parameter, gradient, state, copy, numbers[known])
-
-
-def _can_be_cut(update: Update) -> bool:
-    """Tell whether all of a weight's memory lies alike; state, by the first step that makes it, is made as a whole."""
-    parameter, states = update.parameter, update.state.values()
-    alike = [update.gradient, *(value for value in states if isinstance(value, Tensor) and value.dim())]
-    return (
-        bool(update.state)
-        and is_dense(parameter)
-        and all(isinstance(value, Tensor) and value.device.type == "cpu" for value in states)
-        and all(tensor.shape == parameter.shape and tensor.stride() == parameter.stride() for tensor in alike)
-    )
-
-
-def _update_by_parts(code: StepCode, update: Update, limit: int) -> None:
-    for part in _parts(update, limit):
-        _update(code, [part])
-    for key, value in part.state.items():
-        if value.dim() == 0:
-            update.state[key].copy_(value)
-
-
-def _parts(update: Update, limit: int) -> Iterator[Update]:
-    count = update.parameter.numel()
-
-    def flat(tensor: Tensor) -> Tensor:
-        return tensor.as_strided((count,), (1,))
-
-    parameter, gradient, copy = flat(update.parameter), flat(update.gradient), update.copy
-    state = {key: flat(value) if value.dim() else value for key, value in update.state.items()}
-    for start in range(0, count, limit):
-        part = slice(start, min(start + limit, count))
-        # the code changes a number such as `step` once for each parameter: each part has its own
-        own = {key: value[part] if value.dim() else value.clone() for key, value in state.items()}
-        yield Update(parameter[part], gradient[part], update.scaling, own, None if copy is None else flat(copy)[part])
 
 
 def _update(code: StepCode, updates: Sequence[Update]) -> None:

@@ -1,4 +1,4 @@
-"""One unit's step has the bits of a plain one: for each optimizer, cut into parts, with casts, copies and gaps."""
+"""One unit's step has the bits of a plain one: for each optimizer, alone and together, with casts, copies and gaps."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Both:
                 assert torch.equal(value, found_value) if isinstance(value, Tensor) else value == found_value, key
 
 
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are cut."""
-    monkeypatch.setattr(unit_step, "_PART", 1 << 10)
+@pytest.fixture(autouse=True, params=[1 << 10, 1 << 16])
+def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights are stepped by themselves."""
+    monkeypatch.setattr(unit_step, "_ALONE", request.param)
 
 
 @pytest.mark.parametrize("kind", BY_ELEMENT, ids=lambda kind: kind.__name__)
