@@ -64,13 +64,21 @@ def _run_alike(rule: Any, scaling: Scaling, seed: int | None, kinds: tuple[Any, 
 
     from sp_lightning.optim.kernels import step_shares  # numba takes its time
 
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    ranges, begins = _share([each.weight.numel() for each in passes], threads)
+    ranges, begins = _share([each.weight.numel() for each in passes], _threads())
+    if not ranges:
+        return
     addresses = np.array([[*each.addresses()] for each in passes], dtype=np.int64)
     numbers = np.array(ranges, dtype=np.int64), np.array(begins, dtype=np.int64)
     with _ONE_AT_A_TIME:
-        numba.set_num_threads(threads)
+        numba.set_num_threads(len(begins) - 1)  # the others would be woken, and waited for
         step_shares(rule, tuple(map(_empty, kinds)), addresses, *numbers, scaling, seed)
+
+
+def _threads() -> int:
+    """Return how many threads torch uses in this one, if numba has as many."""
+    import numba
+
+    return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
 
 
 def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int]], list[int]]:
@@ -123,5 +131,5 @@ def add(total: Tensor, gradient: Tensor) -> None:
         from sp_lightning.optim.kernels import add_bits
 
         with _ONE_AT_A_TIME:
-            numba.set_num_threads(max(1, min(torch.get_num_threads(), count // _LEAST, numba.config.NUMBA_NUM_THREADS)))
+            numba.set_num_threads(max(1, min(_threads(), count // _LEAST)))
             add_bits(flat(total), flat(gradient))

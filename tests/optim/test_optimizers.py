@@ -316,3 +316,11 @@ def test_without_numba(monkeypatch):
         optim.AdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))])
     with pytest.raises(ImportError, match="Lion over torch.float32"):
         optim.Lion(ours)
+
+
+def test_a_weight_without_elements():
+    weight = nn.Parameter(torch.empty(0, 3))
+    weight.grad = torch.empty(0, 3)
+    optimizer = optim.AdamW([weight])
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
