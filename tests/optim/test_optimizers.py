@@ -319,7 +319,7 @@ def test_without_numba(monkeypatch):
 
 
 def test_a_weight_without_elements():
-    weight = nn.Parameter(torch.empty(0, 3))
+    weight = torch.nn.Parameter(torch.empty(0, 3))
     weight.grad = torch.empty(0, 3)
     optimizer = optim.AdamW([weight])
     optimizer.step()
