@@ -61,8 +61,8 @@ class OnePass:
     """Steps weights of one param group, each in one pass over its memory."""
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
-        self._is_ours = isinstance(optimizer, HostOptimizer)
         self._settings = settings
+        self._is_ours = isinstance(optimizer, HostOptimizer)
         # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
         self._cls: type[HostOptimizer] | None = None
         if find_spec("numba") is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -59,26 +60,45 @@ def run(passes: Sequence[Pass]) -> None:
 
 
 def _run_alike(rule: Any, scaling: Scaling, seed: int | None, kinds: tuple[Any, ...], passes: Sequence[Pass]) -> None:
-    import numba
     import numpy as np
 
     from sp_lightning.optim.kernels import step_shares  # numba takes its time
 
-    ranges, begins = _share([each.weight.numel() for each in passes], _threads())
+    ranges, begins = _share([each.weight.numel() for each in passes], torch.get_num_threads())
     if not ranges:
         return
     addresses = np.array([[*each.addresses()] for each in passes], dtype=np.int64)
     numbers = np.array(ranges, dtype=np.int64), np.array(begins, dtype=np.int64)
-    with _ONE_AT_A_TIME:
-        numba.set_num_threads(len(begins) - 1)  # the others would be woken, and waited for
+    with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
         step_shares(rule, tuple(map(_empty, kinds)), addresses, *numbers, scaling, seed)
 
 
-def _threads() -> int:
-    """Return how many threads torch uses in this one, if numba has as many."""
+@contextmanager
+def _on_threads(count: int) -> Iterator[None]:
+    """Have kernels run on so many threads in this scope, if numba has as many."""
     import numba
 
-    return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+    with _ONE_AT_A_TIME:
+        _start_threads()
+        before = numba.get_num_threads()
+        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+        try:
+            yield
+        finally:
+            numba.set_num_threads(before)
+
+
+@cache
+def _start_threads() -> None:
+    """Have numba start its threads once, in a thread that ends: the one that does so gets their number as torch's, too.
+
+    That is OpenMP's number, and OpenMP is torch's own. With another one, torch's sums would have other bits.
+    """
+    import numba
+
+    starter = threading.Thread(target=numba.get_num_threads)
+    starter.start()
+    starter.join()
 
 
 def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int]], list[int]]:
@@ -126,10 +146,7 @@ def add(total: Tensor, gradient: Tensor) -> None:
         for part, added in zip(*parts, strict=True):
             part.add_(added)  # it is cast in the cache
     else:
-        import numba
-
         from sp_lightning.optim.kernels import add_bits
 
-        with _ONE_AT_A_TIME:
-            numba.set_num_threads(max(1, min(_threads(), count // _LEAST)))
+        with _on_threads(max(1, min(torch.get_num_threads(), count // _LEAST))):
             add_bits(flat(total), flat(gradient))

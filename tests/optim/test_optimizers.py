@@ -289,11 +289,14 @@ def test_codes_without_their_scales_are_refused():
 
 
 def test_compiling_a_kernel_is_said_once(tmp_path):
-    """In a process with an empty cache; one with a full cache has nothing to wait for."""
+    """In a process with an empty cache; one with a full cache has nothing to wait for. Neither sees other threads."""
     code = (
-        "import torch, sp_lightning.optim as optim\n"
+        "import torch, numba, sp_lightning.optim as optim\n"
+        "torch.set_num_threads(1)\n"
         "for _ in range(2):\n"
         "    p = torch.nn.Parameter(torch.zeros(3)); p.grad = torch.ones(3); optim.SGD([p]).step()\n"
+        "assert torch.get_num_threads() == 1, 'sums would have other bits'\n"
+        "assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     said = [
