@@ -131,7 +131,6 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
-            self._computed = self._api.Event()  # made once: a wait for it is for what it marked at that moment
         self.pins = device.type == "cuda"
         if self.pins:
             use_expandable_segments(self._up)
@@ -142,12 +141,13 @@ class AcceleratorBackend(Backend):
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        computing = self._api.current_stream(self.device)
         if after is None or after.done:
             if after is not None:
                 after.join()  # raises if it failed: there is nothing to copy
-            self._wait_for_computing(self._up)
+            self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
-        computed, events = self._computing.record_event(), self._events()
+        computed, events = computing.record_event(), self._events()
 
         def issue() -> None:
             self._up_behind_work.wait_event(computed)
@@ -157,16 +157,8 @@ class AcceleratorBackend(Backend):
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
-        self._wait_for_computing(self._down)
+        self._down.wait_stream(self._api.current_stream(self.device))
         return self._copy(self._down, target, source)
-
-    @property
-    def _computing(self) -> Any:
-        return self._api.current_stream(self.device.index)  # torch takes its time to find the index of a device
-
-    def _wait_for_computing(self, stream: Any) -> None:
-        self._computed.record(self._computing)
-        stream.wait_event(self._computed)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor, events: tuple[Any, Any] | None = None) -> Ticket:
         """Issue a copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
@@ -189,12 +181,12 @@ class AcceleratorBackend(Backend):
         assert isinstance(ticket, _StreamTicket)
         if ticket.issued is not None:
             ticket.issued.join()
-        self._computing.wait_event(ticket.event)
+        self._api.current_stream(self.device).wait_event(ticket.event)
 
     @override
     def mark(self) -> Any:
         event = self._api.Event(enable_timing=True)
-        event.record(self._computing)
+        event.record(self._api.current_stream(self.device))
         return event
 
     @override
