@@ -223,6 +223,5 @@ class Guard:
             )
         self._engine.window.finish_optimizer(weight.unit.group)  # it is sent at once
         self._engine.window.write_back([weight])
-        self._engine.stats.promotions += 1
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True
