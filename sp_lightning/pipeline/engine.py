@@ -57,11 +57,7 @@ class Planner:
 
 
 class Engine:
-    """The parts that stream a module.
-
-    Attributes:
-        parameters: The identities of the module's parameters.
-    """
+    """The parts that stream a module."""
 
     arrangement: Arrangement
     calls: Calls  # that members' calls are routed to
@@ -91,7 +87,7 @@ class Engine:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
-        self.optimizers = Optimizers(self.stats, self.at_work, options.overlap_optimizer)
+        self.optimizers = Optimizers(self.stats, self.at_work, replicas, options.overlap_optimizer)
         self.planner = planner
         self._is_arranged = False
 
@@ -136,7 +132,7 @@ class Engine:
         self.window = Window(arrangement.groups, groups, self.order, backend, stats)
         self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, self.landing)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
-        self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
+        self.steps = GroupSteps(self.window, self.stream, fused)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
         self.guard = Guard(self)
 
@@ -146,8 +142,8 @@ class Engine:
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
-        self.parameters = frozenset(self._names.values())
-        self.optimizers.work_with(self, {id(weight.master): weight for weight in arrangement.weights})
+        weights = {id(weight.master): weight for weight in arrangement.weights}
+        self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
@@ -272,19 +268,16 @@ class Engine:
             self.guard.in_step = True
 
     def relax_guard(self) -> None:
-        """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
-        if self.graphs.scopes or self.backward.running:
-            return
-        self.guard.in_step = False
-        copies = self.window.copies_of(self.arrangement.groups)
-        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
+        """Relax the guard, once neither a step nor a backward pass is under way."""
+        if not (self.graphs.scopes or self.backward.running):
+            self.guard.in_step = False
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""
         with self.at_work:
             self.steps.settle()
             self.stream.settle()
-            self.relax_guard()
+            self.window.settled = True
 
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
