@@ -60,7 +60,7 @@ class Guard:
     def __init__(self, engine: GuardedEngine) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
-        self.settled = True  # whether nothing is under way that writes masters or their gradients
+        self.window = engine.window
         self._engine = engine
         self._weights = [weight for weight in engine.arrangement.weights if not isinstance(weight, QuantizedWeight)]
 
@@ -115,7 +115,7 @@ class Guard:
             if writes:  # or gets an alias to write to: what is on the device is checked before next use
                 for copied_from in {group, weight.twin.group}:
                     window.note_write(copied_from)
-        elif not self.settled:
+        elif not self.window.settled:
             self._engine.settle()
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
@@ -223,6 +223,5 @@ class Guard:
             )
         self._engine.window.finish_optimizer(weight.unit.group)  # it is sent at once
         self._engine.window.write_back([weight])
-        self._engine.stats.promotions += 1
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True
