@@ -57,7 +57,7 @@ class GradientStream:
         self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit) for unit in units]
+        self._units = [UnitGradients(unit) for unit in units if unit.weights]  # not those that live on the device
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = backend
