@@ -125,15 +125,15 @@ class Engine:
             self.arrange(autocast)
 
     def _make_parts(self) -> None:
-        arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
+        arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
-        self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, self.landing)
+        self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
+        self.stream = GradientStream(arrangement.all_units, self.window, self.landing)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, self.stream, fused)
-        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
+        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, self.at_work)
         self.guard = Guard(self)
 
     def _install(self) -> None:

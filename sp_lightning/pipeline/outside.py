@@ -8,20 +8,14 @@ is right. The next arrangement makes the former resident, and sends the latter i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
-from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
-from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import (
-    EngineAtWork,
     HostParameter,
     differentiate,
     means_the_master,
@@ -34,30 +28,14 @@ from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_m
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.window import Window
 
-
-class GuardedEngine(Protocol):
-    """The engine, as far as the guard knows it."""
-
-    device: torch.device
-    at_work: EngineAtWork
-    learned: Learned
-    graphs: Graphs
-    arrangement: Arrangement
-    stats: Stats
-    window: Window
-    stream: GradientStream
-    backward: BackwardPass
-
-    def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done."""
+Engine: TypeAlias = Any  # the guard is a part of it
 
 
 class Guard:
     """Guards the masters of an engine's arrangement, and decides what follows from accesses to them."""
 
-    def __init__(self, engine: GuardedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
         self.window = engine.window

@@ -58,7 +58,10 @@ class SecondForwards:
 
 
 class UnitCall:
-    """One call of a member: what its forward saved, and how to run it again."""
+    """One call of a member: what its forward saved, and how to run it again.
+
+    It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run.
+    """
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kept: list[ref[Kept]] = []  # what the forward saves, in order

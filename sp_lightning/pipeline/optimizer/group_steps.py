@@ -230,9 +230,7 @@ class EarlyStep:
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         for unit in self.stepped:
-            unit.state = State.HELD
-            if not self.keeps_gradients:
-                self._steps.stream.consume(unit.trained)
+            unit.state = State.HELD if self.keeps_gradients else State.EMPTY
         for weight in [gradient.weight for gradient in self._new]:
             if not self.optimizer.state.get(weight.master):
                 self.optimizer.state.pop(weight.master, None)  # it got no gradient
