@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, TypeAlias
@@ -57,9 +56,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def keeps_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Tell whether one of these optimizers keeps state of a weight in a param group with these settings."""
-    return type(optimizer) is not SGD or settings["momentum"] != 0
+def makes_state(optimizer: Optimizer, master: nn.Parameter, settings: dict[str, Any]) -> bool:
+    """Tell whether the next step of one of these optimizers makes its state of a weight, with these settings."""
+    return not optimizer.state.get(master) and (type(optimizer) is not SGD or settings["momentum"] != 0)
 
 
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
@@ -90,7 +89,7 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
 
 
 Optimizers: TypeAlias = Any  # what hears of the steps of all optimizers imports this file
-_listeners: weakref.WeakSet[Optimizers] = weakref.WeakSet()
+_listeners: set[Optimizers] = set()
 _handles: list[RemovableHandle] = []
 
 

@@ -35,7 +35,7 @@ from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
-from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.guard import EngineAtWork
@@ -203,7 +203,7 @@ class Optimizers(Clipping):
                 waits.add(weight.unit.group)
             weight.follow()
             arrived[gradient] = tensor
-            if not optimizer.state.get(weight.master) and keeps_state(optimizer, settings[number]):
+            if makes_state(optimizer, weight.master, settings[number]):
                 optimizer.state.setdefault(weight.master, {})
                 waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
         for group in plan.groups:
