@@ -1,8 +1,8 @@
 """The guard: what follows from accesses to masters (guard.py), and from weights used outside of their unit.
 
-A weight that is used outside of its unit's
-calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step
-is right. The next arrangement makes the former resident, and sends the latter in its own dtype.
+A weight that is used outside of its unit's calls, or in another dtype than the one it is sent in, gets memory of its
+own on the device at once, so that this step is right. The next arrangement makes the former resident, and sends the
+latter in its own dtype.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Guard:
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
         if self.in_step:
-            window, group = self._engine.window, weight.unit.group
+            window, group = self.window, weight.unit.group
             with self._engine.at_work:
                 window.finish_optimizer(group)
                 window.finish_copies([group])
@@ -126,7 +126,7 @@ class Guard:
             )
         with self._engine.at_work:
             if gradient.host is not None:
-                self._engine.window.finish_optimizer(weight.unit.group)
+                self.window.finish_optimizer(weight.unit.group)
                 unit.show(gradient)
 
     # ------------------------------------------------------------------------------------------ weights on the device
@@ -135,7 +135,7 @@ class Guard:
         """Return the weight on the device in its own dtype, for an operation outside of its unit."""
         engine = self._engine
         with engine.at_work:
-            engine.window.finish_optimizer(weight.unit.group)
+            self.window.finish_optimizer(weight.unit.group)
             engine.arrangement.unused_in_step = False
             engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
@@ -146,13 +146,13 @@ class Guard:
             is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
             if not (group.resident or is_there):
                 self._keep_on_device(weight)
-            engine.window.bring(weight.twin.group)
+            self.window.bring(weight.twin.group)
             return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
         for group in member.groups:
-            if self._engine.window.is_blocked(group):
+            if self.window.is_blocked(group):
                 for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
                     self._keep_on_device(weight)
 
@@ -199,8 +199,8 @@ class Guard:
                 f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
                 "`resident=`."
             )
-        self._engine.window.finish_optimizer(weight.unit.group)  # it is sent at once
-        self._engine.window.write_back([weight])
+        self.window.finish_optimizer(weight.unit.group)  # it is sent at once
+        self.window.write_back([weight])
         self._engine.stats.promotions += 1
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True
