@@ -9,7 +9,6 @@ a planner wants another window, autocast goes on or off.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, mo
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.buffers import leaving_pinned
 from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
+from sp_lightning.pipeline.weights.gates import Calls, install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order
@@ -46,11 +45,12 @@ from sp_lightning.pipeline.weights.window import Window
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
-class Planner(Protocol):
-    """Chooses the window and policies for activations; asked between steps, when no graph waits for its backward."""
+class Planner:
+    """Chooses the window and policies for activations between steps; this one leaves the smallest window."""
 
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
-        """Return the plan for the next step, which may have a backward or not; None for the smallest window."""
+        """Return the plan for the next step, which may have a backward or not; no graph waits for its own."""
+        return None
 
     def abandon(self) -> None:
         """Discard the measurement under way: a step did not finish, or the pipeline ends."""
@@ -60,7 +60,7 @@ class Engine:
     """The parts that stream a module."""
 
     arrangement: Arrangement
-    keeper: Gatekeeper  # the object that members' calls are routed to
+    calls: Calls  # that members' calls are routed to
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Engine:
         device: torch.device,
         options: PipelineOptions,
         backend: Backend,
-        planner: Planner | None,
+        planner: Planner,
         replicas: Replicas | None,
     ) -> None:
         self.module = module
@@ -88,7 +88,7 @@ class Engine:
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.stats, self.at_work, replicas, options.overlap_optimizer)
-        self._planner = planner
+        self.planner = planner
         self._is_arranged = False
 
     # ------------------------------------------------------------------------------------------------ an arrangement
@@ -142,7 +142,8 @@ class Engine:
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
-        self.optimizers.work_with(self.steps, arrangement.weights_by_master, frozenset(self._names.values()))
+        weights = {id(weight.master): weight for weight in arrangement.weights}
+        self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
@@ -153,7 +154,7 @@ class Engine:
             member.compiled = compiled_call(member.module)
         self.guard.install()
         for member in arrangement.members:
-            install_gate(member, self.keeper)
+            install_gate(member, self.calls)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -221,10 +222,9 @@ class Engine:
         called = [members[number].unit_name for number in self.order.used()] if learned.order is None else []
         if learned.conclude(arrangement.units, called):
             self.rearrange(autocast)
-        if self._planner is not None:
-            plan = self._planner.before_step(self, torch.is_grad_enabled())
-            if plan != learned.plan:
-                self._follow(plan)
+        plan = self.planner.before_step(self, torch.is_grad_enabled())
+        if plan != learned.plan:
+            self._follow(plan)
 
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""
@@ -290,12 +290,7 @@ class Engine:
         self.offloader.abandon()
         self.order.abandon()
         self.window.abandon()
-        self.stop_planning()
-
-    def stop_planning(self) -> None:
-        """Discard a measurement under way: a step did not finish, or it was the last."""
-        if self._planner is not None:
-            self._planner.abandon()
+        self.planner.abandon()
 
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""

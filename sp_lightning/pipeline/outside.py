@@ -201,6 +201,5 @@ class Guard:
             )
         self.window.finish_optimizer(weight.unit.group)  # it is sent at once
         self.window.write_back([weight])
-        self._engine.stats.promotions += 1
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True

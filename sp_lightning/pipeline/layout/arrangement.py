@@ -149,8 +149,6 @@ class Arrangement:
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
-        # all weights, by the identity of their masters
-        self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         check_host_memory(self.all_units, at_once=1 if memory or replicas is None else replicas.on_this_machine)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units

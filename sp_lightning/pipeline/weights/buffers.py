@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 
 import torch
@@ -49,16 +49,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
         return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+is_dense: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
+"""Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:

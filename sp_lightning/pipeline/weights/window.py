@@ -250,9 +250,7 @@ class Window:
                 group.uploads.append(upload)
             segment.lying = segment.epoch
         group.residency = Residency.COMING
-        if group.resident:
-            self.stats.resident_loads += 1
-        else:
+        if not group.resident:
             self.stats.loads += len(group.units)
 
     def _evict(self, group: Group) -> None:
