@@ -8,8 +8,6 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +30,6 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.buffers import leaving_pinned
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Calls, install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
@@ -100,16 +97,11 @@ class Engine:
             ValueError: If an option does not fit the module or the available memory.
             torch.OutOfMemoryError: If what should live on the device does not fit.
         """
-        options, backend = self.options, self.backend
-        self.arrangement = arrangement = Arrangement(
-            self.module, options, self.learned, self.memory, backend, autocast, self.replicas
+        self.arrangement = Arrangement(
+            self.module, self.options, self.learned, self.memory, self.backend, autocast, self.replicas
         )
         self._make_parts()
-        try:
-            self._install()
-        except BaseException:
-            arrangement.release_copies()
-            raise
+        self._install()
         self._is_arranged = True
         self.stats.arrangements += 1
         plan = self.learned.plan
@@ -118,11 +110,9 @@ class Engine:
     def rearrange(self, autocast: torch.dtype | None) -> None:
         """Give the module back, and arrange it anew."""
         self._is_arranged = False
-        # not if the engine has gradients: to be shown, those in a lower dtype need more memory than they leave
-        with leaving_pinned(self.backend) if self.stream.settled else nullcontext():
-            self.uninstall()
-            self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
-            self.arrange(autocast)
+        self.uninstall()
+        self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
+        self.arrange(autocast)
 
     def _make_parts(self) -> None:
         arrangement = self.arrangement
@@ -171,7 +161,6 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device

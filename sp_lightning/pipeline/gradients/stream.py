@@ -52,14 +52,13 @@ class GradientStream:
     """
 
     def __init__(self, units: Sequence[Unit], window: Window, landing: LandingBuffers) -> None:
-        backend = window.backend
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
         self.measures_norms = False  # whether each gradient brings its norm
-        self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit, backend) for unit in units]
+        self.staging = StagingBuffers(units, window.backend)
+        self._units = [UnitGradients(unit) for unit in units]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
-        self._backend = backend
+        self._backend = window.backend
         self._stats = window.stats
         self._landing = landing
         landing.serve(units)
@@ -271,12 +270,12 @@ class GradientStream:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._landing.nbytes() + sum(unit.memory.bytes.nbytes for unit in self._units if unit.memory is not None)
+        return self._landing.nbytes() + sum(unit.nbytes for unit in self._units)
 
     def close(self) -> None:
-        """Show all gradients, and release units' own memory."""
+        """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()
         self.show_all()
         for unit in self._units:
-            unit.close()
+            unit.memory = None
         self.staging.close()
