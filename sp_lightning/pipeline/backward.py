@@ -34,14 +34,7 @@ Engine: TypeAlias = Any  # a backward pass is a part of it
 class BackwardPass:
     """Follows backward passes, one after the other."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        window: Window,
-        stream: GradientStream,
-        optimizers: Optimizers,
-        at_work: EngineAtWork,
-    ) -> None:
+    def __init__(self, engine: Engine, window: Window, stream: GradientStream, optimizers: Optimizers) -> None:
         self.running = False  # whether a pass is open
         self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
@@ -49,7 +42,7 @@ class BackwardPass:
         self._optimizers = optimizers
         # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
-        self._at_work = at_work
+        self._at_work: EngineAtWork = engine.at_work
         self._engine = engine
         self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
         self._reached: list[Unit] = []

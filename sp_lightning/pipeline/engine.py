@@ -123,7 +123,7 @@ class Engine:
         self.stream = GradientStream(arrangement.all_units, self.window, self.landing)
         fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
         self.steps = GroupSteps(self.window, self.stream, fused)
-        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, self.at_work)
+        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
 
     def _install(self) -> None:

@@ -24,14 +24,7 @@ from torch import Tensor
 
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.unit_gradients import (
-    NO_SCALING,
-    Gradient,
-    Shipment,
-    State,
-    UnitGradients,
-    refusal,
-)
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Shipment, State, UnitGradients, refusal
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.graphs import run_hooks
