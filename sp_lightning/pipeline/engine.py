@@ -84,7 +84,7 @@ class Engine:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
-        self.optimizers = Optimizers(self.stats, self.at_work, replicas, options.overlap_optimizer)
+        self.optimizers = Optimizers(self.at_work, replicas, options.overlap_optimizer)
         self.planner = planner
         self._is_arranged = False
 
@@ -121,8 +121,7 @@ class Engine:
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
         self.stream = GradientStream(arrangement.all_units, self.window, self.landing)
-        fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
-        self.steps = GroupSteps(self.window, self.stream, fused)
+        self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
 

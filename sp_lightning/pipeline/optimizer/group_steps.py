@@ -55,10 +55,11 @@ class Plan:
 class GroupSteps:
     """Gives steps to the thread, and waits for them."""
 
-    def __init__(self, window: Window, stream: GradientStream, fused: bool) -> None:
+    def __init__(self, window: Window, stream: GradientStream) -> None:
         self.window = window
         self.stream = stream
-        self.fused = fused  # whether to take torch's fused kernels where the user left the choice to torch
+        # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
+        self.fused = window.backend.device.type != "cpu"
 
     def begin(
         self,
