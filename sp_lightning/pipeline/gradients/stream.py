@@ -48,7 +48,7 @@ class GradientStream:
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, window.backend)
-        self._units = [UnitGradients(unit) for unit in units]
+        self._units = [UnitGradients(unit) for unit in units if unit.weights]  # not those that live on the device
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = window.backend
