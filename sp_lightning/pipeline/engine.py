@@ -76,7 +76,8 @@ class Engine:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
-        self.memory = HostMemory()  # the host memory that masters lie in
+        # the host memory that masters lie in
+        self.memory = HostMemory(backend, None if replicas is None else replicas.box)
         self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.pool = HostPool(backend)
@@ -206,13 +207,40 @@ class Engine:
         if torch.is_grad_enabled():
             with without_torch_function():
                 learned.note_trained(arrangement.parameters)
-        members = arrangement.streamed_members
-        called = [members[number].unit_name for number in self.order.used()] if learned.order is None else []
-        if learned.conclude(arrangement.units, called):
-            self.rearrange(autocast)
+        if learned.has_news and self.replicas is not None and self.replicas.box is not None:
+            return  # processes that share weights arrange them anew when they meet
+        self._conclude()
         plan = self.planner.before_step(self, torch.is_grad_enabled())
         if plan != learned.plan:
             self._follow(plan)
+
+    def meet(self) -> None:
+        """Meet the other processes, before the first step after one that changed weights."""
+        box, learned = None if self.replicas is None else self.replicas.box, self.learned
+        if box is None:
+            return
+        with self.at_work:
+            edited: list[str] = []
+            refused = None
+            try:
+                edited = self.window.edited()
+            except RuntimeError as error:  # this process may not write
+                refused = error
+            everyones = box.gather((edited, learned.has_news, refused))
+            for _, _, refusal in everyones:
+                if refusal is not None:
+                    raise refusal
+            self.window.note_edited(everyones[0][0])  # by the process that owns the weights
+            if any(has_news for _, has_news, _ in everyones):
+                learned.agree(self.module, self.arrangement.units, box)
+                self._conclude()
+
+    def _conclude(self) -> None:
+        """Arrange units anew if something was learned that calls for it."""
+        members = self.arrangement.streamed_members
+        called = [members[number].unit_name for number in self.order.used()] if self.learned.order is None else []
+        if self.learned.conclude(self.arrangement.units, called):
+            self.rearrange(self.arrangement.autocast)
 
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""

@@ -132,9 +132,18 @@ class Pipeline:
         if self.replicas is not None and self.replicas.passes == before:
             self._engine.average_gradients()
 
+    def meet_processes(self) -> None:
+        """Have all processes see what the owner of weights has written to them, and what any has learned.
+
+        To be called by all of them before the first step after one in which an optimizer has stepped.
+        """
+        self._engine.meet()
+
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
         self._engine.window.suspect_all()
+        for segment in self.arrangement.segments:
+            segment.is_edited = True
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""

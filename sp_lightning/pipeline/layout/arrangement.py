@@ -14,6 +14,7 @@ from torch import nn
 
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.box import Box
 from sp_lightning.pipeline.layout.memory import WindowPlan, check_host_memory, choose_device_layout, largest_unit_bytes
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
@@ -78,8 +79,14 @@ class Learned:
         lowered = self.lowered - self.used_as_is
         self.outdated |= not lowered <= self._sent_lowered
         self._sent_lowered = lowered
-        if not self.outdated:
-            return False
+        self._explain_outside(units)
+        outdated, self.outdated = self.outdated, False
+        if outdated:
+            self.plan = None  # which was made for other units
+        return outdated
+
+    def _explain_outside(self, units: Sequence[Unit]) -> None:
+        """Find out why weights of these units were used outside of them."""
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
             users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
@@ -89,8 +96,24 @@ class Learned:
             else:
                 self.used_outside.add(id(weight.master))
         self.touched_outside.clear()
-        self.outdated, self.plan = False, None  # which was made for other units
-        return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something was learned since that was last concluded."""
+        return self.outdated or not self.lowered - self.used_as_is <= self._sent_lowered
+
+    def agree(self, module: nn.Module, units: Sequence[Unit], box: Box) -> None:
+        """Learn what any process has that shares the weights: their memory is arranged alike in all of them."""
+        self._explain_outside(units)
+        parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
+        sets = self.used_outside, self.lowered, self.used_as_is
+        own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
+        divided = [name for name, each in modules.items() if each in self.divided]
+        for others, others_divided, outdated in box.gather((own, divided, self.outdated)):
+            for known, names in zip(sets, others, strict=True):
+                known.update(id(parameters[name]) for name in names)
+            self.divided += [modules[name] for name in others_divided if modules[name] not in self.divided]
+            self.outdated |= outdated
 
 
 class Arrangement:
@@ -165,7 +188,7 @@ class Arrangement:
         try:
             for units in self._layout.parts:
                 parts = [part for unit in units for part in _parts_of(unit)]
-                segments = [Segment(part, self._backend, True, memory.find(part)) for part in parts]
+                segments = [memory.segment(part) for part in parts]
                 self.segments += segments
                 group = Group(len(self.groups), units, segments)
                 self.groups.append(group)
@@ -223,7 +246,7 @@ class Arrangement:
         lowered, weight.compute_dtype, weight.cast_to = weight.lowered, weight.dtype, None
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
-        own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
+        own = Segment([weight], pin=False, memory=segment.piece_of(weight, self._backend))
         group = Group(-1, [], [own], weight.name)
         beside.apart.append(group)
         group.lie_in(self._backend.allocate(group.nbytes))

@@ -103,13 +103,13 @@ class QuantizedWeight(Weight):
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
 
-    def adopt(self, host: Tensor) -> None:
-        """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
+    def adopt(self, host: Tensor, is_filled: bool = False) -> None:
+        """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
         if self.master.device != host.device:
             move_parameter(self.master, host.device)
         parts = parts_of(self.master)
         places = [tensor_in(host, offset, part, part.dtype) for part, offset in _offsets(parts)]
-        for part, place in zip(parts, places, strict=True):
+        for part, place in zip(parts, places, strict=True) if not is_filled else ():
             place.copy_(part)
         _lay(self.master, places)
         self.host = self.home = host
