@@ -83,11 +83,6 @@ class Pipeline:
         _check_parameters(module)
         move_parameters(weights_on_accelerators(module), HOST)
         if replicas is not None:
-            if self.options.resident_optimizer:
-                raise ValueError(
-                    "`resident_optimizer=True` works in one process only: which units live on the device would differ "
-                    "between replicas."
-                )
             replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
