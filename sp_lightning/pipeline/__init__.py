@@ -20,6 +20,5 @@ from sp_lightning.pipeline.options import UnitPolicy as UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline
 from sp_lightning.pipeline.stats import Stats as Stats
 from sp_lightning.pipeline.stats import readable_bytes as readable_bytes
-from sp_lightning.pipeline.stats import readable_seconds as readable_seconds
 from sp_lightning.pipeline.summary import Summary as Summary
 from sp_lightning.pipeline.summary import as_table as as_table

@@ -160,7 +160,7 @@ class Engine:
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
-        moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
+        moving = weights_on_accelerators(self.module)
         move_parameters(moving, HOST)
         self.optimizers.move_state(moving)
         arrangement.close()
