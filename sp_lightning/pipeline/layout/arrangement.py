@@ -129,8 +129,7 @@ class Arrangement:
             split=learned.divided,
             used_outside=learned.used_outside,
         )
-        if learned.order:
-            division.put_in_order(learned.order)
+        division.put_in_order(learned.order or [])
         self.units, self.resident, self.unmanaged = division.units, division.resident, division.unmanaged
         self.all_units = division.all_units()
         # members of streamed units, in expected order
@@ -148,7 +147,7 @@ class Arrangement:
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         at_once = 1 if memory or replicas is None else replicas.on_this_machine
-        check_host_memory(self.all_units, memory.bytes_beside(), at_once)
+        check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"), at_once)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory

@@ -77,8 +77,9 @@ def find_units(
     streamed = {id(weight) for unit in units for weight in unit.weights}
     rest = Unit("resident", resident=True)
     rest.weights = [weight for weight in tree.weights.values() if id(weight) not in streamed]
-    for weight in rest.weights:
-        weight.unit = rest
+    for unit in [*units, rest]:
+        for weight in unit.weights:
+            weight.unit = unit
     division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
@@ -201,8 +202,6 @@ def _make_unit(tree: Tree, part: Sequence[nn.Module], resident_weights: set[int]
     unit.members = [_make_member(tree, atom, unit) for atom in part]
     weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
     unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
-    for weight in unit.weights:
-        weight.unit = unit
     unit.weights.sort(key=lambda weight: weight.master.requires_grad)  # what is stepped is sent in one copy
     return unit
 
