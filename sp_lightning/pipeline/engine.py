@@ -84,7 +84,7 @@ class Engine:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
-        self.optimizers = Optimizers(self.stats, self.at_work, replicas, options.overlap_optimizer)
+        self.optimizers = Optimizers(self.at_work, replicas, options.overlap_optimizer)
         self.planner = planner
         self._is_arranged = False
 
@@ -114,15 +114,14 @@ class Engine:
         self.arrange(autocast)
 
     def _install(self) -> None:
-        arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
+        arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
-        self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, self.landing)
-        fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
-        self.steps = GroupSteps(self.window, self.stream, fused)
-        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
+        self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
+        self.stream = GradientStream(arrangement.all_units, self.window, self.landing)
+        self.steps = GroupSteps(self.window, self.stream)
+        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
         move_parameters(arrangement.parameters_on_device, self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, HostGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.units import Unit
@@ -218,21 +216,6 @@ class Shipment:
     buffer: HostGradients | None
 
 
-class Taker(Protocol):
-    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
-
-    keeps_gradients: bool  # whether somebody reads them after the step
-
-    def wants(self, unit: UnitGradients) -> bool:
-        """Tell whether the unit's complete gradients should go to the optimizer right away."""
-
-    def take(self, shipment: Shipment) -> None:
-        """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
-
-    def finish_backward(self) -> None:
-        """Give back what was not used."""
-
-
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
     """Make the error for a gradient that cannot be sent."""
     if tensor.requires_grad:
@@ -249,13 +232,3 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
         f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
         "`overlap_optimizer=False`."
     )
-
-
-def add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
-    """Write the sum of two gradients, the first of which may be there already, to where it stays."""
-    if before is None:
-        target.copy_(arrived)
-        return
-    if before is not target:
-        target.copy_(before)
-    add(target, arrived)

@@ -21,7 +21,7 @@ from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
-from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
+from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
@@ -55,10 +55,11 @@ class Plan:
 class GroupSteps:
     """Gives steps to the thread, and waits for them."""
 
-    def __init__(self, window: Window, stream: GradientStream, fused: bool) -> None:
+    def __init__(self, window: Window, stream: GradientStream) -> None:
         self.window = window
         self.stream = stream
-        self.fused = fused  # whether to take torch's fused kernels where the user left the choice to torch
+        # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
+        self.fused = window.backend.device.type != "cpu"
 
     def begin(
         self,
@@ -170,14 +171,9 @@ class EarlyStep:
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []
         # those whose state this step makes; it stands in the order in which torch would make it
-        self._new = {g for g, number in plan.gradients.items() if IS_TRAINED(g) and self._lacks_state(g, number)}
-        optimizer.state.update({g.weight.master: {} for g in plan.gradients if g in self._new})
-
-    def _lacks_state(self, gradient: Gradient, number: int) -> bool:
-        optimizer = self.optimizer
-        return not optimizer.state.get(gradient.weight.master) and keeps_state(
-            optimizer, optimizer.param_groups[number]
-        )
+        trained = [(g, optimizer.param_groups[number]) for g, number in plan.gradients.items() if IS_TRAINED(g)]
+        self._new = [g for g, settings in trained if makes_state(optimizer, g.weight.master, settings)]
+        optimizer.state.update({g.weight.master: {} for g in self._new})
 
     def wants(self, unit: UnitGradients) -> bool:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""
@@ -217,7 +213,7 @@ class EarlyStep:
             gradient.scaling = self._scaling
         buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
         self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
-        if not self._new.isdisjoint(arrived):
+        if not arrived.keys().isdisjoint(self._new):
             self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
         for unit in [shipment.unit for shipment in shipments]:
             unit.state = State.CONSUMED
@@ -230,9 +226,7 @@ class EarlyStep:
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         for unit in self.stepped:
-            unit.state = State.HELD
-            if not self.keeps_gradients:
-                self._steps.stream.consume(unit.trained)
+            unit.state = State.HELD if self.keeps_gradients else State.EMPTY
         for weight in [gradient.weight for gradient in self._new]:
             if not self.optimizer.state.get(weight.master):
                 self.optimizer.state.pop(weight.master, None)  # it got no gradient

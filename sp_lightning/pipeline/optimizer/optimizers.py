@@ -35,8 +35,7 @@ from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
-from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, settings_of, why_not_by_unit
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.units import Group
@@ -59,9 +58,8 @@ class Afterwards(enum.Enum):
 class Optimizers(Clipping):
     """The services of a pipeline to the optimizers of its weights."""
 
-    def __init__(self, stats: Stats, at_work: EngineAtWork, replicas: Replicas | None, overlaps: bool | str) -> None:
+    def __init__(self, at_work: EngineAtWork, replicas: Replicas | None, overlaps: bool | str) -> None:
         super().__init__(at_work)
-        self._stats = stats
         self._replicas = replicas
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -149,7 +147,7 @@ class Optimizers(Clipping):
             elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
                 self._kept += parameters_of(optimizer)
             self._steps.window.suspect_all()
-            self._stats.optimizer_steps += 1
+            self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
             if self._replicas is not None:
                 self._replicas.steps += self._replicas.averages
@@ -203,7 +201,7 @@ class Optimizers(Clipping):
                 waits.add(weight.unit.group)
             weight.follow()
             arrived[gradient] = tensor
-            if not optimizer.state.get(weight.master) and keeps_state(optimizer, settings[number]):
+            if makes_state(optimizer, weight.master, settings[number]):
                 optimizer.state.setdefault(weight.master, {})
                 waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
         for group in plan.groups:
