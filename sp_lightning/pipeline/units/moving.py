@@ -23,12 +23,15 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     parameters = list(root.parameters())
     stay = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
     staying = set(map(id, stay))
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, or another one might get its identity
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) in staying:
             return tensor
-        with torch.inference_mode(tensor.is_inference()):  # validation may come first, training later
-            return tensor.to(device)
+        if id(tensor) not in moved:
+            with torch.inference_mode(tensor.is_inference()):  # validation may come first, training later
+                moved[id(tensor)] = tensor, tensor.to(device)
+        return moved[id(tensor)][1]
 
     def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
