@@ -92,8 +92,9 @@ import json, os, sys
 {imports}
 
 for line in sys.stdin:
-    variables, code, *outputs = json.loads(line)
+    here, variables, code, *outputs = json.loads(line)
     if not (child := os.fork()):
+        os.chdir(here)
         os.environ.update(variables)
         for number, output in enumerate(outputs, start=1):
             os.dup2(os.open(output, os.O_WRONLY), number)
@@ -119,7 +120,7 @@ def forks(imports: str, folder: Path, environment: Mapping[str, str] = os.enviro
         def fork(code: str, **variables: str) -> tuple[int, str, str]:
             for output in outputs:
                 output.write_text("")
-            print(json.dumps([variables, code, *map(str, outputs)]), file=server.stdin, flush=True)
+            print(json.dumps([os.getcwd(), variables, code, *map(str, outputs)]), file=server.stdin, flush=True)
             return int(server.stdout.readline()), *(output.read_text() for output in outputs)
 
         yield fork

@@ -173,10 +173,6 @@ class Segment:
         piece.tensors = [weight.home]
         return piece
 
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory held for these weights, without gradients."""
-        return self.memory.nbytes + (self.source.nbytes if self.sends_copies else 0)
-
 
 def written_by_follower(weight: Weight) -> RuntimeError:
     """Make the error for a write to a weight by a process that does not own it."""
@@ -201,9 +197,10 @@ class HostMemory:
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
-    def bytes_beside(self) -> int:
-        """Return the bytes that lie beside masters."""
-        return sum(each.nbytes for buffer in self._buffers.values() for each in buffer.beside.values())
+    def nbytes_for(self, purpose: str) -> int:
+        """Return the bytes that lie beside masters for this purpose."""
+        beside = [buffer.beside.get(purpose) for buffer in self._buffers.values()]
+        return sum(each.nbytes for each in beside if each is not None)
 
     def segment(self, weights: Sequence[Weight]) -> Segment:
         """Make a segment of weights: in the memory in which they lie, in this order, or in new memory."""
