@@ -8,7 +8,6 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -67,25 +66,6 @@ def open_soon(gate: threading.Event) -> None:
 # ------------------------------------------------------------------------------------------------------------ exactness
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "SGD": lambda model: SGD(model.parameters(), lr=0.1),
-    "momentum": momentum,
-    "Adam": adam,
-    "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, amsgrad=True),
-    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, centered=True),
-    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
-    "Adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
-    "a tensor as lr": lambda model: Adam(model.parameters(), lr=torch.tensor(0.01)),
-    "maximize": lambda model: SGD(model.parameters(), lr=0.01, maximize=True),
-}
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_overlapped_steps_are_those_of_plain_training(make: Callable[[nn.Module], Optimizer]) -> None:
-    """Weights and state, bit by bit, with nobody looking in between."""
-    assert check(make).overlapped_steps == 4 * 5
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 1), (4, 2), (5, 1)])
 def test_whatever_is_on_the_device(k: int, k_prime: int, seed: int) -> None:
@@ -93,7 +73,7 @@ def test_whatever_is_on_the_device(k: int, k_prime: int, seed: int) -> None:
     assert check(momentum, steps=3, seed=seed, k=k, k_prime=k_prime).overlapped_steps == 3 * 5
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["Adam"], OPTIMIZERS["a tensor as lr"]])
+@pytest.mark.parametrize("make", [adam, lambda model: Adam(model.parameters(), lr=torch.tensor(0.01))])
 def test_settings_of_a_step_are_those_when_it_was_called(make: Callable[[nn.Module], Optimizer]) -> None:
     """A scheduler goes on while units are still being stepped."""
 
@@ -649,34 +629,5 @@ def test_state_that_is_loaded() -> None:
         for _ in range(2):
             plain_step(model, optimizer)
         return everything(model, optimizer)
-
-    check_story(story)
-
-
-FORGETTING: dict[str, Callable[[Optimizer], Any]] = {
-    "cleared": lambda optimizer: optimizer.state.clear(),
-    "another dict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
-    "__setstate__": lambda optimizer: optimizer.__setstate__({"state": defaultdict(dict)}),
-    "weight by weight": lambda optimizer: [optimizer.state.pop(p) for g in optimizer.param_groups for p in g["params"]],
-}
-
-
-@pytest.mark.parametrize("how", FORGETTING)
-@pytest.mark.parametrize("make", [adam, momentum])
-@pytest.mark.parametrize("when", [0, 1])
-def test_state_that_is_forgotten_right_after_a_step(make: Any, how: str, when: int) -> None:
-    """The step that is under way still has it; the next one makes new state, in memory that nobody has."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = make(model)
-        kept = []
-        for step in range(4):
-            with held_up(pipeline if step else None) as gate:
-                open_soon(gate)
-                plain_step(model, optimizer)
-                if step == when:
-                    kept = [value for state in optimizer.state.values() for value in state.values()]
-                    FORGETTING[how](optimizer)
-        return everything(model, optimizer) + kept
 
     check_story(story)
