@@ -100,7 +100,6 @@ class Engine:
         self.arrangement = Arrangement(
             self.module, self.options, self.learned, self.memory, self.backend, autocast, self.replicas
         )
-        self._make_parts()
         self._install()
         self._is_arranged = True
         self.stats.arrangements += 1
@@ -114,7 +113,7 @@ class Engine:
         self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
         self.arrange(autocast)
 
-    def _make_parts(self) -> None:
+    def _install(self) -> None:
         arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
@@ -124,9 +123,6 @@ class Engine:
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
-
-    def _install(self) -> None:
-        arrangement = self.arrangement
         move_parameters(arrangement.parameters_on_device, self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
@@ -163,7 +159,7 @@ class Engine:
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
-        moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
+        moving = weights_on_accelerators(self.module)
         move_parameters(moving, HOST)
         self.optimizers.move_state(moving)
         arrangement.close()
@@ -175,9 +171,9 @@ class Engine:
         memory = None if arrangement.budget is not None else self.backend.memory()
         if memory is None:
             return arrangement.budget
-        streaming = arrangement.streaming_bytes()
+        streaming = arrangement.layout.streaming_bytes
         if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
-            streaming = min(streaming, arrangement.device_bytes() + self.stream.staging.nbytes())
+            streaming = min(streaming, arrangement.layout.device_bytes + self.stream.staging.nbytes())
         return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one

@@ -148,10 +148,6 @@ class Segment:
         piece.tensors = [weight.home]
         return piece
 
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory held for these weights, without gradients."""
-        return self.memory.nbytes + (self.source.nbytes if self.sends_copies else 0)
-
 
 class HostMemory:
     """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move."""
@@ -162,9 +158,10 @@ class HostMemory:
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
-    def bytes_beside(self) -> int:
-        """Return the bytes that lie beside masters."""
-        return sum(each.nbytes for buffer in self._buffers.values() for each in buffer.beside.values())
+    def nbytes_for(self, purpose: str) -> int:
+        """Return the bytes that lie beside masters for this purpose."""
+        beside = [buffer.beside.get(purpose) for buffer in self._buffers.values()]
+        return sum(each.nbytes for each in beside if each is not None)
 
     def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
         """Return the memory in which the masters of just these weights lie, in this order."""
