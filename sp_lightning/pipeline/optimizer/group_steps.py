@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from sp_lightning.optim.of_torch import Work
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
@@ -91,8 +92,8 @@ class GroupSteps:
                 if (tensor := gradients.get(gradient)) is not None:
                     # state is looked up at once: `optimizer.state` may be cleared before the thread begins
                     state = optimizer.state.get(weight.master, {})
-                    update = Update(weight.master.data, tensor, gradient.scaling, state, copy)
-                    updates.setdefault(plan.gradients[gradient], []).append(update)
+                    work = Work(weight.master.data, tensor, state, copy)
+                    updates.setdefault(plan.gradients[gradient], []).append((work, gradient.scaling))
                     tickets[weight] = gradient.unit.ticket
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         counted = self._count(group, plan)
