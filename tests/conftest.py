@@ -48,8 +48,8 @@ ALLOWED_VARIABLES = {
 }
 
 
-# Their tests share something that takes long to make.
-FOR_ONE_PROCESS = ("test_benchmarks.py", "test_second_device.py")
+# Their tests share something that takes long to make: a bench, a device, kernels that are compiled.
+FOR_ONE_PROCESS = ("tests/test_benchmarks.py", "tests/test_second_device.py", "tests/optim")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,9 +59,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class InOrder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            if file.endswith(FOR_ONE_PROCESS):
-                return file
+            for place in FOR_ONE_PROCESS:
+                if nodeid.startswith(place):
+                    return place
             test, _, parameters = nodeid.partition("[")
             return f"{test}[{parameters.partition('-')[0]}"  # often a model, whose plain training is not repeated
 
@@ -76,8 +76,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first, so that of several processes none is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Long tests first, the longest before all, so that of several processes none is left alone at the end."""
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.name != "test_second_device.py"))
     # What was imported stays: looking through all of it takes half a second each time that a test collects garbage.
     gc.collect()
     gc.freeze()

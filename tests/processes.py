@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -31,9 +32,11 @@ def in_processes(checks: Sequence[Check], count: int = 2) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
         free.close()
+        _start_server()
         ended: Exception | None = None
         try:
-            multiprocessing.spawn(_run, (list(checks), count, port, folder), nprocs=count)
+            arguments = list(checks), count, port, folder, os.getcwd()
+            multiprocessing.start_processes(_run, arguments, nprocs=count, start_method="forkserver")
         except Exception as error:  # the group has broken down; the cause comes first
             ended = error
         failures = [path.read_text() for path in sorted(Path(folder).iterdir(), key=os.path.getmtime)]
@@ -41,7 +44,18 @@ def in_processes(checks: Sequence[Check], count: int = 2) -> None:
     assert ended is None, ended
 
 
-def _run(rank: int, checks: list[Check], count: int, port: int, folder: str) -> None:
+def _start_server() -> None:
+    """Have a process import what takes seconds, once: those of all checks are forked from it."""
+    server = forkserver._forkserver
+    server.set_forkserver_preload(["tests.helpers", "tests.zoo", "tests.lightning_modules", "tests.random_graphs"])
+    before = os.getcwd()
+    os.chdir(Path(__file__).parents[1])  # where it finds them
+    server.ensure_running()
+    os.chdir(before)
+
+
+def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, here: str) -> None:
+    os.chdir(here)
     os.environ.update(
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),

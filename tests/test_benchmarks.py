@@ -113,15 +113,6 @@ def test_a_report_needs_nothing_but_the_file(toy, tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------------------- its parts
 
 
-@pytest.mark.parametrize("name", ["toy-lm", "toy-vit", "toy-clip", "toy-llava", "toy-resnet", "toy-generation"])
-def test_blocks_of_a_network_share_no_weights(name):
-    network = build_network(WORKLOADS[name])
-    blocks = network.blocks()
-    assert len(blocks) >= 4
-    inside = [parameter for block in blocks for parameter in block.parameters()]
-    assert len({id(parameter) for parameter in inside}) == len(inside) > 0
-
-
 @pytest.mark.parametrize("name", ["toy-lm", "toy-lora", "toy-resnet"])
 def test_a_network_is_built_without_drawing_its_weights(name):
     """To draw those of 8B would take minutes."""

@@ -341,7 +341,7 @@ def test_one_graph_for_all_alike(way: str, graphs: CompileCounterWithBackend) ->
                 if step == 1:  # a weight outside of its unit: a new arrangement
                     loss = loss + model.blocks[7].up.weight.sum()
                 loss.backward()
-        assert pipe.stats.promotions == 1
+        assert pipe.stats.arrangements > 1
         assert graphs.frame_count == 1
         for _ in range(2):
             with torch.no_grad():

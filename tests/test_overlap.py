@@ -350,11 +350,10 @@ class Converting(Module):
         self.float()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}], ids=str)
-def test_converting_the_module_and_back_is_exact(overlap: bool, precision: str, arguments: dict[str, Any]) -> None:
-    assert_same_fit(Converting, {"overlap_optimizer": overlap}, precision=precision, **arguments)
+def test_converting_the_module_and_back_is_exact(precision: str, arguments: dict[str, Any]) -> None:
+    assert_same_fit(Converting, precision=precision, **arguments)
 
 
 class LookingCallback(Callback):
@@ -544,33 +543,3 @@ def test_strategies_of_users(changes: type) -> None:
 )
 def test_user_code_around_backward_is_exact(make: type[Module], plugins: list[Any]) -> None:
     assert_same_fit(make, {"memory_budget": "1GiB"}, plugins=[plugin() for plugin in plugins], steps=4)
-
-
-class FlatGradients(Module):
-    """Its gradients are parts of one buffer, as an all-reduce of the user's own wants them."""
-
-    def on_train_start(self) -> None:
-        sizes = [parameter.numel() for parameter in self.parameters()]
-        self.flat = [torch.zeros(sum(sizes))]  # no attribute that would be moved or saved
-        for parameter, part in zip(self.parameters(), self.flat[0].split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
-
-    def optimizer_zero_grad(self, *args: Any) -> None:
-        self.flat[0].zero_()
-
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.losses.append(self.flat[0].norm())
-
-
-class ScaledGradients(FlatGradients):
-    def on_after_backward(self) -> None:
-        self.flat[0].mul_(0.25)
-
-
-@pytest.mark.parametrize("kind", [FlatGradients, ScaledGradients])
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}], ids=str)
-def test_gradients_in_a_buffer_of_the_users(kind: type[FlatGradients], options: Any) -> None:
-    """The buffer has what it has in plain training whenever they look, and nothing uses it later."""
-    with slow_host():
-        assert_same_fit(kind, **{"gradient_clip_val": 0.05, **options})

@@ -81,10 +81,7 @@ def plateau(module: Base) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, amsgrad=True),
     "adamw, fused": lambda m: torch.optim.AdamW(m.parameters(), 0.01, fused=True),
-    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.005),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3),
     "wrapped": lambda m: Wrapper(torch.optim.AdamW(m.parameters(), lr=1e-2)),
     "by class": by_class,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,41 +28,22 @@ from sp_lightning.pipeline.weights.units import Group, Member, Residency, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
-
-class FollowsBackward(Protocol):
-    """What follows backward passes."""
-
-    def arm_guard(self) -> None:
-        """Guard masters from now on."""
-
-    def end_backward(self, some_came: bool) -> None:
-        """Follow the end of a backward pass, which may have brought gradients."""
+Engine: TypeAlias = Any  # a backward pass is a part of it
 
 
 class BackwardPass:
     """Follows backward passes, one after the other."""
 
-    def __init__(
-        self,
-        follower: FollowsBackward,
-        window: Window,
-        stream: GradientStream,
-        optimizers: Optimizers,
-        resident: Unit,
-        at_work: EngineAtWork,
-    ) -> None:
+    def __init__(self, engine: Engine, window: Window, stream: GradientStream, optimizers: Optimizers) -> None:
         self.running = False  # whether a pass is open
         self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
-        self._order = window.order
         self._stream = stream
         self._optimizers = optimizers
         # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
-        self._resident = resident
-        self._stats = window.stats
-        self._at_work = at_work
-        self._follower = follower
+        self._at_work: EngineAtWork = engine.at_work
+        self._engine = engine
         self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
@@ -76,7 +57,7 @@ class BackwardPass:
                 if not self.running:  # the host's part of a graph and the device's run in threads of their own
                     self.running = True
                     self._task = graph_task()
-                    self._follower.arm_guard()
+                    self._engine.arm_guard()
                     callback = partial(self._end)
                     self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
                     when_backward_ends(callback)
@@ -134,8 +115,8 @@ class BackwardPass:
             self._graphs.add(graph)
             if unit is None or unit.resident:
                 return
-            self._order.visit(member.index, Pass.BACKWARD)
-            self._stream.send_others([unit, self._resident])
+            self._window.order.visit(member.index, Pass.BACKWARD)
+            self._stream.send_others(unit)
             for group in groups:
                 self._window.bring(group)
             if not unit.is_reached:
@@ -155,10 +136,10 @@ class BackwardPass:
             return
         with self._at_work:
             self.note()
-            self._stats.heals += group.residency is Residency.ABSENT
+            self._window.stats.heals += group.residency is Residency.ABSENT
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
-                self._order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
+                self._window.order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
             self._window.bring(group)
             if follows:
                 self.in_use = [group]
@@ -183,7 +164,7 @@ class BackwardPass:
             self._graphs.clear()
             some_came = self._stream.finish()
             self.running = False
-            self._follower.end_backward(some_came)
+            self._engine.end_backward(some_came)
 
     def _leave_units(self) -> None:
         for unit in self._reached:

@@ -39,7 +39,7 @@ class Calls:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
-        engine.keeper = self
+        engine.calls = self
 
     # -------------------------------------------------------------------------------------------------------- a step
 

@@ -8,9 +8,6 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +30,8 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.buffers import leaving_pinned
 from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
+from sp_lightning.pipeline.weights.gates import Calls, install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order
@@ -46,25 +42,22 @@ from sp_lightning.pipeline.weights.window import Window
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
-class Planner(Protocol):
-    """Chooses the window and policies for activations; asked between steps, when no graph waits for its backward."""
+class Planner:
+    """Chooses the window and policies for activations between steps; this one leaves the smallest window."""
 
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
-        """Return the plan for the next step, which may have a backward or not; None for the smallest window."""
+        """Return the plan for the next step, which may have a backward or not; no graph waits for its own."""
+        return None
 
     def abandon(self) -> None:
         """Discard the measurement under way: a step did not finish, or the pipeline ends."""
 
 
 class Engine:
-    """The parts that stream a module.
-
-    Attributes:
-        parameters: The identities of the module's parameters.
-    """
+    """The parts that stream a module."""
 
     arrangement: Arrangement
-    keeper: Gatekeeper  # the object that members' calls are routed to
+    calls: Calls  # that members' calls are routed to
 
     def __init__(
         self,
@@ -72,7 +65,7 @@ class Engine:
         device: torch.device,
         options: PipelineOptions,
         backend: Backend,
-        planner: Planner | None,
+        planner: Planner,
         replicas: Replicas | None,
     ) -> None:
         self.module = module
@@ -91,8 +84,8 @@ class Engine:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
-        self.optimizers = Optimizers(self.stats, self.at_work, options.overlap_optimizer)
-        self._planner = planner
+        self.optimizers = Optimizers(self.at_work, replicas, options.overlap_optimizer)
+        self.planner = planner
         self._is_arranged = False
 
     # ------------------------------------------------------------------------------------------------ an arrangement
@@ -104,16 +97,11 @@ class Engine:
             ValueError: If an option does not fit the module or the available memory.
             torch.OutOfMemoryError: If what should live on the device does not fit.
         """
-        options, backend = self.options, self.backend
-        self.arrangement = arrangement = Arrangement(
-            self.module, options, self.learned, self.memory, backend, autocast, self.replicas
+        self.arrangement = Arrangement(
+            self.module, self.options, self.learned, self.memory, self.backend, autocast, self.replicas
         )
         self._make_parts()
-        try:
-            self._install()
-        except BaseException:
-            arrangement.release_copies()
-            raise
+        self._install()
         self._is_arranged = True
         self.stats.arrangements += 1
         plan = self.learned.plan
@@ -122,22 +110,19 @@ class Engine:
     def rearrange(self, autocast: torch.dtype | None) -> None:
         """Give the module back, and arrange it anew."""
         self._is_arranged = False
-        # not if the engine has gradients: to be shown, those in a lower dtype need more memory than they leave
-        with leaving_pinned(self.backend) if self.stream.settled else nullcontext():
-            self.uninstall()
-            self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
-            self.arrange(autocast)
+        self.uninstall()
+        self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
+        self.arrange(autocast)
 
     def _make_parts(self) -> None:
-        arrangement, backend, stats, at_work = self.arrangement, self.backend, self.stats, self.at_work
+        arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
-        self.window = Window(arrangement.groups, groups, self.order, backend, stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, backend, stats, self.landing)
-        fused = self.device.type != "cpu"  # on the CPU the user's choice stands, as in plain training
-        self.steps = GroupSteps(self.window, backend, self.stream, stats, fused)
-        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers, arrangement.resident, at_work)
+        self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
+        self.stream = GradientStream(arrangement.all_units, self.window, self.landing)
+        self.steps = GroupSteps(self.window, self.stream)
+        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
 
     def _install(self) -> None:
@@ -146,8 +131,8 @@ class Engine:
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
-        self.parameters = frozenset(self._names.values())
-        self.optimizers.work_with(self, arrangement.weights_by_master)
+        weights = {id(weight.master): weight for weight in arrangement.weights}
+        self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
@@ -158,7 +143,7 @@ class Engine:
             member.compiled = compiled_call(member.module)
         self.guard.install()
         for member in arrangement.members:
-            install_gate(member, self.keeper)
+            install_gate(member, self.calls)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -175,7 +160,6 @@ class Engine:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
-        arrangement.release_copies()  # first, as gradients in a lower dtype need more memory to be shown
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
@@ -226,10 +210,9 @@ class Engine:
         called = [members[number].unit_name for number in self.order.used()] if learned.order is None else []
         if learned.conclude(arrangement.units, called):
             self.rearrange(autocast)
-        if self._planner is not None:
-            plan = self._planner.before_step(self, torch.is_grad_enabled())
-            if plan != learned.plan:
-                self._follow(plan)
+        plan = self.planner.before_step(self, torch.is_grad_enabled())
+        if plan != learned.plan:
+            self._follow(plan)
 
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""
@@ -273,19 +256,16 @@ class Engine:
             self.guard.in_step = True
 
     def relax_guard(self) -> None:
-        """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
-        if self.graphs.scopes or self.backward.running:
-            return
-        self.guard.in_step = False
-        copies = self.window.copies_of(self.arrangement.groups)
-        self.guard.settled = self.optimizers.settled and self.stream.settled and not copies
+        """Relax the guard, once neither a step nor a backward pass is under way."""
+        if not (self.graphs.scopes or self.backward.running):
+            self.guard.in_step = False
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""
         with self.at_work:
             self.steps.settle()
             self.stream.settle()
-            self.relax_guard()
+            self.window.settled = True
 
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
@@ -298,12 +278,7 @@ class Engine:
         self.offloader.abandon()
         self.order.abandon()
         self.window.abandon()
-        self.stop_planning()
-
-    def stop_planning(self) -> None:
-        """Discard a measurement under way: a step did not finish, or it was the last."""
-        if self._planner is not None:
-            self._planner.abandon()
+        self.planner.abandon()
 
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""

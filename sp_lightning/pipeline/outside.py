@@ -1,27 +1,21 @@
 """The guard: what follows from accesses to masters (guard.py), and from weights used outside of their unit.
 
-A weight that is used outside of its unit's
-calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step
-is right. The next arrangement makes the former resident, and sends the latter in its own dtype.
+A weight that is used outside of its unit's calls, or in another dtype than the one it is sent in, gets memory of its
+own on the device at once, so that this step is right. The next arrangement makes the former resident, and sends the
+latter in its own dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import State
-from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
-from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import (
-    EngineAtWork,
     HostParameter,
     differentiate,
     means_the_master,
@@ -34,33 +28,17 @@ from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_m
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.window import Window
 
-
-class GuardedEngine(Protocol):
-    """The engine, as far as the guard knows it."""
-
-    device: torch.device
-    at_work: EngineAtWork
-    learned: Learned
-    graphs: Graphs
-    arrangement: Arrangement
-    stats: Stats
-    window: Window
-    stream: GradientStream
-    backward: BackwardPass
-
-    def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done."""
+Engine: TypeAlias = Any  # the guard is a part of it
 
 
 class Guard:
     """Guards the masters of an engine's arrangement, and decides what follows from accesses to them."""
 
-    def __init__(self, engine: GuardedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
-        self.settled = True  # whether nothing is under way that writes masters or their gradients
+        self.window = engine.window
         self._engine = engine
         self._weights = [weight for weight in engine.arrangement.weights if not isinstance(weight, QuantizedWeight)]
 
@@ -107,7 +85,7 @@ class Guard:
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
         if self.in_step:
-            window, group = self._engine.window, weight.unit.group
+            window, group = self.window, weight.unit.group
             with self._engine.at_work:
                 window.finish_optimizer(group)
                 window.finish_copies([group])
@@ -115,7 +93,7 @@ class Guard:
             if writes:  # or gets an alias to write to: what is on the device is checked before next use
                 for copied_from in {group, weight.twin.group}:
                     window.note_write(copied_from)
-        elif not self.settled:
+        elif not self.window.settled:
             self._engine.settle()
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
@@ -148,7 +126,7 @@ class Guard:
             )
         with self._engine.at_work:
             if gradient.host is not None:
-                self._engine.window.finish_optimizer(weight.unit.group)
+                self.window.finish_optimizer(weight.unit.group)
                 unit.show(gradient)
 
     # ------------------------------------------------------------------------------------------ weights on the device
@@ -157,7 +135,7 @@ class Guard:
         """Return the weight on the device in its own dtype, for an operation outside of its unit."""
         engine = self._engine
         with engine.at_work:
-            engine.window.finish_optimizer(weight.unit.group)
+            self.window.finish_optimizer(weight.unit.group)
             engine.arrangement.unused_in_step = False
             engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
@@ -168,13 +146,13 @@ class Guard:
             is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
             if not (group.resident or is_there):
                 self._keep_on_device(weight)
-            engine.window.bring(weight.twin.group)
+            self.window.bring(weight.twin.group)
             return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
         for group in member.groups:
-            if self._engine.window.is_blocked(group):
+            if self.window.is_blocked(group):
                 for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
                     self._keep_on_device(weight)
 
@@ -221,8 +199,7 @@ class Guard:
                 f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
                 "`resident=`."
             )
-        self._engine.window.finish_optimizer(weight.unit.group)  # it is sent at once
-        self._engine.window.write_back([weight])
-        self._engine.stats.promotions += 1
+        self.window.finish_optimizer(weight.unit.group)  # it is sent at once
+        self.window.write_back([weight])
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True

@@ -94,7 +94,7 @@ class Pipeline:
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner, replicas)
+        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner or Planner(), replicas)
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._calls = Calls(engine)
         try:
@@ -153,7 +153,7 @@ class Pipeline:
             self.reset()
         _attached.remove(self)
         atexit.unregister(self._end_threads)
-        self._engine.stop_planning()
+        self._engine.planner.abandon()
         stop_listening(self.optimizers)
         optimizer_steps.depth = 0
         self._engine.uninstall()

@@ -13,7 +13,6 @@ class Stats:
 
     steps: int = 0  # outermost `step()` scopes
     loads: int = 0  # units copied to the device, resident weights not counted
-    resident_loads: int = 0  # copies of resident weights to the device
     misses: int = 0  # loads that had not been prefetched, so that computing waited for the whole copy
     bytes_to_device: int = 0
     bytes_to_host: int = 0
@@ -23,7 +22,6 @@ class Stats:
     # Loads, counted in `misses` too, of what backward needed without having announced its unit; those of `k_prime`
     # units together count as one.
     heals: int = 0
-    promotions: int = 0  # weights that became resident because they were used outside of their unit
     write_backs: int = 0  # weights copied back to the host because a forward changed them in place
     recomputed: int = 0  # unit calls whose forward ran again in backward
     host_syncs: int = 0  # times that the host waited for the device

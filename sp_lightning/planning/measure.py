@@ -73,15 +73,14 @@ class FirstSteps:
         self._scope: ExitStack | None = None
         self._before = self._counts()
 
-    def _counts(self) -> tuple[int, int, int]:
-        engine = self._engine
-        return engine.optimizers.steps_taken, engine.stats.steps_in_backward, engine.activations.backward_passes
+    def _counts(self) -> tuple[int, int]:
+        return self._engine.optimizers.steps_taken, self._engine.stats.steps_in_backward
 
     def go_on(self) -> bool:
         """Count the step that ended before this call, and tell whether more steps are needed."""
         self._steps += 1
         counts = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
-        self.optimizer_steps, self.steps_in_backward, passes = counts
+        self.optimizer_steps, self.steps_in_backward = counts
         is_late = self._steps >= _PATIENCE
         saw_optimizer = self.optimizer_steps > 0 or not self._waits or is_late
         if self._scope is None:
@@ -90,8 +89,7 @@ class FirstSteps:
                 self._start()
             return True
         self.activation_peak = max(self.activation_peak, self._engine.meter.step_peak)
-        complete = passes if self._waits else self._steps  # a step that returns no loss has no backward
-        if saw_optimizer and (complete >= _RECORDED or is_late):
+        if saw_optimizer and self._steps >= _RECORDED:
             self.stop()
             return False
         return True

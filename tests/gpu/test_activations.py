@@ -16,14 +16,14 @@ from sp_lightning.planning.cost import peak as activation_peak
 from sp_lightning.planning.measure import ways_of
 
 from ..zoo.blocks import Block, Chain
-from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
+from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, quick_training, train
 
 pytestmark = pytest.mark.gpu
 
 
 def test_recomputing_gives_the_same_bits(cuda: torch.device) -> None:
     """With a device that lags far behind the host."""
-    losses, weights = train(big_chain(), cuda, k=BLOCKS, activations="keep")
+    losses, weights = quick_training(cuda)
     for policy in ("recompute", "auto"):
         again, weights_again = train(big_chain(cycles=2_000_000), cuda, steps=3, activations=policy)
         assert all(map(torch.equal, losses, again))
@@ -59,7 +59,7 @@ class Wide(Block):
 def peak(device: torch.device, steps: int, model: nn.Module, **options: Any) -> tuple[int, int]:
     """What a step takes beyond what is there between steps: as torch counts it, and as the engine does."""
     api = torch.get_device_module(device)
-    x = torch.randn(64 * ROWS, WIDTH, device=device)
+    x = torch.randn(32 * ROWS, WIDTH, device=device)
     optimizer = SGD(model.parameters(), 0.1)
     with on_device(model, device, AutoPlanner(), **options) as pipe:
         micro_step(pipe, x[:ROWS])  # buffers that stay are made

@@ -18,13 +18,13 @@ from .test_memory_limits import room
 
 pytestmark = pytest.mark.gpu
 
-MOST = 300 << 20  # bytes
+MOST = 100 << 20  # bytes
 
 
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(8)])
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 256)) for _ in range(8)])
 
     def training_step(self, batch, batch_idx):
         return self.blocks(batch).square().mean()
@@ -45,7 +45,7 @@ def fit(module, accelerator, logger, callback):
         enable_progress_bar=False,
         callbacks=[callback],
     )
-    trainer.fit(module, DataLoader(torch.randn(12 * 64, 512), batch_size=64))
+    trainer.fit(module, DataLoader(torch.randn(12 * 64, 256), batch_size=64))
 
 
 @pytest.fixture

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from ..second_device import IN_USE
-from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, steps_that_wait_for_nothing, train
+from .parts import (
+    BLOCKS,
+    ROWS,
+    WIDTH,
+    big_chain,
+    micro_step,
+    on_device,
+    quick_training,
+    steps_that_wait_for_nothing,
+    train,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +29,7 @@ POLICIES = ["offload", "recompute_offload"]
 @pytest.mark.parametrize("k", [1, 3])
 def test_activations_come_back_as_they_left(k: int, pin: bool, activations: str, cuda: torch.device) -> None:
     """With a device that lags far behind the host, memory is used again only when the copies are done with it."""
-    quick_losses, quick_weights = train(big_chain(), cuda, k=BLOCKS)
+    quick_losses, quick_weights = quick_training(cuda)
     slow = big_chain(cycles=5_000_000)
     slow_losses, slow_weights = train(slow, cuda, k=k, pin_memory=pin, activations=activations)
     assert all(map(torch.equal, quick_losses, slow_losses))
@@ -38,7 +48,7 @@ def test_peak_memory(device: torch.device) -> None:
     """Of what is kept otherwise, a third at most; weights and gradients on their way are the same in all."""
     api = torch.get_device_module(device)
 
-    rows = (32 if IN_USE else 128) * ROWS
+    rows = (16 if IN_USE else 128) * ROWS
 
     def peak(activations: str) -> int:
         x = torch.randn(rows, WIDTH, device=device)

@@ -26,6 +26,7 @@ from .parts import (
     big_chain,
     micro_step,
     on_device,
+    quick_training,
     steps_that_wait_for_nothing,
     train,
 )
@@ -42,7 +43,7 @@ def make_workspaces(device: torch.device) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_copies_wait_for_the_computing(k: int, cuda: torch.device) -> None:
     """With a device that lags far behind the host, slots are refilled only when the units in them are done."""
-    quick_losses, quick_weights = train(big_chain(), cuda, k=BLOCKS)
+    quick_losses, quick_weights = quick_training(cuda)
     slow_losses, slow_weights = train(big_chain(cycles=5_000_000), cuda, k=k)
     assert all(map(torch.equal, quick_losses, slow_losses))
     assert all(map(torch.equal, quick_weights, slow_weights))

@@ -39,7 +39,7 @@ def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, kept, dtype)
     with torch.no_grad():
         ours.copy_(theirs.normal_())
     reference, optimizer = cls([theirs], fused=True, **options), cls([ours], fused=True, **options)
-    copy = torch.zeros(shape, dtype=torch.bfloat16) if kept == torch.float32 else None
+    copy = torch.zeros(shape, dtype=torch.bfloat16) if kept != dtype else None
     factor = torch.tensor(0.3, dtype=kept)
     passes = 0
     for _ in range(4):

@@ -51,19 +51,6 @@ class PendingTicket(Job):
         super().finish()
 
 
-class InterruptedTicket(PendingTicket):
-    """The same, but the first wait for it is interrupted, as by Ctrl-C."""
-
-    was_interrupted = False
-
-    @override
-    def join(self) -> None:
-        if not self.was_interrupted:
-            self.was_interrupted = True
-            raise KeyboardInterrupt
-        super().join()
-
-
 class RecordingBackend(Backend):
     """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
 
@@ -146,7 +133,6 @@ class FakeSegment:
     epoch: int = 0
     lying: int = NOTHING
     edited: bool = False
-    looks: int = 0
     sends_copies: bool = False
     weights: Sequence[Weight] = ()
 
@@ -155,7 +141,6 @@ class FakeSegment:
         return self.bytes.nbytes
 
     def check(self) -> None:
-        self.looks += self.lying != NOTHING
         if self.edited:
             self.note_change()
 

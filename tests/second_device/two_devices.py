@@ -1,6 +1,6 @@
 """Trains on two devices, or on one with the same micro-batches: what both make of the weights must be the same.
 
-    python two_devices.py 1 32-true weights.pt
+    python two_devices.py 1 weights.pt
 
 Run by `test_second_device.py` in processes of its own; Lightning starts the second one by this very command.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -50,8 +51,8 @@ class InTurns(Sampler[int]):
         return BATCH * len(self._batches)
 
 
-def main(devices: int, precision: str, path: str) -> None:
-    """Train, and save the weights."""
+def train(devices: int, precision: str) -> dict[str, Tensor]:
+    """Train; the weights."""
     rows = torch.randn(ROWS, 6, 16, generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
         accelerator="gpu",
@@ -66,9 +67,10 @@ def main(devices: int, precision: str, path: str) -> None:
     )
     model = Model()
     trainer.fit(model, DataLoader(rows, BATCH, sampler=InTurns(trainer.global_rank, devices)))
-    if trainer.global_rank == 0:
-        torch.save({name: value.cpu() for name, value in model.state_dict().items()}, path)
+    return {f"{precision} {name}": value.cpu() for name, value in model.state_dict().items()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    weights = train(int(sys.argv[1]), "32-true") | train(int(sys.argv[1]), "bf16-mixed")
+    if rank_zero_only.rank == 0:
+        torch.save(weights, sys.argv[2])

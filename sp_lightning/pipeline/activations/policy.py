@@ -138,7 +138,6 @@ class Activations:
         self.auto: AutoPolicy | None = None  # None if the user has chosen, or if there is no limit to choose by
         self.are_kept = policy in ("keep", "auto")  # all, so that nobody has to tell of calls
         self.second_forwards = SecondForwards(saved, backend, stats)
-        self.backward_passes = 0  # that have ended
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
@@ -250,7 +249,6 @@ class Activations:
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
-        self.backward_passes += 1
         if self._has_turned:
             self._end_stretch()  # between steps users reset memory statistics, too
         self._has_turned = False

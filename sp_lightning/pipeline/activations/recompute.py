@@ -58,7 +58,10 @@ class SecondForwards:
 
 
 class UnitCall:
-    """One call of a member: what its forward saved, and how to run it again."""
+    """One call of a member: what its forward saved, and how to run it again.
+
+    It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run.
+    """
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kept: list[ref[Kept]] = []  # what the forward saves, in order
@@ -173,9 +176,11 @@ class UnitCall:
         shared.stats.recomputed += 1
         shared.backend.trace.begin(Kind.FORWARD, self.member.unit_name)
         self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
-        inputs = self._inputs.rebuild(shared.saved)
+        args, kwargs = self._inputs.rebuild(shared.saved)
+        packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
         try:
-            self._run_again(*inputs)
+            with self._surroundings.restored(), torch.enable_grad(), packing:
+                self.member.module(*args, **kwargs)
         except Exception as error:  # code in between may have made another exception of `_NothingMissing`
             if is_out_of_memory(error):
                 raise
@@ -190,14 +195,6 @@ class UnitCall:
                 "of it has changed in between"
             )
         shared.backend.trace.begin(Kind.BACKWARD, self.member.unit_name)
-
-    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with (
-            self._surroundings.restored(),
-            torch.enable_grad(),
-            saved_tensors_hooks(self._fill_gap, lambda tensor: tensor),
-        ):
-            self.member.module(*args, **kwargs)
 
     def _cannot(self, reason: str) -> RuntimeError:
         """Have later calls of the member hold what they save; return the error for this one."""

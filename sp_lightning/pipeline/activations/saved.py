@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -33,6 +33,9 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
+
+UnitCall: TypeAlias = Any  # it and the next are made of saved tensors, and import this file
+BackwardPass: TypeAlias = Any
 
 
 class _Handle:
@@ -58,24 +61,12 @@ class _Handle:
         self._group.handles -= 1
 
 
-class Recording(Protocol):
-    """What the forward of one call saves. It is held by the graph, and refers to saved tensors weakly.
-
-    So autograd frees each of them when its node has run.
-    """
-
-    kept: list[ref[Kept]]  # in order
-
-    def repeat(self) -> None:
-        """Fill what was dropped."""
-
-
 class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
     __slots__ = ("__weakref__", "_held", "_kind", "_recording", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
+    def __init__(self, tensor: Tensor, meter: Meter, recording: UnitCall | None = None) -> None:
         self._recording = recording
         self._held = meter.hold(tensor)
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
@@ -123,21 +114,14 @@ Packed: TypeAlias = _Handle | Offloaded | Kept
 """What is held in place of a saved tensor, unless it is the tensor itself with its version."""
 
 
-class BringsWeights(Protocol):
-    """What brings weights back for backward."""
-
-    def bring_for_backward(self, twin: Twin) -> None:
-        """Bring a weight that backward is about to read to the device."""
-
-
 class SavedTensors:
     """The engine's pair of saved-tensor hooks."""
 
     def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}  # by the identity of their memory
-        self.recording: Recording | None = None  # of the call under way; None if nothing of it is to be dropped
-        self.backward: BringsWeights | None = None
+        self.recording: UnitCall | None = None  # of the call under way; None if nothing of it is to be dropped
+        self.backward: BackwardPass | None = None  # what brings weights for it
         self._offloader = offloader
 
     def pushed(self, ahead: bool = False) -> AbstractContextManager[Any]:

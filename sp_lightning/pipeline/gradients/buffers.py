@@ -109,18 +109,16 @@ class StagingBuffers:
 
 
 class HostGradients(GradientMemory):
-    """Such memory on the host."""
+    """Such memory on the host, for gradients of one unit after the other: a landing buffer."""
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition | None = None) -> None:
-        self._host = HostBuffer(nbytes, backend, pin)
+    def __init__(self, nbytes: int, backend: Backend, released: threading.Condition) -> None:
+        self._host = HostBuffer(nbytes, backend, pin=True)
         super().__init__(self._host.bytes)
-        # of a landing buffer, whether nothing is on its way into it, or waits in it to be read
-        self.is_free = False
+        self.is_free = False  # whether nothing is on its way into it, or waits in it to be read
         self._released = released
 
     def release(self) -> None:
-        """Free a landing buffer, as its gradients have been read."""
-        assert self._released is not None
+        """Free it, as its gradients have been read."""
         with self._released:
             self.is_free = True
             self._released.notify_all()
@@ -168,7 +166,7 @@ class LandingBuffers:
                     self._buffers.remove(free[0])
                     free[0].close()
                 if free or not is_full:
-                    self._buffers.append(HostGradients(nbytes, self._backend, True, self._released))
+                    self._buffers.append(HostGradients(nbytes, self._backend, self._released))
                     return self._buffers[-1]
                 self._released.wait()
 

@@ -17,29 +17,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.unit_gradients import (
-    NO_SCALING,
-    Gradient,
-    Shipment,
-    State,
-    Taker,
-    UnitGradients,
-    add_up,
-    refusal,
-)
-from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Shipment, State, UnitGradients, refusal
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.graphs import run_hooks
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
+
+EarlyStep: TypeAlias = Any  # the room of optimizers builds on this one
 
 
 class GradientStream:
@@ -51,17 +44,15 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], window: Window, backend: Backend, stats: Stats, landing: LandingBuffers
-    ) -> None:
-        self.taker: Taker | None = None  # what takes gradients as they arrive, while there is such a thing
+    def __init__(self, units: Sequence[Unit], window: Window, landing: LandingBuffers) -> None:
+        self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
         self.measures_norms = False  # whether each gradient brings its norm
-        self.staging = StagingBuffers(units, backend)
-        self._units = [UnitGradients(unit, backend) for unit in units]
+        self.staging = StagingBuffers(units, window.backend)
+        self._units = [UnitGradients(unit) for unit in units if unit.weights]  # not those that live on the device
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
-        self._backend = backend
-        self._stats = stats
+        self._backend = window.backend
+        self._stats = window.stats
         self._landing = landing
         landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
@@ -89,10 +80,10 @@ class GradientStream:
         if len(unit.gathered) == len(unit.trained):
             self._send(unit, is_last)
 
-    def send_others(self, units: Sequence[Unit] = ()) -> None:
-        """Send what all other units have gathered: backward has moved on to these, or ends."""
+    def send_others(self, reached: Unit | None = None) -> None:
+        """Send what units have gathered: all when backward ends, or others than the one reached, and resident ones."""
         for unit in self._units:
-            if unit.gathered and unit.unit not in units:
+            if unit.gathered and (reached is None or not (unit.unit is reached or unit.unit.resident)):
                 self._send(unit, is_last=False)
 
     @torch.no_grad()
@@ -179,15 +170,18 @@ class GradientStream:
                 norms.append((gradient.norm, target))
         after = [shipment.ticket] if unit.ticket is None else [shipment.ticket, unit.ticket]
 
-        def add() -> None:
+        def add_up() -> None:
             with without_torch_function(), torch.no_grad():
                 for target, before, arrived in jobs:
-                    add_up(target, before, arrived)
+                    if before is not target:
+                        target.copy_(arrived if before is None else before)
+                    if before is not None:
+                        add(target, arrived)
                 for norm, target in norms:
                     norm.copy_(torch.linalg.vector_norm(target, dtype=unit.layout.norm_dtype))
 
         moved = 2 * sum(target.nbytes for target, _, _ in jobs)
-        ticket = self._backend.work(add, after, moved, buffer.release)
+        ticket = self._backend.work(add_up, after, moved, buffer.release)
         self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, ticket)
         return Shipment(unit, shipment.gradients, [target for target, _, _ in jobs], ticket, None)
 
@@ -269,12 +263,12 @@ class GradientStream:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._landing.nbytes() + sum(unit.memory.bytes.nbytes for unit in self._units if unit.memory is not None)
+        return self._landing.nbytes() + sum(unit.nbytes for unit in self._units)
 
     def close(self) -> None:
-        """Show all gradients, and release units' own memory."""
+        """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()
         self.show_all()
         for unit in self._units:
-            unit.close()
+            unit.memory = None
         self.staging.close()

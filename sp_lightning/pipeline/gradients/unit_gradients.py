@@ -13,16 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
-from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, HostGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.weights.buffers import left_pinned
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -108,9 +104,8 @@ class UnitGradients:
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit, backend: Backend) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._backend = backend
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
@@ -118,17 +113,18 @@ class UnitGradients:
         self.gathered: dict[Gradient, Tensor] = {}  # what backward has brought, as long as it has not left the device
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
-        self.memory: HostGradients | None = None  # the host memory that they stay in; None if there is none yet
+        self.memory: GradientMemory | None = None  # the host memory that they stay in; None if there is none yet
+        # that of the masters, which it lies beside
+        self._masters = [each.memory for each in unit.group.segments if each.weights[0].unit is unit][-1]
         self.begin()
-        if left_pinned(self.layout.nbytes, backend) is not None:
-            self.own()
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
         trained = list(filter(IS_TRAINED, self.gradients))
         dtypes = [gradient.weight.gradient_dtype for gradient in trained]
         if trained != self.trained or dtypes != self.layout.dtypes:
-            self.close()
+            if self.trained:
+                self.close()
             self.trained = trained
             weights = [gradient.weight for gradient in trained]
             self.layout = self._sum_layout = GradientLayout(weights, dtypes)
@@ -137,10 +133,16 @@ class UnitGradients:
                 self._sum_layout = GradientLayout(weights, sums)
             self.kept_as = self.layout
 
-    def own(self) -> HostGradients:
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory for gradients."""
+        return self._masters.beside["gradients"].nbytes if "gradients" in self._masters.beside else 0
+
+    def own(self) -> GradientMemory:
         """Return the memory in which gradients stay, as `kept_as` tells."""
         if self.memory is None:
-            self.memory = HostGradients(self.kept_as.nbytes, self._backend, pin=self.kept_as is self.layout)
+            is_sent = self.kept_as is self.layout
+            self.memory = GradientMemory(self._masters.get_beside("gradients", self.kept_as.nbytes, is_sent).bytes)
         return self.memory
 
     def room_for(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
@@ -203,8 +205,7 @@ class UnitGradients:
     def close(self) -> None:
         """Let go of the memory; what lies in it keeps it."""
         self.wait()
-        if self.memory is not None:
-            self.memory.close()
+        self._masters.release_beside("gradients")
         self.memory, self.kept_as = None, self.layout
 
 
@@ -218,21 +219,6 @@ class Shipment:
     ticket: Ticket  # the copy, or the addition, that brings them
     # the landing buffer to release when they have been read; None if they land where they stay
     buffer: HostGradients | None
-
-
-class Taker(Protocol):
-    """What takes gradients as soon as they arrive, in backward: an optimizer's step that has begun (`EarlyStep`)."""
-
-    keeps_gradients: bool  # whether somebody reads them after the step
-
-    def wants(self, unit: UnitGradients) -> bool:
-        """Tell whether the unit's complete gradients should go to the optimizer right away."""
-
-    def take(self, shipment: Shipment) -> None:
-        """Step the unit when its gradients have landed, and release the landing buffer; or give them back."""
-
-    def finish_backward(self) -> None:
-        """Give back what was not used."""
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
@@ -251,13 +237,3 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
         f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
         "`overlap_optimizer=False`."
     )
-
-
-def add_up(target: Tensor, before: Tensor | None, arrived: Tensor) -> None:
-    """Write the sum of two gradients, the first of which may be there already, to where it stays."""
-    if before is None:
-        target.copy_(arrived)
-        return
-    if before is not target:
-        target.copy_(before)
-    add(target, arrived)

@@ -75,8 +75,6 @@ class Backend(ABC):
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets have to know when they began and ended
         self.pins = False  # whether host memory that is sent is pinned (page-locked), for fast copies
-        self.leaves_pinned = False  # whether host memory stays pinned when it is released, for others who need as much
-        self.left: list[Any] = []  # such memory
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)

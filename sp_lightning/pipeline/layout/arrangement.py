@@ -149,9 +149,8 @@ class Arrangement:
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
-        # all weights, by the identity of their masters
-        self.weights_by_master = {id(weight.master): weight for weight in self.weights}
-        check_host_memory(self.all_units, at_once=1 if memory or replicas is None else replicas.on_this_machine)
+        at_once = 1 if memory or replicas is None else replicas.on_this_machine
+        check_host_memory(self.all_units, memory.bytes_beside(), at_once)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
@@ -176,7 +175,7 @@ class Arrangement:
                     in_arena.append((group, offset := next(offsets)))
                     group.lie_in(arena[offset : offset + group.nbytes])
         except BaseException:
-            self.release_copies()
+            memory.keep(self.segments)
             raise
         for group, begin in in_arena:
             end = begin + group.nbytes
@@ -242,11 +241,6 @@ class Arrangement:
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 
-    def release_copies(self) -> None:
-        """Let go of host memory, except for that in which masters lie."""
-        for segment in self.segments:
-            segment.release_copies()
-
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in self.all_units:
@@ -254,6 +248,8 @@ class Arrangement:
         nothing = torch.empty(0)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
+        for segment in self.segments:
+            segment.copies.clear()
         if any(group.handles for group in self.groups):  # a graph holds weights
             return
         for group in self.groups:

@@ -189,21 +189,23 @@ def sent_bytes(weights: Iterable[Weight]) -> int:
     return lay_out([weight.compute_bytes for weight in weights])[1]
 
 
-def check_host_memory(units: Sequence[Unit], at_once: int) -> None:
+def check_host_memory(units: Sequence[Unit], present: int, at_once: int) -> None:
     """Check that the host has memory for gradients and for copies of weights.
 
     Args:
         units: All units.
+        present: Bytes for these that are there already.
         at_once: How many processes take as much of the same host's memory at this moment.
 
     Raises:
         ValueError: If it has not.
     """
     weights = [weight for unit in units for weight in unit.weights]
-    present = [weight.master.grad for weight in weights if weight.master.grad is not None]
-    coming = max(0, sum(map(gradient_bytes, units)) - sum(g.nbytes for g in present if g.layout is torch.strided))
+    seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
+    coming = max(0, sum(map(gradient_bytes, units)) - sum(g.nbytes for g in seen if g.layout is torch.strided))
     moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
-    needed = coming + sum(weight.compute_bytes for weight in weights if weight.lowered) + moving
+    copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
+    needed = max(0, coming + copies - present) + moving
     free = available_host_memory()
     if free is not None and needed * at_once > free:
         each = f" in each of {at_once} processes" if at_once > 1 else ""

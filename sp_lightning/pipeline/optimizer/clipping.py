@@ -11,48 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.buffers import MEASURED
-from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
-from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.window import Window
 
 _Found = Sequence[tuple[nn.Parameter, Gradient | None]]
 """Parameters that have a gradient, each with ours; None where it has one of its own, as it does not stream."""
 
 
-class OptimizerParts(Protocol):
-    """The engine, as far as optimizers know it."""
-
-    backend: Backend
-    window: Window
-    stream: GradientStream
-    steps: GroupSteps
-    parameters: frozenset[int]
-    replicas: Replicas | None
-
-    def settle(self) -> None:
-        """Finish all steps."""
-
-    def relax_guard(self) -> None:
-        """Note that work for an optimizer is over."""
-
-
 class Clipping:
     """Clips and unscales gradients; where possible, while the optimizer reads them."""
 
-    _parts: OptimizerParts
+    _steps: GroupSteps
 
     def __init__(self, at_work: EngineAtWork) -> None:
         self._at_work = at_work
@@ -61,11 +39,11 @@ class Clipping:
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
         """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._parts.stream.measures_norms = True
+        self._steps.stream.measures_norms = True
         try:
             yield
         finally:
-            self._parts.stream.measures_norms = False
+            self._steps.stream.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
@@ -75,7 +53,6 @@ class Clipping:
         parameters = list(parameters)
         with self._at_work:
             done = self._clip_norm(self._with_gradients(parameters), max_norm)
-            self._parts.relax_guard()
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -83,14 +60,13 @@ class Clipping:
         """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
         with self._at_work:
             weights = ((p, self._weights.get(id(p))) for p in parameters)
-            stream = self._parts.stream
+            stream = self._steps.stream
             left = [p for p, w in weights if w is None or stream.of[w].unit.state is not State.CONSUMED]
             found = self._with_gradients(left)
             if found is not None:
                 for gradient in _ours(found):
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
                 left = _others(found)
-            self._parts.relax_guard()
         if left:
             nn.utils.clip_grad_value_(left, limit)
 
@@ -106,9 +82,7 @@ class Clipping:
         """
         with self._at_work:
             found = self._with_gradients(parameters_of(optimizer))
-            overflow = None if found is None else self._unscale(found, inverse_scale)
-            self._parts.relax_guard()
-            return overflow
+            return None if found is None else self._unscale(found, inverse_scale)
 
     def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
@@ -119,7 +93,7 @@ class Clipping:
         gradients, others = _ours(found), _others(found)
         scaling = gradients[0].scaling if gradients else NO_SCALING
         if scaling.factors:
-            self._parts.stream.settle()  # one of them may be computed by an earlier clip
+            self._steps.stream.settle()  # one of them may be computed by an earlier clip
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
         if not all(map(_is_power_of_two, scaling.factors)) or any(each.scaling != scaling for each in gradients):
             return False
@@ -142,7 +116,7 @@ class Clipping:
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
         units = dict.fromkeys(gradient.unit for gradient in gradients)
-        ticket = self._parts.backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
+        ticket = self._steps.window.backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
         clipped = scaling.times(factor)
         for gradient in gradients:
             gradient.scaling, gradient.norm = clipped, None
@@ -158,7 +132,7 @@ class Clipping:
         norms = [gradient.norm for gradient in gradients if gradient.norm is not None]
         if len(norms) < len(gradients):
             return None  # only reading all of them could tell
-        self._parts.stream.settle()
+        self._steps.stream.settle()
         tensors = [*(gradient.host for gradient in gradients), *(parameter.grad for parameter in others)]
         # a norm may have overflowed though all elements are finite
         suspects = [
@@ -180,7 +154,7 @@ class Clipping:
         found: list[tuple[nn.Parameter, Gradient | None]] = []
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._parts.stream.of[weight]
+            gradient = None if weight is None else self._steps.stream.of[weight]
             if gradient is not None and gradient.host is not None:
                 if gradient.scaling.clamp is not None:
                     return None

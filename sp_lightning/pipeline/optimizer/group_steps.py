@@ -20,11 +20,9 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
-from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
-from sp_lightning.pipeline.optimizer.kinds import keeps_state, settings_of
+from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
-from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.units import Group
@@ -57,12 +55,11 @@ class Plan:
 class GroupSteps:
     """Gives steps to the thread, and waits for them."""
 
-    def __init__(self, window: Window, backend: Backend, stream: GradientStream, stats: Stats, fused: bool) -> None:
+    def __init__(self, window: Window, stream: GradientStream) -> None:
+        self.window = window
         self.stream = stream
-        self.stats = stats
-        self.fused = fused  # whether to take torch's fused kernels where the user left the choice to torch
-        self._window = window
-        self._backend = backend
+        # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
+        self.fused = window.backend.device.type != "cpu"
 
     def begin(
         self,
@@ -98,7 +95,7 @@ class GroupSteps:
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         if not tickets:
             return
-        self._window.finish_optimizer(group)
+        self.window.finish_optimizer(group)
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
@@ -114,12 +111,12 @@ class GroupSteps:
             for buffer in buffers:
                 buffer.release()
 
-        self._window.outdate(group, tickets.keys())
-        after = [*self._window.copies_of([group]), *filter(None, dict.fromkeys(tickets.values()))]
+        self.window.outdate(group, tickets.keys())
+        after = [*self.window.copies_of([group]), *filter(None, dict.fromkeys(tickets.values()))]
         rank = 0 if group.resident else group.index + 1
-        group.being_stepped = self._backend.work(step, after, moved, release_buffers, rank=rank)
-        self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
-        self.stats.overlapped_steps += len(group.units)
+        group.being_stepped = self.window.backend.work(step, after, moved, release_buffers, rank=rank)
+        self.window.backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
+        self.window.stats.overlapped_steps += len(group.units)
         if group.apart:
             # weights made resident are in groups that do not wait for this one's step
             self.finish([group])
@@ -132,9 +129,9 @@ class GroupSteps:
                 mostly have the same cause.
         """
         errors = []
-        for group in self._window.groups if groups is None else groups:
+        for group in self.window.groups if groups is None else groups:
             try:
-                self._window.finish_optimizer(group)
+                self.window.finish_optimizer(group)
             except Exception as error:
                 errors.append(error)
         if errors and groups is not None:
@@ -152,16 +149,7 @@ class GroupSteps:
         try:
             self.finish()
         finally:
-            self._window.finish_copies(self._window.groups)
-
-    def note_finished(self) -> bool:
-        """Note which steps are over, and tell whether none is under way any more; does not wait."""
-        for group in self._window.groups:
-            if group.being_stepped is not None:
-                if not group.being_stepped.done:
-                    return False
-                self.finish([group])
-        return True
+            self.window.finish_copies(self.window.groups)
 
 
 class EarlyStep:
@@ -183,14 +171,9 @@ class EarlyStep:
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []
         # those whose state this step makes; it stands in the order in which torch would make it
-        self._new = {g for g, number in plan.gradients.items() if IS_TRAINED(g) and self._lacks_state(g, number)}
-        optimizer.state.update({g.weight.master: {} for g in plan.gradients if g in self._new})
-
-    def _lacks_state(self, gradient: Gradient, number: int) -> bool:
-        optimizer = self.optimizer
-        return not optimizer.state.get(gradient.weight.master) and keeps_state(
-            optimizer, optimizer.param_groups[number]
-        )
+        trained = [(g, optimizer.param_groups[number]) for g, number in plan.gradients.items() if IS_TRAINED(g)]
+        self._new = [g for g, settings in trained if makes_state(optimizer, g.weight.master, settings)]
+        optimizer.state.update({g.weight.master: {} for g in self._new})
 
     def wants(self, unit: UnitGradients) -> bool:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""
@@ -230,7 +213,7 @@ class EarlyStep:
             gradient.scaling = self._scaling
         buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
         self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
-        if not self._new.isdisjoint(arrived):
+        if not arrived.keys().isdisjoint(self._new):
             self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
         for unit in [shipment.unit for shipment in shipments]:
             unit.state = State.CONSUMED
@@ -238,14 +221,12 @@ class EarlyStep:
         if not self.keeps_gradients:
             for gradient in arrived:
                 gradient.unit.forget([gradient])
-        self._steps.stats.steps_in_backward += len(group.units)
+        self._steps.window.stats.steps_in_backward += len(group.units)
 
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         for unit in self.stepped:
-            unit.state = State.HELD
-            if not self.keeps_gradients:
-                self._steps.stream.consume(unit.trained)
+            unit.state = State.HELD if self.keeps_gradients else State.EMPTY
         for weight in [gradient.weight for gradient in self._new]:
             if not self.optimizer.state.get(weight.master):
                 self.optimizer.state.pop(weight.master, None)  # it got no gradient

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +56,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def keeps_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Tell whether one of these optimizers keeps state of a weight in a param group with these settings."""
-    return type(optimizer) is not SGD or settings["momentum"] != 0
+def makes_state(optimizer: Optimizer, master: nn.Parameter, settings: dict[str, Any]) -> bool:
+    """Tell whether the next step of one of these optimizers makes its state of a weight, with these settings."""
+    return not optimizer.state.get(master) and (type(optimizer) is not SGD or settings["momentum"] != 0)
 
 
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
@@ -89,24 +88,12 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- hearing of steps
 
 
-class Listener(Protocol):
-    """What hears of the steps of all optimizers."""
-
-    def before_closure(self) -> None:
-        """Called before an optimizer calls its closure; it may have written to its parameters since the last call."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called when gradients are there, before the optimizer updates its parameters."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Called after the optimizer has updated its parameters."""
-
-
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+Optimizers: TypeAlias = Any  # what hears of the steps of all optimizers imports this file
+_listeners: set[Optimizers] = set()
 _handles: list[RemovableHandle] = []
 
 
-def listen_to_optimizers(listener: Listener) -> None:
+def listen_to_optimizers(listener: Optimizers) -> None:
     """Notify `listener` of every optimizer step."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -114,7 +101,7 @@ def listen_to_optimizers(listener: Listener) -> None:
     _listeners.add(listener)
 
 
-def stop_listening(listener: Listener) -> None:
+def stop_listening(listener: Optimizers) -> None:
     """Undo `listen_to_optimizers`."""
     _listeners.discard(listener)
     if not _listeners:

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
-from sp_lightning.pipeline.optimizer.clipping import Clipping, OptimizerParts
-from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, Plan
-from sp_lightning.pipeline.optimizer.kinds import keeps_state, parameters_of, settings_of, why_not_by_unit
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
+from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.units import Group
@@ -58,9 +58,9 @@ class Afterwards(enum.Enum):
 class Optimizers(Clipping):
     """The services of a pipeline to the optimizers of its weights."""
 
-    def __init__(self, stats: Stats, at_work: EngineAtWork, overlaps: bool | str) -> None:
+    def __init__(self, at_work: EngineAtWork, replicas: Replicas | None, overlaps: bool | str) -> None:
         super().__init__(at_work)
-        self._stats = stats
+        self._replicas = replicas
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -72,16 +72,17 @@ class Optimizers(Clipping):
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(self, parts: OptimizerParts, weights: Mapping[int, Weight]) -> None:
-        """Work with these parts from now on, on these weights by the identities of their masters."""
-        self._parts = parts
+    def work_with(self, steps: GroupSteps, weights: Mapping[int, Weight], parameters: Collection[int]) -> None:
+        """Work from now on with these steps, of weights by the identities of masters, among all parameters'."""
+        self._steps = steps
         self._weights = weights
+        self._parameters = parameters
 
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""
         if self._kept:
             with self._at_work:
-                stream = self._parts.stream
+                stream = self._steps.stream
                 stream.consume(stream.of[self._weights[id(p)]] for p in self._kept if id(p) in self._weights)
             self._kept = []
 
@@ -89,7 +90,7 @@ class Optimizers(Clipping):
 
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
-        self._parts.window.suspect_all()
+        self._steps.window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the weights that will be stepped unit by unit out of an optimizer that is about to step.
@@ -116,12 +117,12 @@ class Optimizers(Clipping):
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer step as in plain "
                     "training."
                 )
-            self._parts.window.write_back_all()  # to the masters that are stepped
+            self._steps.window.write_back_all()  # to the masters that are stepped
             if self._early is not None:
                 self._early.check(optimizer, plan, why_not)
             if why_not is not None and plan.gradients:
-                self._parts.steps.settle()
-                self._parts.stream.show_all()
+                self._steps.settle()
+                self._steps.stream.show_all()
             elif plan.gradients:
                 for param_group, others in zip(optimizer.param_groups, plan.others, strict=True):
                     self._taken_out.append((param_group, param_group["params"]))
@@ -130,7 +131,7 @@ class Optimizers(Clipping):
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
         if optimizer not in self._seen:
-            self._parts.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
+            self._steps.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
             by_unit = bool(self._taken_out)
@@ -142,15 +143,14 @@ class Optimizers(Clipping):
                 self._early.finish()
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
-                self._parts.stream.consume(plan.gradients)
+                self._steps.stream.consume(plan.gradients)
             elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
                 self._kept += parameters_of(optimizer)
-            self._parts.window.suspect_all()
-            self._stats.optimizer_steps += 1
+            self._steps.window.suspect_all()
+            self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
-            if self._parts.replicas is not None:
-                self._parts.replicas.steps += self._parts.replicas.averages
-            self._parts.relax_guard()
+            if self._replicas is not None:
+                self._replicas.steps += self._replicas.averages
 
     def _accept(self, optimizer: Optimizer) -> bool:
         """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.
@@ -167,22 +167,26 @@ class Optimizers(Clipping):
                     "`module.parameters()` yields outside of the forward; where that is not possible, train without "
                     "superpipeline (`resident` does not help: such weights have copies, too)."
                 )
-        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parts.parameters]
+        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parameters]
         if not own:
             return False
         self._seen[optimizer] = [  # it steps unit by unit from now on: finish before its state is saved or loaded
-            optimizer.register_state_dict_pre_hook(lambda _: self._parts.settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._parts.settle()),
+            optimizer.register_state_dict_pre_hook(self._finish_steps),
+            optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
         _move_state(optimizer, own)  # the weights may have moved since it was made
         return True
+
+    def _finish_steps(self, *_: object) -> None:
+        with self._at_work:
+            self._steps.settle()
 
     def _step(self, optimizer: Optimizer, plan: Plan) -> None:
         """Step unit by unit.
 
         Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
         """
-        steps = self._parts.steps
+        steps = self._steps
         settings = settings_of(optimizer, steps.fused)
         arrived: dict[Gradient, Tensor] = {}
         waits: set[Group] = set()
@@ -197,7 +201,7 @@ class Optimizers(Clipping):
                 waits.add(weight.unit.group)
             weight.follow()
             arrived[gradient] = tensor
-            if not optimizer.state.get(weight.master) and keeps_state(optimizer, settings[number]):
+            if makes_state(optimizer, weight.master, settings[number]):
                 optimizer.state.setdefault(weight.master, {})
                 waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
         for group in plan.groups:
@@ -209,9 +213,9 @@ class Optimizers(Clipping):
         known, plan = self._plans.get(optimizer, (None, None))
         if plan is None or known != identities:
             if plan is not None:
-                self._parts.steps.settle()  # what the earlier plan has begun works on the same state
+                self._steps.settle()  # what the earlier plan has begun works on the same state
             parameters = [group["params"] for group in optimizer.param_groups]
-            plan = Plan(parameters, self._weights, self._parts.stream)
+            plan = Plan(parameters, self._weights, self._steps.stream)
             self._plans[optimizer] = identities, plan
         return plan
 
@@ -234,19 +238,18 @@ class Optimizers(Clipping):
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
         """
-        replicas = self._parts.replicas
-        is_averaged = replicas is not None and replicas.averages  # when backward has ended
+        is_averaged = self._replicas is not None and self._replicas.averages  # when backward has ended
         if self._overlaps is False or self._early is not None or is_averaged or why_not_by_unit(optimizer) is not None:
             yield
             return
         with self._at_work:
             keeps_gradients = self.afterwards is not Afterwards.DROPPED
-            early = EarlyStep(optimizer, self._plan_of(optimizer), self._parts.steps, clamp, keeps_gradients)
-        self._early = self._parts.stream.taker = early
+            early = EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
+        self._early = self._steps.stream.taker = early
         try:
             yield
         finally:
-            self._parts.stream.taker = None
+            self._steps.stream.taker = None
             if not early.stepped:
                 self._early = None
                 with self._at_work:
@@ -255,16 +258,11 @@ class Optimizers(Clipping):
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
         with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
-            self._parts.steps.settle()
-        self._parts.stream.taker = None
+            self._steps.settle()
+        self._steps.stream.taker = None
         early, self._early = self._early, None
         if early is not None:
             early.abandon()
-
-    @property
-    def settled(self) -> bool:
-        """Whether all masters are as they would be in plain training."""
-        return self._parts.steps.note_finished() and self._early is None
 
     # ------------------------------------------------------------------------------------------------- beside steps
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim import rules
 from sp_lightning.optim.of_torch import OnePass, Work, scaling_of
-from sp_lightning.pipeline.gradients.unit_gradients import Scaling
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Scaling
 from sp_lightning.pipeline.optimizer.kinds import State
 from sp_lightning.pipeline.torch_private import StepCode
 
@@ -33,11 +33,6 @@ class Update(NamedTuple):
     scaling: Scaling  # unscaling and clipping of the gradient before the update
     state: State  # the optimizer's, which the code changes; empty before it is made, and if there is none
     copy: Tensor | None  # the lowered copy to write
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing to do besides the update."""
-        return self.copy is None and not self.scaling and self.gradient.dtype == self.parameter.dtype
 
     @property
     def is_first(self) -> bool:
@@ -61,9 +56,9 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     numbers: dict[Any, rules.Scaling | None] = {}
     for update in updates:
         update = update._replace(scaling=update.scaling.without_ones)
-        if not update.is_plain and one_pass.takes(work := _work(update, numbers)):
+        if one_pass.takes(work := _work(update, numbers)):
             works.append(work)
-        elif update.is_plain or update.parameter.numel() < _ALONE:
+        elif update.parameter.numel() < _ALONE:
             together.append(update)
         else:
             _update(code, [update])
@@ -87,7 +82,7 @@ def _update(code: StepCode, updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
     for parameter, arrived, scaling, *_ in updates:
         gradient = arrived
-        if scaling or arrived.dtype != parameter.dtype:
+        if scaling != NO_SCALING or arrived.dtype != parameter.dtype:
             gradient = torch.empty_like(arrived, dtype=parameter.dtype).copy_(arrived)
             scaling.apply_(gradient)
         parameter.grad = gradient

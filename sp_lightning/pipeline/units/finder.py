@@ -28,7 +28,7 @@ from torch import nn
 
 from sp_lightning.pipeline.options import UnitPolicy, as_predicate
 from sp_lightning.pipeline.torch_private import is_compiled, without_compile
-from sp_lightning.pipeline.units.tree import Atom, Tree, is_called, named_own_parameters
+from sp_lightning.pipeline.units.tree import Tree, is_called, named_own_parameters
 from sp_lightning.pipeline.weights.units import Division, Entry, Member, Unit
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -64,7 +64,7 @@ def find_units(
         atoms = _atoms_by_structure(tree, largest)
     else:
         matches = as_predicate(policy)
-        atoms = _divide(tree, Atom("", root), lambda here, _: matches(here.name, without_compile(here.module)), set())
+        atoms = _divide(tree, root, lambda it, _: matches(tree.names[id(it)], without_compile(it)), set())
         if not (atoms or split or used_outside) and tree.total:
             raise _nothing_matches(policy, root)
     parts, resident_weights = _join_sharing(tree, atoms)
@@ -90,41 +90,41 @@ def _nothing_matches(policy: UnitPolicy, root: nn.Module) -> ValueError:
     )
 
 
-def _atoms_by_structure(tree: Tree, largest: int) -> list[Atom]:
+def _atoms_by_structure(tree: Tree, largest: int) -> list[nn.Module]:
     """Find the modules that are not divided further, in the order of the tree; `largest` is in bytes."""
-    atoms: list[Atom] = []
+    atoms: list[nn.Module] = []
     for small in (min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES), 0):
-        atoms = _divide(tree, Atom("", tree.root), partial(_stays_whole, tree, largest, small), set())
-        keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
+        atoms = _divide(tree, tree.root, partial(_stays_whole, tree, largest, small), set())
+        keys = {id(p) for atom in atoms for p in atom.parameters() if id(p) in tree.weights}
         if sum(tree.weights[key].nbytes for key in keys) >= 0.9 * tree.total:
             break  # else many small leaves add up: stream them, too
     return atoms
 
 
 def _divide(
-    tree: Tree, here: Atom, stays_whole: Callable[[Atom, bool], bool], seen: set[int], is_block: bool = False
-) -> list[Atom]:
+    tree: Tree,
+    module: nn.Module,
+    stays_whole: Callable[[nn.Module, bool], bool],
+    seen: set[int],
+    is_block: bool = False,
+) -> list[nn.Module]:
     """Find atoms at and below a module; `stays_whole` is asked of each with whether it is a child of a list."""
-    module, inner = here.module, without_compile(here.module)
+    inner = without_compile(module)
     if not tree.bytes_of(module) or id(inner) in seen:
         return []
     seen.add(id(inner))
     children = tree.streamable_children(module)
     may_be_whole = tree.may_be_member(module) and not (children and module is tree.root)
-    if may_be_whole and stays_whole(here, is_block):
+    if may_be_whole and stays_whole(module, is_block):
         seen.update(map(id, module.modules()))
-        return [here]
+        return [module]
     are_blocks = isinstance(inner, _LISTS) and len(children) > 1
-    atoms: list[Atom] = []
-    for name, child in children:
-        full_name = f"{here.name}.{name}" if here.name else name
-        atoms += _divide(tree, Atom(full_name, child), stays_whole, seen, are_blocks)
-    return atoms
+    return [atom for child in children for atom in _divide(tree, child, stays_whole, seen, are_blocks)]
 
 
-def _stays_whole(tree: Tree, largest: int, small: int, here: Atom, is_block: bool) -> bool:
+def _stays_whole(tree: Tree, largest: int, small: int, module: nn.Module, is_block: bool) -> bool:
     """Tell whether a module is not divided; leaves outside of lists with less than `small` bytes are left out."""
-    module, nbytes = here.module, tree.bytes_of(here.module)
+    nbytes = tree.bytes_of(module)
     if not tree.streamable_children(module):
         return is_block or nbytes >= small
     if isinstance(without_compile(module), nn.MultiheadAttention):
@@ -141,29 +141,28 @@ def _has_blocks(tree: Tree, module: nn.Module) -> bool:
     """Tell whether it is a list, or has a list of blocks inside; a list of leaves (an MLP) inside is not one."""
     lists = {inner: tree.streamable_children(inner) for inner in module.modules() if isinstance(inner, _LISTS)}
     return any(
-        len(children) > 1
-        and (inner is without_compile(module) or any(tree.streamable_children(child) for _, child in children))
+        len(children) > 1 and (inner is without_compile(module) or any(map(tree.streamable_children, children)))
         for inner, children in lists.items()
     )
 
 
-def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], set[int]]:
+def _join_sharing(tree: Tree, atoms: Sequence[nn.Module]) -> tuple[list[list[nn.Module]], set[int]]:
     """Join a leaf to the first one that it shares a weight with (a tied embedding and head).
 
     Returns:
         The parts, and the weights that are resident, by the identity of the parameter: also those that blocks share,
         and those of modules outside of all atoms.
     """
-    inside = {id(module) for atom in atoms for module in atom.module.modules()}
+    inside = {id(module) for atom in atoms for module in atom.modules()}
     resident = {id(p) for _, owner, p in named_own_parameters(tree.root) if id(owner) not in inside}
     resident |= tree.resident_weights
-    parts: list[list[Atom]] = []
-    part_of: dict[int, list[Atom]] = {}  # by weight, the first part that has it
+    parts: list[list[nn.Module]] = []
+    part_of: dict[int, list[nn.Module]] = {}  # by weight, the first part that has it
     for atom in atoms:
-        keys = [id(p) for p in atom.module.parameters() if id(p) not in resident]
+        keys = [id(p) for p in atom.parameters() if id(p) not in resident]
         first_parts = [part_of[key] for key in keys if key in part_of]
-        is_leaf = not tree.streamable_children(atom.module)
-        if is_leaf and first_parts and not tree.streamable_children(first_parts[0][0].module):
+        is_leaf = not tree.streamable_children(atom)
+        if is_leaf and first_parts and not tree.streamable_children(first_parts[0][0]):
             part = first_parts[0]
             part.append(atom)
         else:
@@ -175,13 +174,13 @@ def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], 
     return parts, resident
 
 
-def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int) -> list[list[Atom]]:
+def _join_neighbors(tree: Tree, parts: Sequence[list[nn.Module]], largest: int) -> list[list[nn.Module]]:
     """Join neighbors while the sum stays below the size of a typical unit: half of all bytes are in smaller parts."""
-    sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
+    sizes = [max(map(tree.bytes_of, part)) for part in parts]
     below = itertools.accumulate(sorted(sizes))
     median = next((size for size, seen in zip(sorted(sizes), below, strict=True) if 2 * seen >= sum(sizes)), 0)
     target = min(tree.total // _TYPICAL_UNIT_COUNT, median, largest)
-    joined: list[list[Atom]] = []
+    joined: list[list[nn.Module]] = []
     room = -1
     for part, size in zip(parts, sizes, strict=True):
         if size <= room:
@@ -193,9 +192,10 @@ def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int) -> li
     return joined
 
 
-def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> Unit:
-    unit = Unit(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}")
-    unit.members = [_make_member(tree, atom.name, atom.module, unit) for atom in part]
+def _make_unit(tree: Tree, part: Sequence[nn.Module], resident_weights: set[int]) -> Unit:
+    names = [tree.names[id(atom)] for atom in part]
+    unit = Unit(names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}")
+    unit.members = [_make_member(tree, atom, unit) for atom in part]
     weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
     unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
     for weight in unit.weights:
@@ -207,11 +207,9 @@ def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> 
 # Members: the modules whose calls enter a unit, and those whose calls only open a step.
 
 
-def _make_member(
-    tree: Tree, name: str, module: nn.Module, unit: Unit | None, inner: Iterable[nn.Module] | None = None
-) -> Member:
+def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, inner: Iterable[nn.Module] | None = None) -> Member:
     """Make a member, with the places in which its call may find weights: in itself and below, or in `inner` modules."""
-    member = Member(name, module, unit)
+    member = Member(tree.names[id(module)], module, unit)
     for owner in module.modules() if inner is None else inner:
         for key, parameter in owner._parameters.items():
             if parameter is not None and id(parameter) in tree.weights:
@@ -231,7 +229,7 @@ def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) ->
     have_gates = {id(member.module) for member in members}
     unit_around = {id(inner): member.unit for member in members for inner in member.module.modules()}
     covered, callers = set(unit_around), []
-    for name, module in tree.root.named_modules():
+    for module in tree.root.modules():
         inner = without_compile(module)
         if id(module) in covered or id(inner) in unit_around:
             continue
@@ -239,19 +237,18 @@ def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) ->
         if is_called(module) and not isinstance(module, torch.jit.ScriptModule):
             whole = not around_units and module is not tree.root and tree.may_be_member(module)
             covered.update(id(part) for part in (module.modules() if whole else [module]))
-            member = _make_member(tree, name, module, resident, None if whole else [inner])
+            member = _make_member(tree, module, resident, None if whole else [inner])
             if member.entries:
                 resident.members.append(member)
             elif around_units or module is tree.root:
-                looks_into = _looked_into(inner, have_gates)
-                callers.append(_make_member(tree, name, module, None, looks_into))
+                callers.append(_make_member(tree, module, None, _looked_into(inner, have_gates)))
             if whole:
                 continue
-        for key, child in module.named_children():  # parts of units, which may be called from here, too
+        for child in module.children():  # parts of units, which may be called from here, too
             unit = unit_around.get(id(without_compile(child)))
             if unit is not None and id(child) not in have_gates and is_called(child):
                 have_gates.add(id(child))
-                unit.members.append(_make_member(tree, f"{name}.{key}" if name else key, child, unit))
+                unit.members.append(_make_member(tree, child, unit))
     return callers
 
 

@@ -6,7 +6,6 @@ To manage a parameter is to point it to memory of the engine's own, which must b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,6 @@ from sp_lightning.pipeline.torch_private import parts_of, without_compile
 from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
-
-
-class Atom(NamedTuple):
-    """A module that is not divided further, with its name in the tree."""
-
-    name: str
-    module: nn.Module
 
 
 class Tree:
@@ -40,6 +32,7 @@ class Tree:
         used_outside: Collection[int] = (),
     ) -> None:
         self.root = root
+        self.names = {id(module): name for name, module in root.named_modules()}
         self.weights: dict[int, Weight] = {}  # weights that the engine can manage, by the identity of the parameter
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
         # weights that stay on the device, by the identity of the parameter
@@ -55,11 +48,9 @@ class Tree:
         """Return the bytes of all weights at and below a module that may stream."""
         return self._bytes[id(module)]
 
-    def streamable_children(self, module: nn.Module) -> list[Atom]:
+    def streamable_children(self, module: nn.Module) -> list[nn.Module]:
         """Return the children that have something to stream."""
-        inner = without_compile(module)
-        prefix = "" if inner is module else "_orig_mod."
-        return [Atom(prefix + name, child) for name, child in inner.named_children() if self.bytes_of(child)]
+        return [child for child in without_compile(module).children() if self.bytes_of(child)]
 
     def may_be_member(self, module: nn.Module) -> bool:
         """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""

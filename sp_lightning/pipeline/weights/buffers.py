@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,16 +48,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
         return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+is_dense: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
+"""Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:
@@ -84,11 +75,7 @@ class HostBuffer:
     def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
         self._wiped: mmap.mmap | None = None
         self.pinned = False
-        left = left_pinned(nbytes, backend) if pin and memory is None else None
-        if left is not None:
-            backend.left.remove(left)
-            memory, self._wiped, self.pinned = left.bytes, left._wiped, True
-        elif memory is None:
+        if memory is None:
             pages = _map_pages(max(nbytes, 1))
             if backend.device.type != "cpu":
                 _advise(pages, _WIPE_ON_FORK)
@@ -98,6 +85,7 @@ class HostBuffer:
         self.bytes: Tensor = memory  # empty once it was released
         self.nbytes = memory.nbytes  # its size, also after that
         self.tensors: list[Tensor] = []  # the weights in it, as `Weight.host` has them
+        self.beside: dict[str, HostBuffer] = {}  # for copies and gradients of these, by what it is for
         self._backend = backend
         if pin:
             self.pin()
@@ -114,39 +102,28 @@ class HostBuffer:
             self.pinned = False
 
     def release(self) -> None:
-        """Unpin the memory, share it with forked processes again, and let go of it; or leave it (`leaving_pinned`).
+        """Unpin the memory, share it with forked processes again, and let go of it, and of all beside it.
 
         It lives as long as another tensor lies in it. Whoever still has this object, as parts of cycles do until the
         garbage collector comes, does not keep the memory.
         """
-        if self.pinned and self._backend.leaves_pinned and not self.tensors:  # users may have views of weights
-            self._backend.left.append(copy(self))
-        else:
-            self.unpin()
-            if self._wiped is not None:
-                _advise(self._wiped, _KEEP_ON_FORK)
-        self.pinned, self._wiped = False, None
+        for purpose in list(self.beside):
+            self.release_beside(purpose)
+        self.unpin()
+        if self._wiped is not None:
+            _advise(self._wiped, _KEEP_ON_FORK)
+        self._wiped = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.tensors = []
 
+    def get_beside(self, purpose: str, nbytes: int, pin: bool) -> HostBuffer:
+        """Return memory beside that of weights, which stays, from one arrangement to the next, for as many bytes."""
+        if purpose not in self.beside or self.beside[purpose].nbytes != nbytes:
+            self.release_beside(purpose)
+            self.beside[purpose] = HostBuffer(nbytes, self._backend, pin)
+        return self.beside[purpose]
 
-@contextlib.contextmanager
-def leaving_pinned(backend: Backend) -> Iterator[None]:
-    """Leave pinned memory that is released in this scope to whoever asks for just as much: to pin other takes long."""
-    backend.leaves_pinned = True
-    try:
-        yield
-    finally:
-        forget_left(backend)
-
-
-def forget_left(backend: Backend) -> None:
-    """Release memory that was left, and leave no other."""
-    backend.leaves_pinned = False
-    while backend.left:
-        backend.left.pop().release()
-
-
-def left_pinned(nbytes: int, backend: Backend) -> HostBuffer | None:
-    """Return memory of so many bytes that was left so, if there is any."""
-    return next((buffer for buffer in backend.left if buffer.nbytes == nbytes), None)
+    def release_beside(self, purpose: str) -> None:
+        """Let go of memory beside that of weights, if there is some for this purpose."""
+        if purpose in self.beside:
+            self.beside.pop(purpose).release()

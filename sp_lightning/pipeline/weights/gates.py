@@ -16,20 +16,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from sp_lightning.pipeline.torch_private import explain_graph_break
 from sp_lightning.pipeline.weights.units import Member
 
-
-class Gatekeeper(Protocol):
-    """The pipeline, as far as gates know it."""
-
-    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call with its weights on the device."""
-
+Calls: TypeAlias = Any  # what runs modules' calls (calls.py), and knows gates
 
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
 
@@ -37,12 +31,12 @@ _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the 
 _OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
-_gates: dict[int, tuple[Gatekeeper, Member]] = {}
+_gates: dict[int, tuple[Calls, Member]] = {}
 
 
-def install_gate(member: Member, keeper: Gatekeeper) -> None:
-    """Route calls of the member's module to `keeper`."""
-    _gates[id(member.module)] = (keeper, member)
+def install_gate(member: Member, calls: Calls) -> None:
+    """Route calls of the member's module to `calls`."""
+    _gates[id(member.module)] = (calls, member)
     _change_class(member.module, type(member.module))
 
 

@@ -80,7 +80,7 @@ class HostParameter(nn.Parameter):
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
         found = guarded.get(id(self))
-        if found is None or found[0].settled or found[0].in_step or not sees_torch_functions():
+        if found is None or found[0].window.settled or found[0].in_step or not sees_torch_functions():
             return id(self)
         # `parameters()` looks up what it has yielded already: `model.zero_grad()` must not wait for a step
         if sys._getframe(1).f_code is not _NAMED_MEMBERS:

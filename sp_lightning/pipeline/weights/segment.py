@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, forget_left, lay_out, tensor_in
+from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
@@ -51,13 +51,15 @@ class Segment:
         self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
         if any(weight.lowered for weight in weights):
             self.memory.unpin()
-            self.source = HostBuffer(self.nbytes, backend, pin)
+            self.source = self.memory.get_beside("copies", self.nbytes, pin)
             self.copies = [
                 tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.offsets, strict=True)
             ]
-        elif pin:
-            self.memory.pin()
+        else:
+            self.memory.release_beside("copies")
+            if pin:
+                self.memory.pin()
         self.sends_copies = self.source is not self.memory
         self._copied_epoch = NOTHING
         self._versions: list[int] = []  # at the last look
@@ -150,12 +152,6 @@ class Segment:
         """Return the bytes of host memory held for these weights, without gradients."""
         return self.memory.nbytes + (self.source.nbytes if self.sends_copies else 0)
 
-    def release_copies(self) -> None:
-        """Let go of the copies that are sent."""
-        if self.sends_copies:
-            self.source.release()
-            self.copies = []
-
 
 class HostMemory:
     """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move."""
@@ -165,6 +161,10 @@ class HostMemory:
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
+
+    def bytes_beside(self) -> int:
+        """Return the bytes that lie beside masters."""
+        return sum(each.nbytes for buffer in self._buffers.values() for each in buffer.beside.values())
 
     def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
         """Return the memory in which the masters of just these weights lie, in this order."""
@@ -182,7 +182,6 @@ class HostMemory:
 
 
 def _move_into_new_memory(weights: Sequence[Weight], backend: Backend) -> HostBuffer:
-    forget_left(backend)  # units are others than before, and their memory takes room twice for a moment
     offsets, nbytes = lay_out([weight.nbytes for weight in weights])
     memory, copied = HostBuffer(nbytes, backend, pin=False), [weight.master.data for weight in weights]
     for weight, offset in zip(weights, offsets, strict=True):

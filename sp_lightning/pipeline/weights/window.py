@@ -59,6 +59,7 @@ class Window:
         self.order = order
         self.backend = backend
         self.stats = stats
+        self.settled = True  # whether no copy has been asked for, and no step begun, since all were waited for
         self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._lying: set[Group] = set()  # the groups of the arena that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
@@ -158,6 +159,7 @@ class Window:
 
     def outdate(self, group: Group, stepped: Set[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
+        self.settled = False
         self._discard(group)
         if not group.conflicts:
             self._outdated[group] = None
@@ -229,6 +231,7 @@ class Window:
         group.residency = Residency.ABSENT
 
     def _load(self, group: Group) -> None:
+        self.settled = False
         for other in group.conflicts & self._lying:
             self._evict(other)
         if group.conflicts:
@@ -247,9 +250,7 @@ class Window:
                 group.uploads.append(upload)
             segment.lying = segment.epoch
         group.residency = Residency.COMING
-        if group.resident:
-            self.stats.resident_loads += 1
-        else:
+        if not group.resident:
             self.stats.loads += len(group.units)
 
     def _evict(self, group: Group) -> None:

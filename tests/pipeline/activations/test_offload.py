@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline import Backend, HostBackend, Stats
+from sp_lightning.pipeline import Backend, Stats
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import HostPool, Meter
 from sp_lightning.pipeline.activations.offload import Bundle, Offloaded, Offloader, Stage
@@ -400,33 +400,3 @@ def test_everything_is_freed_by_reference_counting(scene: Scene) -> None:
             assert memory.expired()
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_races_show_on_the_emulated_device(seed: int) -> None:
-    """Copies take their time and memory that holds nothing is poisoned: numbers are right all the same."""
-    backend = HostBackend(poison=True, max_delay=0.003, seed=seed)
-    scene = Scene(backend)
-    try:
-        torch.manual_seed(seed)
-        x = large()
-        plain = x
-        for _ in range(8):
-            plain = (plain.sin() * x).exp().tanh()
-        expected = torch.autograd.grad(plain.sum(), x)[0]
-        for _ in range(2):
-            y = x
-            for _ in range(8):
-                y, bundle = scene.call(lambda y=y: (y.sin() * x).exp().tanh())
-                y.register_hook(lambda _, bundle=bundle: scene.offloader.reach(bundle))
-            scene.packed.clear()
-            gradient = torch.autograd.grad(y.sum(), x)[0]
-            scene.offloader.release_sent()
-            assert torch.equal(gradient, expected)
-            del y, bundle
-        scene.offloader.release_sent()
-        assert bytes_lent(scene.pool) == 0
-        assert scene.stats.activation_misses == 0
-    finally:
-        scene.offloader.close()
-        backend.close()

@@ -33,14 +33,6 @@ def addresses(loans: list[HostBuffer]) -> list[int]:
     return [loan.bytes.data_ptr() for loan in loans]
 
 
-def test_buffers_are_large_enough_and_apart(pool: HostPool) -> None:
-    loans = [pool.take(nbytes) for nbytes in (1, 255, 256, 257, 5000)]
-    assert [loan.nbytes for loan in loans] == [PAGE] * 4 + [2 * PAGE]
-    for value, loan in enumerate(loans):
-        loan.bytes.fill_(value)
-    assert [set(loan.bytes.tolist()) for loan in loans] == [{0}, {1}, {2}, {3}, {4}]
-
-
 def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
     """Whatever the order in which it comes back."""
     sizes = [300, PAGE, 5000, 10, 700, 700]
@@ -52,16 +44,6 @@ def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
     assert bytes_lent(pool) == 0
     assert sorted(addresses([pool.take(nbytes) for nbytes in sizes])) == sorted(before)
     assert pool.held == held
-
-
-def test_a_buffer_also_serves_what_is_smaller(pool: HostPool) -> None:
-    """The smallest one that is large enough."""
-    loans = [pool.take(pages * PAGE) for pages in (8, 2, 4)]
-    for loan in loans:
-        pool.give_back(loan)
-    assert pool.take(3 * PAGE) is loans[2]
-    assert pool.take(3 * PAGE) is loans[0]
-    assert pool.held == 14 * PAGE
 
 
 def test_growing_steps_do_not_pile_up(pool: HostPool) -> None:
@@ -82,15 +64,6 @@ def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backen
     assert backend.said("drain") == []
     pool.take(4 * PAGE)
     assert backend.said("drain") == ["drain"]
-
-
-def test_nothing_is_page_locked_where_the_backend_does_not() -> None:
-    """Because the user said so, or because the device gains nothing by it."""
-    backend = RecordingBackend(pins=False)
-    pool = HostPool(backend)
-    pool.take(PAGE)
-    assert not backend.pinned
-    pool.close()
 
 
 def test_a_host_that_is_full_is_an_error_that_says_so(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:

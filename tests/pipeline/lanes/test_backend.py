@@ -160,17 +160,6 @@ def test_threads_are_there_from_the_first_copy_until_close() -> None:
             assert worked == [1]
 
 
-def test_defaults_of_a_backend() -> None:
-    """No backend page-locks, or knows its memory, unless it says so."""
-    with host_backend() as backend:
-        assert not backend.pins
-        assert not backend.pin(filled(0))
-        assert backend.memory() is None
-        assert backend.count_peak_anew() is None
-        with pytest.raises(NotImplementedError, match="HostBackend pins nothing"):
-            backend.unpin(filled(0))
-
-
 def test_a_copy_after_failed_work_fails() -> None:
     """The masters may be half stepped."""
 

@@ -110,20 +110,3 @@ def test_accumulation_is_work_on_the_host() -> None:
             model(*rows()).square().mean().backward()
     assert len(of(recording, Kind.ADD)) == pipeline.summary().units
     assert len(recording.steps) == 2
-
-
-def test_recordings_do_not_know_of_each_other(scene: Scene) -> None:
-    with scene.pipeline.record() as outer:
-        scene.step()
-        with scene.pipeline.record() as inner:
-            scene.step()
-        scene.step()
-    assert scene.backend.trace._entries is None
-    assert len(inner.steps) == 1
-    assert len(outer.steps) == 3
-    assert len(of(inner, Kind.FORWARD)) == UNITS
-    assert len(of(outer, Kind.FORWARD)) == 3 * UNITS
-    begin = outer.steps[1][0]
-    assert [span.begin + begin for span in of(inner, Kind.FORWARD)] == pytest.approx(
-        [span.begin for span in of(outer, Kind.FORWARD)[UNITS : 2 * UNITS]]
-    )

@@ -85,22 +85,6 @@ def test_lowered_gradients_are_stepped_while_backward_runs(k_prime: int) -> None
     assert stats.steps_in_backward == 3 * 5
 
 
-def test_zeros_in_place_of_gradients() -> None:
-    """`zero_grad(set_to_none=False)` after steps in backward with gradients that are there."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = momentum(model)
-        for number in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            loss = model(X).square().mean()
-            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
-                loss.backward()
-            optimizer.step()
-        return everything(model, optimizer)
-
-    check_story(story)
-
-
 def test_clipping_by_value_in_backward() -> None:
     """As `clip_grad_value_` between backward and step."""
 

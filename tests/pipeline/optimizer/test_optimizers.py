@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,14 +118,3 @@ def test_all_listeners_hear_of_a_step_and_hooks_go_with_the_last_one() -> None:
     SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
     assert [len(listener.told) for listener in listeners] == [2, 4]
     assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
-
-
-def test_a_listener_is_not_kept_alive() -> None:
-    """A pipeline that was never detached is collected with its model."""
-    listener = Listener()
-    listen_to_optimizers(listener)
-    reference = weakref.ref(listener)
-    del listener
-    gc.collect()
-    assert reference() is None
-    stop_listening(Listener())

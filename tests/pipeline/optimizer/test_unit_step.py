@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
+from sp_lightning.pipeline.torch_private import StepCode
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 SHAPES = [(64, 64), (64,), (7, 3), (128, 96), (128,), (), (5, 64)]
@@ -82,10 +83,11 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", BY_ELEMENT, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_each_optimizer(kind: type[Optimizer], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scaling", [None, Scaling((0.5,), clamp=0.7)], ids=["plain", "scaled"])
+def test_the_bits_of_each_optimizer(kind: type[Optimizer], dtype: torch.dtype, scaling: Scaling | None) -> None:
     both = Both(kind, SHAPES, with_copies=dtype != torch.float32, **SETTINGS.get(kind.__name__, {}))
     for _ in range(3):
-        both.step(dtype, scaling=Scaling((0.5,), clamp=0.7))
+        both.step(dtype, scaling=scaling)
     both.check()
 
 
@@ -146,3 +148,10 @@ def test_a_weight_in_other_memory_is_stepped_there() -> None:
     both.step()
     both.check()
     assert torch.equal(kept, before)
+
+
+def test_a_gradient_that_can_be_used_as_it_is_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, gradient, seen = nn.Parameter(torch.ones(8)), torch.ones(8), []
+    monkeypatch.setattr(StepCode, "run", lambda _, state: seen.extend(master.grad for master in state))
+    update_weights(SGD([weight]), {"lr": 0.1}, [Update(weight.data, gradient, Scaling((1.0,)), {}, None)])
+    assert list(map(id, seen)) == [id(gradient)]

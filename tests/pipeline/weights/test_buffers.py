@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, as_bytes, is_dense, lay_out, leaving_pinned
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, as_bytes, is_dense, lay_out
 
 from ..parts import RecordingBackend
 
@@ -37,18 +37,17 @@ def test_a_page_lock_is_undone_once() -> None:
     assert not backend.pinned
 
 
-def test_a_page_lock_is_handed_on() -> None:
-    """To a buffer of the same size, but for that of weights, of which users may have views."""
+def test_what_lies_beside_weights_stays() -> None:
+    """For as long as as much is asked for."""
     backend = RecordingBackend(pins=True)
-    former, of_weights = (HostBuffer(100, backend, pin=True) for _ in range(2))
-    of_weights.tensors, place = [of_weights.bytes], former.bytes.data_ptr()
-    with leaving_pinned(backend):
-        of_weights.release()
-        former.release()
-        others = [HostBuffer(nbytes, backend, pin=True) for nbytes in (99, 100, 100)]
-        assert [other.bytes.data_ptr() == place for other in others] == [False, True, False]
-        others[2].release()
-    assert backend.pinned == {other.bytes.data_ptr() for other in others[:2]}
+    weights = HostBuffer(100, backend, pin=False)
+    copies = weights.get_beside("copies", 50, pin=True)
+    assert weights.get_beside("copies", 50, pin=True) is copies
+    assert backend.pinned == {copies.bytes.data_ptr()}
+    others = weights.get_beside("copies", 60, pin=True)
+    assert backend.pinned == {others.bytes.data_ptr()}
+    weights.release()
+    assert not backend.pinned
 
 
 def test_layout_is_aligned_and_without_gaps() -> None:

@@ -24,7 +24,8 @@ class Owner(Guard):
     """A guard that writes down what it was asked for."""
 
     def __init__(self, weights: list[Weight]) -> None:
-        self.engine = SimpleNamespace(arrangement=SimpleNamespace(weights=weights), device=torch.device("cpu"))
+        arrangement, window = SimpleNamespace(weights=weights), SimpleNamespace(settled=True)
+        self.engine = SimpleNamespace(arrangement=arrangement, window=window, device=torch.device("cpu"))
         super().__init__(self.engine)  # type: ignore[arg-type]
         self.served: list[str] = []
         self.written: list[str] = []
@@ -32,7 +33,7 @@ class Owner(Guard):
         self.gradients: list[str] = []
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
-        if self.in_step or not self.settled:
+        if self.in_step or not self.window.settled:
             self.looked_at.append(weight.name)
         if self.in_step and writes:
             self.written.append(weight.name)
@@ -71,7 +72,7 @@ def scene() -> Iterator[Scene]:
 @pytest.fixture
 def unsettled(scene: Scene) -> Scene:
     """Between steps, with work under way."""
-    scene.guard.in_step = scene.guard.settled = False
+    scene.guard.in_step = scene.guard.window.settled = False
     return scene
 
 
@@ -252,7 +253,7 @@ def test_an_access_waits_before_it_sees_anything(unsettled: Scene, look: Callabl
     assert set(unsettled.owner.looked_at) == {"unit.0"}
     assert unsettled.owner.served == []
     unsettled.owner.looked_at.clear()
-    unsettled.guard.settled = True
+    unsettled.guard.window.settled = True
     look(unsettled)
     assert unsettled.owner.looked_at == []
 

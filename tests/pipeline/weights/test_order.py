@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from sp_lightning.pipeline.weights.order import Order, Pass
 
 F, B, N = Pass.FORWARD, Pass.BACKWARD, Pass.INFERENCE
@@ -23,37 +21,6 @@ def seen(members: int, *steps: list[tuple[int, Pass]], then: list[tuple[int, Pas
     return order
 
 
-@pytest.mark.parametrize(
-    ("uses", "expected"),
-    [
-        ([], [0]),
-        ([(0, F)], [1, 2, 2, 1, 0, 0]),
-        ([(2, F)], [2, 1, 0, 0]),
-        ([(1, B)], [0, 0, 1]),
-        ([(1, N)], [2, 0, 1]),
-    ],
-)
-def test_before_anything_is_known(uses: list[tuple[int, Pass]], expected: list[int]) -> None:
-    """Forwards go up, backwards down, a forward without a graph starts over."""
-    assert seen(3, then=uses).upcoming(len(expected)) == expected
-
-
-@pytest.mark.parametrize("forward", [[2, 0, 1], [0, 1, 2, 0, 1, 2], [1, 1, 0], [0, 2]])
-def test_a_step_like_the_last_one_is_expected_however_often_units_are_called(forward: list[int]) -> None:
-    """From each of its uses on, past its end."""
-    uses = step(forward)
-    once = [use for number, use in enumerate(uses) if use[1] is F or use != uses[number - 1]]
-    for number in range(1, len(once)):
-        order = seen(3, uses, uses, then=once[:number])
-        assert order.upcoming(4) == [member for member, _ in (once[number:] + once)[:4]]
-
-
-def test_after_the_last_use_a_step_like_it_is_expected() -> None:
-    order = seen(3, step([2, 0, 1]))
-    order.begin_step()
-    assert order.upcoming(3) == [2, 0, 1]
-
-
 def test_a_dropped_layer_is_skipped_and_comes_back() -> None:
     usual, dropped = step([0, 1, 2, 3]), [(0, F), (2, F)]
     assert seen(4, usual, then=dropped).upcoming(2) == [3, 3]
@@ -64,10 +31,6 @@ def test_steps_are_distinguished_by_their_beginning() -> None:
     """Validation in between, in another order, changes nothing in what training expects."""
     train, validate = step([0, 2]), [(1, N), (0, N)]
     assert seen(3, train, train, validate, then=train[:1]).upcoming(3) == [2, 2, 0]
-
-
-def test_without_members_nothing_is_expected() -> None:
-    assert Order(0).upcoming(9) == []
 
 
 def test_a_long_text_does_not_fill_memory() -> None:

@@ -14,7 +14,7 @@ from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.units import Group, Residency
 from sp_lightning.pipeline.weights.window import Window
 
-from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
+from ..parts import PendingTicket, RecordingBackend, slots
 
 
 class Scene:
@@ -109,21 +109,6 @@ def test_an_evicted_place_is_poisoned() -> None:
     assert Scene.bytes_of(scene.groups[0]) == {0xFF}
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_a_known_loop_is_prefetched(k: int) -> None:
-    """In a forward-only loop nothing is missed once the order is known, but with one slot everything is."""
-    scene = Scene(5, k)
-    for _ in range(3):
-        for index in range(5):
-            scene.use(index)
-    scene.stats.clear()
-    for _ in range(2):
-        for index in range(5):
-            scene.use(index)
-    assert scene.stats.misses == 0, "with one slot, the next group is fetched when the call has ended"
-    assert scene.stats.loads == 2 * sum(bool(group.conflicts) for group in scene.groups)
-
-
 def test_a_prefetch_does_not_evict_groups_in_use() -> None:
     scene = Scene(4, 2)
     for index in (0, 1):
@@ -184,39 +169,6 @@ def test_a_group_in_use_is_never_evicted() -> None:
     assert scene.loaded() == [0]
 
 
-def test_unchanged_masters_are_not_sent_again() -> None:
-    """An optimizer step elsewhere (a frozen encoder): looked at once, nothing is loaded."""
-    scene = Scene(2, 2)
-    scene.window.prefetch()
-    scene.window.suspect_all()
-    scene.window.bring(scene.groups[0])
-    scene.window.bring(scene.groups[0])
-    assert scene.stats.loads == 2
-    assert scene.groups[0].segments[0].looks == 1  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("by", ["bring", "prefetch"])
-def test_changed_masters_are_sent_again(by: str) -> None:
-    scene = Scene(2, 2)
-    scene.window.prefetch()
-    scene.change(1)
-    scene.window.suspect_all()
-    if by == "bring":
-        scene.window.bring(scene.groups[1])
-    else:
-        scene.window.prefetch()
-    assert scene.stats.loads == 3
-
-
-def test_only_suspect_groups_are_checked() -> None:
-    """Looking at masters costs host time in every unit of every step."""
-    scene = Scene(2, 2)
-    scene.window.prefetch()
-    scene.change(1)
-    scene.window.bring(scene.groups[1])
-    assert scene.groups[1].segments[0].looks == 0  # type: ignore[attr-defined]
-
-
 def test_stale_bytes_are_not_readable() -> None:
     """Between the finding that masters changed and the reload, a read must show when debugging."""
     scene = Scene(4, 2)
@@ -230,14 +182,6 @@ def test_stale_bytes_are_not_readable() -> None:
     assert scene.groups[1].residency is Residency.ABSENT
 
 
-def test_resident_loads_are_counted_apart() -> None:
-    """2N - k is about units that stream."""
-    scene = Scene(2, 2)
-    scene.groups[1].resident = True
-    scene.window.prefetch()
-    assert (scene.stats.loads, scene.stats.resident_loads) == (1, 1)
-
-
 # ------------------------------------------------------------------------------------------- while masters are stepped
 
 
@@ -247,34 +191,6 @@ def stepping(scene: Scene, index: int, ticket: PendingTicket | None = None) -> P
     scene.window.outdate(scene.groups[index], set())
     scene.groups[index].being_stepped = ticket
     return ticket
-
-
-def test_a_step_outdates_the_copy_on_the_device() -> None:
-    """At once, although masters change later: nothing may be computed with the old weights any more."""
-    scene = Scene(2, 2)
-    scene.window.bring(scene.groups[0])
-    stepping(scene, 0)
-    group = scene.groups[0]
-    assert (group.residency, group.suspect) == (Residency.ABSENT, False)
-
-
-@pytest.mark.parametrize("by", ["bring", "prefetch", "begin_step"])
-def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
-    """Nobody looks at them before, and the host does not wait."""
-    scene = Scene(2, 2)
-    ticket = stepping(scene, 0)
-    scene.window.suspect_all()
-    scene.groups[0].resident = by == "begin_step"
-    scene.backend.calls.clear()
-    {
-        "bring": lambda: scene.window.bring(scene.groups[0]),
-        "prefetch": scene.window.prefetch,
-        "begin_step": scene.window.begin_step,
-    }[by]()
-    assert scene.backend.calls[0] == ("after", ticket)
-    assert scene.groups[0].residency is not Residency.ABSENT
-    assert scene.groups[0].segments[0].looks == 0  # type: ignore[attr-defined]
-    assert not ticket.done
 
 
 def test_a_copy_behind_a_step_is_waited_for_before_its_place_is_given_away() -> None:
@@ -308,77 +224,6 @@ def test_other_groups_do_not_wait_for_a_step() -> None:
     stepping(scene, 0)
     scene.window.bring(scene.groups[1])
     assert scene.backend.said("after") == []
-
-
-def test_stepped_masters_are_checked_again() -> None:
-    """What was sent after the step is right as long as nobody has written to masters since."""
-    scene = Scene(2, 2)
-    group = scene.groups[0]
-    ticket = stepping(scene, 0)
-    scene.window.bring(group)
-    ticket.finish()
-    scene.window.suspect_all()
-    scene.window.bring(group)
-    assert scene.stats.loads == 1
-    assert group.being_stepped is None
-    assert group.segments[0].looks == 1  # type: ignore[attr-defined]
-    scene.change(0)
-    scene.window.suspect_all()
-    scene.window.bring(group)
-    assert scene.stats.loads == 2
-    assert scene.backend.said("after") == ["after"]
-
-
-def test_a_check_during_a_step_is_postponed() -> None:
-    """Somebody wrote to masters before the step was given to the thread: the suspicion stays until it is done."""
-    scene = Scene(2, 2)
-    group = scene.groups[0]
-    ticket = stepping(scene, 0)
-    scene.window.bring(group)
-    scene.window.suspect_all()
-    scene.window.bring(group)
-    assert group.suspect
-    scene.change(0)
-    ticket.finish()
-    scene.window.bring(group)
-    assert scene.stats.loads == 2
-
-
-def test_a_step_is_waited_for_once() -> None:
-    scene = Scene(2, 2)
-    ticket = stepping(scene, 0)
-    ticket.finish()
-    for _ in range(2):
-        scene.window.finish_optimizer(scene.groups[0])
-        assert scene.groups[0].being_stepped is None
-
-
-def test_an_interrupted_wait_for_a_step_leaves_it_under_way() -> None:
-    """It counted as done, and masters were read while it wrote to them."""
-    scene = Scene(2, 2)
-    ticket = stepping(scene, 0, InterruptedTicket())
-    with pytest.raises(KeyboardInterrupt):
-        scene.window.finish_optimizer(scene.groups[0])
-    assert scene.groups[0].being_stepped is ticket
-    threading.Timer(0.03, ticket.finish).start()
-    scene.window.finish_optimizer(scene.groups[0])
-    assert ticket.done
-    assert scene.groups[0].being_stepped is None
-
-
-@pytest.mark.parametrize("by", ["finish_optimizer", "bring", "prefetch"])
-def test_an_error_of_a_step_surfaces_once(by: str) -> None:
-    """Where the group is next wanted; after that there is nothing more to be told."""
-    scene = Scene(2, 2)
-    stepping(scene, 0).finish(ArithmeticError("the optimizer is lost"))
-    use = {
-        "finish_optimizer": lambda: scene.window.finish_optimizer(scene.groups[0]),
-        "bring": lambda: scene.window.bring(scene.groups[0]),
-        "prefetch": scene.window.prefetch,
-    }[by]
-    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
-        use()
-    use()
 
 
 def calls_in(action: Callable[[], None]) -> int:
