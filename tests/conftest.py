@@ -48,8 +48,10 @@ ALLOWED_VARIABLES = {
 }
 
 
-# Their tests share something that takes long to make: a bench, a device, kernels that are compiled.
-FOR_ONE_PROCESS = ("tests/test_benchmarks.py", "tests/test_second_device.py", "tests/optim")
+# Their tests share something that takes long to make: a bench, a process with imports, a device, kernels.
+FOR_ONE_PROCESS = (
+    "tests/test_benchmarks.py", "tests/test_registration.py", "tests/test_second_device.py", "tests/optim"
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

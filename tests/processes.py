@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -81,3 +85,42 @@ def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, her
     # Without `destroy_process_group`, which the interpreter's own end would do, too: torch joins gloo's threads there
     # while it holds the GIL, which they may need to free what they sent last, and both wait forever.
     os._exit(0)
+
+
+SERVER = """
+import json, os, sys
+{imports}
+
+for line in sys.stdin:
+    here, variables, code, *outputs = json.loads(line)
+    if not (child := os.fork()):
+        os.chdir(here)
+        os.environ.update(variables)
+        for number, output in enumerate(outputs, start=1):
+            os.dup2(os.open(output, os.O_WRONLY), number)
+        exec(code, {{}})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+Fork = Callable[..., tuple[int, str, str]]
+
+
+@contextmanager
+def forks(imports: str, folder: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Fork]:
+    """Yield what runs code in a process of its own, forked from one with imports; its status and what it printed."""
+    command, pipe = [sys.executable, "-c", SERVER.format(imports=imports)], subprocess.PIPE
+    outputs = [folder / name for name in ("stdout", "stderr")]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def fork(code: str, **variables: str) -> tuple[int, str, str]:
+            for output in outputs:
+                output.write_text("")
+            print(json.dumps([os.getcwd(), variables, code, *map(str, outputs)]), file=server.stdin, flush=True)
+            return int(server.stdout.readline()), *(output.read_text() for output in outputs)
+
+        yield fork

@@ -259,13 +259,6 @@ def test_configuration(config, capsys):
     assert "train_loss" in capsys.readouterr().out
 
 
-def test_cli_as_a_script():
-    config = str(EXAMPLES / "configs" / "finetune_lm.yaml")
-    small = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--model.layers=4", "--model.hidden=32"]
-    strategy = "--trainer.strategy=superpipeline"
-    assert "`max_steps=2` reached" in run("cli.py", "fit", f"--config={config}", *small, strategy)
-
-
 def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path, monkeypatch):
     """The more units are on the device, the more memory they take; and the picture has every point."""
     small = ["--device=cpu", "--blocks=4", "--width=8", "--rows=2", "--steps=1", "--warm-up=2", "--rounds=1"]

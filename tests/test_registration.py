@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable, Iterator
 
 import lightning.pytorch
 import pytest
@@ -15,13 +14,22 @@ import sp_lightning
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning.strategy import SuperpipelineMixin
 
+from .processes import forks
 
-def python(code: str) -> str:
-    """Run code in a new interpreter and return what it printed."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+Python = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """Run code in a process that has imported torch, and return what it printed."""
+    with forks("import torch, torchmetrics", tmp_path_factory.mktemp("forks")) as fork:
+
+        def python(code: str) -> str:
+            status, printed, said = fork(textwrap.dedent(code))
+            assert status == 0, said
+            return printed.strip()
+
+        yield python
 
 
 def test_the_name_is_registered():
@@ -45,7 +53,7 @@ def test_the_trainer_finds_it(name):
     ],
 )
 @pytest.mark.slow
-def test_names_are_registered_in_the_loaded_namespace(before, registered, used):
+def test_names_are_registered_in_the_loaded_namespace(before, registered, used, python):
     """Where the names are registered, and of which namespace the classes are."""
     code = f"""
         import sys
@@ -63,7 +71,7 @@ def test_names_are_registered_in_the_loaded_namespace(before, registered, used):
 
 
 @pytest.mark.slow
-def test_an_import_brings_nothing_heavy():
+def test_an_import_brings_nothing_heavy(python):
     code = """
         import lightning, sys
         before = {name.split(".")[0] for name in sys.modules}
@@ -75,7 +83,7 @@ def test_an_import_brings_nothing_heavy():
 
 
 @pytest.mark.slow
-def test_the_engine_works_without_lightning():
+def test_the_engine_works_without_lightning(python):
     code = """
         import sys
         for name in ("lightning", "pytorch_lightning"):
@@ -97,7 +105,7 @@ def test_the_engine_works_without_lightning():
 
 
 @pytest.mark.slow
-def test_pytorch_lightning_trains():
+def test_pytorch_lightning_trains(python):
     code = """
         import pytorch_lightning as pl, sp_lightning
         from pytorch_lightning.demos.boring_classes import BoringModel

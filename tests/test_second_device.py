@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from .helpers import assert_same_trace
+from .processes import Fork, forks
 from .second_device.build import build, why_not
 
 ROOT = Path(__file__).parents[1]
-
-
-SERVER = """
-import json, os, sys
-import torch
-import tests
-import sp_lightning.pipeline
-
-for line in sys.stdin:
-    variables, code, *outputs = json.loads(line)
-    if not (child := os.fork()):
-        os.environ.update(variables)
-        for number, output in enumerate(outputs, start=1):
-            os.dup2(os.open(output, os.O_WRONLY), number)
-        exec(code, {})
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +40,10 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-Fork = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture(scope="module")
 def fork(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork]:
-    """Run code in a process that is forked from one with all imports; its status and what it printed."""
-    command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
-    outputs = [tmp_path_factory.mktemp("outputs") / name for name in ("stdout", "stderr")]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-
-        def fork(code: str, **variables: str) -> tuple[int, str, str]:
-            for output in outputs:
-                output.write_text("")
-            print(json.dumps([variables, code, *map(str, outputs)]), file=server.stdin, flush=True)
-            return int(server.stdout.readline()), *(output.read_text() for output in outputs)
-
+    """Runs code in a process that is forked from one with all imports."""
+    with forks("import torch, tests, sp_lightning.pipeline", tmp_path_factory.mktemp("forks"), environment) as fork:
         yield fork
 
 

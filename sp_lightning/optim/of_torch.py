@@ -40,9 +40,9 @@ class Work(NamedTuple):
     """What is to be done for a weight."""
 
     weight: Tensor
-    gradient: Tensor  # fp32 or bf16; it is not changed
-    state: State  # the optimizer's, of the weight
-    copy: Tensor | None = None  # a bf16 copy of the weight, to be written
+    gradient: Tensor  # as it arrived; it is only read
+    state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
+    copy: Tensor | None = None  # a copy of the weight in a lower dtype, to be written
     scaling: Scaling | None = NO_SCALING  # what is done to the gradient before; None if that is too much
 
     def fits(self) -> bool:
