@@ -21,7 +21,12 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
-from sp_lightning.trainer.host_memory import check_optimizer_memory, keep_averages_on_host, materialize
+from sp_lightning.trainer.host_memory import (
+    check_optimizer_memory,
+    keep_averages_on_host,
+    leave_averages_to_the_owner,
+    materialize,
+)
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
@@ -43,7 +48,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     Args:
         accelerator: Set by the Trainer, as in every Lightning strategy.
-        parallel_devices: Set by the Trainer. Each device has a process with its own replica of the model.
+        parallel_devices: Set by the Trainer. Each device has a process; those of a machine share the weights.
         cluster_environment: Set by the Trainer.
         checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
         precision_plugin: Set by the Trainer.
@@ -101,6 +106,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             keep_averages_on_host(trainer.callbacks, self.lightning)
         super().setup_environment()
         self.setup_processes()
+        if trainer is not None and self.follows:
+            leave_averages_to_the_owner(trainer, self.lightning)
 
     @contextmanager
     @override
@@ -219,12 +226,15 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         materialize(self._module, self.lightning)  # loading into a meta tensor does nothing but warn
-        super().load_model_state_dict(checkpoint, strict)
+        if not self.follows or self.pipeline is None:
+            super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()
+            self.barrier()  # before any process uses them
 
     @override
     def on_train_end(self) -> None:
+        self.barrier()  # the last weights may be averages that another process has written
         self._narrator.end(self.pipeline)
 
     on_test_end = on_predict_end = on_train_end
@@ -232,11 +242,13 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def on_validation_start(self) -> None:
         self._begins_evaluation = True
+        self.weights_may_change()
 
     @override
     def on_validation_end(self) -> None:
         if self.pipeline is not None:  # and given the weights back
             self.pipeline.weights_changed()
+            self.weights_may_change()
         if self._module.trainer.state.fn != self.lightning.fitting:
             self._narrator.end(self.pipeline)
 

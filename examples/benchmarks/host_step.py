@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
-from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
+from sp_lightning.pipeline.optimizer.unit_step import Work, update_weights
 
 FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value
 
@@ -80,7 +80,7 @@ def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
     copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
     scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
     updates = [
-        Update(master.data, gradient, scaling, optimizer.state[master], copy)
+        (Work(master.data, gradient, optimizer.state[master], copy), scaling)
         for master, gradient, copy in zip(unit.masters, gradients, copies, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sp_lightning.pipeline import readable_seconds
+from sp_lightning.planning.report import readable_seconds
 from sp_lightning.timeline.picture import box, line, picture, round_steps, text, text_width
 
 WIDTH, HEIGHT = 1120, 460

@@ -16,10 +16,8 @@ from sp_lightning.pipeline.layout.memory import WindowPlan as WindowPlan
 from sp_lightning.pipeline.optimizer.optimizers import Afterwards as Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy as ActivationPolicy
 from sp_lightning.pipeline.options import PipelineOptions as PipelineOptions
-from sp_lightning.pipeline.options import UnitPolicy as UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline
 from sp_lightning.pipeline.stats import Stats as Stats
 from sp_lightning.pipeline.stats import readable_bytes as readable_bytes
-from sp_lightning.pipeline.stats import readable_seconds as readable_seconds
 from sp_lightning.pipeline.summary import Summary as Summary
 from sp_lightning.pipeline.summary import as_table as as_table

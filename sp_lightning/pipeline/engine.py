@@ -76,7 +76,8 @@ class Engine:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
-        self.memory = HostMemory()  # the host memory that masters lie in
+        # the host memory that masters lie in
+        self.memory = HostMemory(backend, None if replicas is None else replicas.box)
         self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.pool = HostPool(backend)
@@ -100,7 +101,6 @@ class Engine:
         self.arrangement = Arrangement(
             self.module, self.options, self.learned, self.memory, self.backend, autocast, self.replicas
         )
-        self._make_parts()
         self._install()
         self._is_arranged = True
         self.stats.arrangements += 1
@@ -114,7 +114,7 @@ class Engine:
         self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
         self.arrange(autocast)
 
-    def _make_parts(self) -> None:
+    def _install(self) -> None:
         arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
@@ -124,9 +124,6 @@ class Engine:
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
-
-    def _install(self) -> None:
-        arrangement = self.arrangement
         move_parameters(arrangement.parameters_on_device, self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
@@ -163,7 +160,7 @@ class Engine:
         self.stream.close()
         self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
-        moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(self.module)])
+        moving = weights_on_accelerators(self.module)
         move_parameters(moving, HOST)
         self.optimizers.move_state(moving)
         arrangement.close()
@@ -175,9 +172,9 @@ class Engine:
         memory = None if arrangement.budget is not None else self.backend.memory()
         if memory is None:
             return arrangement.budget
-        streaming = arrangement.streaming_bytes()
+        streaming = arrangement.layout.streaming_bytes
         if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
-            streaming = min(streaming, arrangement.device_bytes() + self.stream.staging.nbytes())
+            streaming = min(streaming, arrangement.layout.device_bytes + self.stream.staging.nbytes())
         return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one
@@ -206,13 +203,40 @@ class Engine:
         if torch.is_grad_enabled():
             with without_torch_function():
                 learned.note_trained(arrangement.parameters)
-        members = arrangement.streamed_members
-        called = [members[number].unit_name for number in self.order.used()] if learned.order is None else []
-        if learned.conclude(arrangement.units, called):
-            self.rearrange(autocast)
+        if learned.has_news and self.replicas is not None and self.replicas.box is not None:
+            return  # processes that share weights arrange them anew when they meet
+        self._conclude()
         plan = self.planner.before_step(self, torch.is_grad_enabled())
         if plan != learned.plan:
             self._follow(plan)
+
+    def meet(self) -> None:
+        """Meet the other processes, before the first step after one that changed weights."""
+        box, learned = None if self.replicas is None else self.replicas.box, self.learned
+        if box is None:
+            return
+        with self.at_work:
+            edited: list[str] = []
+            refused = None
+            try:
+                edited = self.window.edited()
+            except RuntimeError as error:  # this process may not write
+                refused = error
+            everyones = box.gather((edited, learned.has_news, refused))
+            for _, _, refusal in everyones:
+                if refusal is not None:
+                    raise refusal
+            self.window.note_edited(everyones[0][0])  # by the process that owns the weights
+            if any(has_news for _, has_news, _ in everyones):
+                learned.agree(self.module, self.arrangement.units, box)
+                self._conclude()
+
+    def _conclude(self) -> None:
+        """Arrange units anew if something was learned that calls for it."""
+        members = self.arrangement.streamed_members
+        called = [members[number].unit_name for number in self.order.used()] if self.learned.order is None else []
+        if self.learned.conclude(self.arrangement.units, called):
+            self.rearrange(self.arrangement.autocast)
 
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""

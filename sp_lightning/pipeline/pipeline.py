@@ -22,13 +22,12 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
+from sp_lightning.pipeline.units.moving import HOST, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
 from sp_lightning.pipeline.weights.guard import optimizer_steps, stand_ins
 from sp_lightning.pipeline.weights.operands import autocast_dtype
-from sp_lightning.pipeline.weights.quantized import bring_states_home
 
 _attached: set[Pipeline] = set()
 
@@ -83,11 +82,6 @@ class Pipeline:
         _check_parameters(module)
         move_parameters(weights_on_accelerators(module), HOST)
         if replicas is not None:
-            if self.options.resident_optimizer:
-                raise ValueError(
-                    "`resident_optimizer=True` works in one process only: which units live on the device would differ "
-                    "between replicas."
-                )
             replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
@@ -132,9 +126,18 @@ class Pipeline:
         if self.replicas is not None and self.replicas.passes == before:
             self._engine.average_gradients()
 
+    def meet_processes(self) -> None:
+        """Have all processes see what the owner of weights has written to them, and what any has learned.
+
+        To be called by all of them before the first step after one in which an optimizer has stepped.
+        """
+        self._engine.meet()
+
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
         self._engine.window.suspect_all()
+        for segment in self.arrangement.segments:
+            segment.is_edited = True
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
@@ -162,9 +165,7 @@ class Pipeline:
         self._engine.saved.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
-        move_parameters(self.arrangement.unmanaged.values(), HOST)
-        bring_states_home(self.arrangement.weights)
-        move_all_but_parameters(self.module, HOST)
+        self.module.to(HOST)  # what streams is there: buffers, other parameters, and the states of quantized weights
         self.backend.close()
         if failed is not None:
             raise failed

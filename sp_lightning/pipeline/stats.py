@@ -1,10 +1,8 @@
-"""Counters of what the engine did, and bytes and seconds as people read them."""
+"""Counters of what the engine did, and bytes as people read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-
-UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @dataclass
@@ -50,13 +48,3 @@ def readable_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def readable_seconds(seconds: float) -> str:
-    """Format a time with three digits and a unit."""
-    if not seconds:
-        return "0 s"
-    size, unit = next((each for each in UNITS_OF_TIME if abs(seconds) >= 0.9995 * each[0]), UNITS_OF_TIME[-1])
-    value = seconds / size
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:.{digits}f} {unit}"

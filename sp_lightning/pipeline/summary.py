@@ -20,14 +20,15 @@ class Summary:
         self.k_prime = arrangement.k_prime  # units moved together
         self.model_bytes = sum(weight.nbytes for weight in weights)  # of all weights in their own dtypes
         # of the device, for slots, resident weights, and everything that belongs to units which live there: never more
-        self.device_bytes = arrangement.device_bytes()
+        self.device_bytes = arrangement.layout.device_bytes
         self.gradient_bytes = stream.staging.nbytes()  # of the device, for gradients on their way to the host
         self.resident = tuple(weight.name for weight in arrangement.resident.weights)  # names of resident weights
         self.resident_bytes = sum(weight.compute_bytes for weight in arrangement.resident.weights)  # on the device
         # of the host, for weights and for the copies of them that are sent
-        self.host_bytes = sum(segment.host_bytes() for segment in arrangement.segments)
+        self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
+        self.host_bytes += engine.memory.nbytes_for("copies")
         # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
-        self.host_gradient_bytes = stream.host_bytes()
+        self.host_gradient_bytes = engine.landing.nbytes() + engine.memory.nbytes_for("gradients")
         self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
         self.host_activation_bytes = engine.pool.held
         self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights

@@ -226,7 +226,7 @@ def _groups(workload: Workload, choice: Choice) -> tuple[list[UnitWork], list[Un
     """
     units = workload.units
     apart = {*choice.kept, *(number for number, unit in enumerate(units) if not unit.weight_bytes)}
-    numbers = travel_together(len(units), choice.k_prime, apart)
+    numbers = travel_together(range(len(units)), choice.k_prime, apart)
     groups = [_as_one([units[number] for number in group]) for group in numbers]
     streamed = [group for group, each in zip(groups, numbers, strict=True) if each[0] not in apart]
     return groups, streamed, [units[number] for number in choice.kept]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Unit
@@ -174,7 +173,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     """Estimate the workload of a model, which is neither changed nor called, and the machine that is assumed."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed else dtype)
-    division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes))
+    division = find_units(module, given.units, given.resident, given.device_bytes)
     if is_mixed and dtype is not None:
         cast = {id(p) for part in module.modules() if isinstance(part, _CAST) for p in part.parameters(recurse=False)}
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in cast]:

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
-from sp_lightning.pipeline.stats import readable_bytes, readable_seconds
+from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Choice, Prediction, Workload, landing_bytes, predict
 from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
 
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
 _HOSTS = tuple(size * 2**30 for size in (32, 64, 128))
 _SYSTEM_BYTES = 6 * 2**30  # of host memory, for the system, Python, torch and data
@@ -170,3 +171,13 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     parameters = sum(parameter.numel() for parameter in module.parameters())
     ladder = _ladder(module, given, best.choice) if best is not None else []
     return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, ladder)
+
+
+def readable_seconds(seconds: float) -> str:
+    """Format a time with three digits and a unit."""
+    if not seconds:
+        return "0 s"
+    size, unit = next((each for each in UNITS_OF_TIME if abs(seconds) >= 0.9995 * each[0]), UNITS_OF_TIME[-1])
+    value = seconds / size
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Literal
 
-from sp_lightning.pipeline import Kind, Lane, Recording, Span, readable_bytes, readable_seconds
-from sp_lightning.pipeline.stats import UNITS_OF_TIME
+from sp_lightning.pipeline import Kind, Lane, Recording, Span, readable_bytes
+from sp_lightning.planning.report import UNITS_OF_TIME, readable_seconds
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
 
 WIDTH = 1280

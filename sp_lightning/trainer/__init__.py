@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Pipeline, Replicas
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -43,8 +43,8 @@ class Namespace:
         self.summary = callbacks.ModelSummary
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
-        averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
-        self.averaging = tuple(each for each in averaging if each is not None)
+        self.swa = callbacks.StochasticWeightAveraging
+        self.averaging = tuple(filter(None, [self.swa, getattr(callbacks, "WeightAveraging", None)]))
         self.reset_seed = import_module(f"{fabric}.utilities.seed").reset_seed
         self.rank_zero_only = rank_zero.rank_zero_only
         self.info = rank_zero.rank_zero_info
@@ -92,8 +92,15 @@ class StrategyPart(ParallelStrategy):
 
     lightning: ClassVar[Namespace]
     pipeline: Pipeline | None  # while a module that has parameters is attached
+    # the engine's handle to all processes, once the process group exists; None if there is only one
+    replicas: Replicas | None
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process of this machine owns the weights and the optimizer's state."""
+        return self.replicas is not None and self.replicas.follows

@@ -108,7 +108,7 @@ class CheckpointsMixin(StrategyPart):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The base class moves optimizer state to the device, but state belongs where its weight is.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -71,6 +71,15 @@ def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> Non
             callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
 
 
+def leave_averages_to_the_owner(trainer: Any, lightning: Namespace) -> None:
+    """Have one process of those that share weights average them, the one that owns them; this is another."""
+    for callback in list(trainer.callbacks):
+        if isinstance(callback, lightning.swa):  # it steers epochs as well, so it stays, and writes nothing
+            callback.transfer_weights = lambda *_: None
+        elif isinstance(callback, lightning.averaging):
+            trainer.callbacks.remove(callback)
+
+
 def check_optimizer_memory(
     optimizers: Sequence[Optimizer], gradients_pass: bool, processes: int, lightning: Namespace
 ) -> None:

@@ -20,8 +20,8 @@ from sp_lightning.pipeline import (
     WindowPlan,
     as_table,
     readable_bytes,
-    readable_seconds,
 )
+from sp_lightning.planning.report import readable_seconds
 from sp_lightning.timeline import LANES, Breakdown
 from sp_lightning.trainer import Namespace, is_tuning
 from sp_lightning.trainer.steps import SteppingPlan

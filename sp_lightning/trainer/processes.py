@@ -1,7 +1,7 @@
 """Topology: which device this process uses, and how it communicates with the other processes, if any.
 
 With one process there is no launcher, as notebooks cannot use one, and no process group; and the cluster environment is
-not asked for ranks, as an interactive SLURM shell lacks the variables. With more, each has a device and a replica of
+not asked for ranks, as an interactive SLURM shell lacks the variables. With more, each has a device and streams
 the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Replicas
@@ -37,8 +38,7 @@ class ProcessesMixin(StrategyPart):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.num_nodes = 1
-        # the engine's handle to all processes, once the process group exists; None if there is only one
-        self.replicas: Replicas | None = None
+        self.replicas = None
         self._buffers_due = False
 
     @property
@@ -110,7 +110,7 @@ class ProcessesMixin(StrategyPart):
             on_host = None
             if dist.get_backend() != "gloo":
                 on_host = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
-            self.replicas = Replicas(on_host, self.num_processes)
+            self.replicas = Replicas(on_host, self.num_processes, self.timeout or default_pg_timeout)
 
     @contextmanager
     @override
@@ -134,13 +134,21 @@ class ProcessesMixin(StrategyPart):
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
         self._buffers_due = trains
         if self.replicas is not None:
-            self.replicas.averages = trains
+            self.replicas.averages = self.replicas.trains = trains
+
+    def weights_may_change(self) -> None:
+        """Note that callbacks of a fit are about to write to weights, or have, besides the optimizer."""
+        self._buffers_due |= self.replicas is not None and self.replicas.trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """Give all processes the first one's buffers, as DDP does, in the first step after one that changed weights."""
+        """Have all processes see what the first has changed, in the first step after one that changed weights.
+
+        Its buffers are sent to the others, as in DDP.
+        """
         if self.replicas is not None:
             if self._buffers_due:
                 self.replicas.share_buffers(pipeline.module)
+                pipeline.meet_processes()
             self._buffers_due = torch.is_grad_enabled() and self.replicas.averages
 
     @property

@@ -17,7 +17,7 @@ from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.segment import NOTHING, Segment
+from sp_lightning.pipeline.weights.segment import NOTHING, HostMemory
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -204,7 +204,7 @@ def place(
         weight.unit = unit
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
-    segment = Segment(unit.weights, backend, pin=False)
+    segment = HostMemory(backend, None).segment(unit.weights)
     group = unit.group = Group(0, [unit], [segment])
     group.lie_in(backend.allocate(group.nbytes))
     segment.refresh_copies()

@@ -319,8 +319,3 @@ def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: in
         for _ in range(2):
             with torch.no_grad(), pipeline.step(), torch.enable_grad():
                 assert torch.equal(laplacian(model), expected)
-
-
-def test_replicas_have_no_units_of_their_own_on_the_device() -> None:
-    with pytest.raises(ValueError, match="`resident_optimizer=True` works in one process only"):
-        Pipeline(layers(), "cpu", options=PipelineOptions(resident_optimizer=True), replicas=mock.Mock())

@@ -9,7 +9,8 @@ from typing import Any
 
 from plot_k import COLORS, plot
 
-from sp_lightning.pipeline import readable_bytes, readable_seconds
+from sp_lightning.pipeline import readable_bytes
+from sp_lightning.planning.report import readable_seconds
 from sp_lightning.timeline.picture import box, line, picture, text, text_width
 from suite.results import Entry, entries
 

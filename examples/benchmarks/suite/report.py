@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sp_lightning.pipeline import readable_bytes, readable_seconds
+from sp_lightning.pipeline import readable_bytes
+from sp_lightning.planning.report import readable_seconds
 from suite.results import Entry, entries
 from suite.targets import targets
 

@@ -7,15 +7,22 @@ none.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.lanes.box import find_box
 from sp_lightning.pipeline.torch_private import parts_of
+
+_NOT_SHARED = torch.optim.LBFGS, ZeroRedundancyOptimizer
 
 
 class Replicas:
@@ -24,17 +31,33 @@ class Replicas:
     Args:
         host_group: Group of the same processes for tensors in host memory; None if the default group takes these, too.
         on_this_machine: Number of processes that share this machine's memory and cores.
+        timeout: How long one waits for the others.
+
+    Attributes:
+        box: Those of this machine, which have one copy of the model's host memory; None if each has one of its own.
     """
 
-    def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
+    def __init__(
+        self,
+        host_group: dist.ProcessGroup | None = None,
+        on_this_machine: int = 1,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
+        self.box = find_box(on_this_machine, timeout)
         self.host_group = host_group
         self.on_this_machine = on_this_machine
         self.count = dist.get_world_size()
         # Whether gradients are averaged when a backward ends, those of earlier ones included. If not, it is this
         # process's own, and others need not run one.
         self.averages = True
+        self.trains = True  # whether the steps of all processes belong together; not in evaluation
         self.passes = 0  # number of backward passes after which they were
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process of this machine owns the weights and steps them."""
+        return self.box is not None and not self.box.is_keeper
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -71,6 +94,29 @@ class Replicas:
         dist.broadcast(values.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype
         if dist.get_rank() != 0:
             tensor.copy_(values.view(tensor.shape))
+
+    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Wait until all processes of this machine have come to the step, as one of them takes it for all.
+
+        Raises:
+            RuntimeError: This cannot be a step of all, or they have taken different numbers of steps.
+            ValueError: The optimizer cannot be one that steps shared weights.
+        """
+        self.steps += self.averages
+        if self.box is None:
+            return
+        name = type(optimizer).__name__
+        if not self.trains:
+            raise RuntimeError(
+                f"{name} is to step weights in an evaluation step, which is each process's own, but the processes of "
+                "this machine share them. Do so with `Trainer(devices=1)`."
+            )
+        if isinstance(optimizer, _NOT_SHARED):
+            raise ValueError(
+                f"{name} keeps or sends weights in a way of its own, and the processes of this machine share theirs, "
+                "as one of them steps for all. Use another optimizer, or `Trainer(devices=1)`."
+            )
+        self.box.meet(self.steps)
 
     @torch.no_grad()
     def average(self, module: nn.Module, stream: GradientStream) -> None:

@@ -259,12 +259,6 @@ class GradientStream:
         for unit, of_unit in used.items():
             unit.forget(of_unit)
 
-    # ------------------------------------------------------------------------------------------------------- memory
-
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory held for gradients."""
-        return self._landing.nbytes() + sum(unit.nbytes for unit in self._units)
-
     def close(self) -> None:
         """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()

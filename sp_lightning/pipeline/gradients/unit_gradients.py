@@ -133,11 +133,6 @@ class UnitGradients:
                 self._sum_layout = GradientLayout(weights, sums)
             self.kept_as = self.layout
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of host memory for gradients."""
-        return self._masters.beside["gradients"].nbytes if "gradients" in self._masters.beside else 0
-
     def own(self) -> GradientMemory:
         """Return the memory in which gradients stay, as `kept_as` tells."""
         if self.memory is None:

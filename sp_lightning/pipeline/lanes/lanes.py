@@ -136,17 +136,6 @@ class Job(Ticket):
     def interval(self, origin: Origin) -> tuple[float, float]:
         return self.began - origin.host, self.ended - origin.host
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether all that has to be done before it is."""
-        return all(ticket.done for ticket in self.after)
-
-    def wait_until_ready(self) -> None:
-        """Block until all that has to be done before it is, or has failed."""
-        for ticket in self.after:
-            with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for the job
-                ticket.join()
-
     def run(self, failed: BaseException | None = None) -> None:
         """Run it in this thread, which could not start properly if it has `failed`."""
         try:
@@ -251,7 +240,9 @@ class Worker:
                     self._changed.wait()
                 if not self._jobs:
                     return None
-                if ready := [job for job in self._jobs if job.is_ready]:
+                if ready := [job for job in self._jobs if all(ticket.done for ticket in job.after)]:
                     return min(ready, key=attrgetter("rank"))
                 oldest = self._jobs[0]
-            oldest.wait_until_ready()
+            for ticket in oldest.after:
+                with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for that
+                    ticket.join()

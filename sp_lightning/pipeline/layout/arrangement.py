@@ -14,7 +14,8 @@ from torch import nn
 
 from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.memory import WindowPlan, check_host_memory, choose_device_layout, largest_unit_bytes
+from sp_lightning.pipeline.lanes.box import Box
+from sp_lightning.pipeline.layout.memory import WindowPlan, check_host_memory, choose_device_layout
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
@@ -50,11 +51,9 @@ class Learned:
 
         If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
         """
-        known = len(self._trained)
-        for parameter in parameters:
-            if parameter.requires_grad:
-                self._trained.add(id(parameter))
-        self.outdated |= 0 < known < len(self._trained)
+        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        self.outdated |= bool(self._trained) and not trained <= self._trained
+        self._trained |= trained
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters: new objects may reuse the others' ids."""
@@ -78,8 +77,14 @@ class Learned:
         lowered = self.lowered - self.used_as_is
         self.outdated |= not lowered <= self._sent_lowered
         self._sent_lowered = lowered
-        if not self.outdated:
-            return False
+        self._explain_outside(units)
+        outdated, self.outdated = self.outdated, False
+        if outdated:
+            self.plan = None  # which was made for other units
+        return outdated
+
+    def _explain_outside(self, units: Sequence[Unit]) -> None:
+        """Find out why weights of these units were used outside of them."""
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
             users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
@@ -89,8 +94,24 @@ class Learned:
             else:
                 self.used_outside.add(id(weight.master))
         self.touched_outside.clear()
-        self.outdated, self.plan = False, None  # which was made for other units
-        return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something was learned since that was last concluded."""
+        return self.outdated or not self.lowered - self.used_as_is <= self._sent_lowered
+
+    def agree(self, module: nn.Module, units: Sequence[Unit], box: Box) -> None:
+        """Learn what any process has that shares the weights: their memory is arranged alike in all of them."""
+        self._explain_outside(units)
+        parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
+        sets = self.used_outside, self.lowered, self.used_as_is
+        own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
+        divided = [name for name, each in modules.items() if each in self.divided]
+        for others, others_divided, outdated in box.gather((own, divided, self.outdated)):
+            for known, names in zip(sets, others, strict=True):
+                known.update(id(parameters[name]) for name in names)
+            self.divided += [modules[name] for name in others_divided if modules[name] not in self.divided]
+            self.outdated |= outdated
 
 
 class Arrangement:
@@ -127,12 +148,11 @@ class Arrangement:
             module,
             options.units,
             options.resident,
-            largest_unit_bytes(self.budget or total),
+            self.budget or total,
             split=learned.divided,
             used_outside=learned.used_outside,
         )
-        if learned.order:
-            division.put_in_order(learned.order)
+        division.put_in_order(learned.order or [])
         self.units, self.resident, self.unmanaged = division.units, division.resident, division.unmanaged
         self.all_units = division.all_units()
         # members of streamed units, in expected order
@@ -140,7 +160,7 @@ class Arrangement:
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
         self._choose_dtypes(module, learned)
-        self._layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
+        self.layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k, self.k_prime = layout.window.k, layout.window.k_prime
         self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
         division.leave_on_device(layout.units_on_device)
@@ -150,7 +170,7 @@ class Arrangement:
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         at_once = 1 if memory or replicas is None else replicas.on_this_machine
-        check_host_memory(self.all_units, memory.bytes_beside(), at_once)
+        check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"), at_once)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
@@ -160,16 +180,16 @@ class Arrangement:
 
     def _lay_out(self, memory: HostMemory) -> None:
         """Make groups, each with its place on the device and its weights' twins there."""
-        arena, offsets = self._backend.allocate(self._layout.arena_bytes), iter(self._layout.offsets)
+        arena, offsets = self._backend.allocate(self.layout.arena_bytes), iter(self.layout.offsets)
         in_arena: list[tuple[Group, int]] = []
         try:
-            for units in self._layout.parts:
+            for units in self.layout.parts:
                 parts = [part for unit in units for part in _parts_of(unit)]
-                segments = [Segment(part, self._backend, True, memory.find(part)) for part in parts]
+                segments = [memory.segment(part) for part in parts]
                 self.segments += segments
                 group = Group(len(self.groups), units, segments)
                 self.groups.append(group)
-                if units[0] in self._layout.kept:
+                if units[0] in self.layout.kept:
                     group.lie_in(self._backend.allocate(group.nbytes))
                 else:
                     in_arena.append((group, offset := next(offsets)))
@@ -223,11 +243,13 @@ class Arrangement:
         lowered, weight.compute_dtype, weight.cast_to = weight.lowered, weight.dtype, None
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
-        own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
+        own = Segment([weight], pin=False, memory=segment.piece_of(weight, self._backend))
         group = Group(-1, [], [own], weight.name)
         beside.apart.append(group)
         group.lie_in(self._backend.allocate(group.nbytes))
         self.groups.append(group)
+        self.layout.device_bytes += group.nbytes
+        self.layout.streaming_bytes += group.nbytes
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
@@ -260,23 +282,10 @@ class Arrangement:
                 twin.lay_leaf()
         self.twins.clear()  # twins are known by their memory, which others may get now
 
-    # ---------------------------------------------------------------------------------------------------- what it takes
-
     @property
     def is_pinned(self) -> bool:
         """Whether all host memory that is sent is pinned; units that live on the device have none."""
         return all(segment.source.pinned for segment in self.segments if segment.nbytes)
-
-    def device_bytes(self) -> int:
-        """Return the device memory for weights, and for all state of units that live on the device."""
-        return self._layout.device_bytes + self._made_resident_bytes()
-
-    def streaming_bytes(self) -> int:
-        """Return the device memory for weights, and for gradients on their way to the host."""
-        return self._layout.streaming_bytes + self._made_resident_bytes()
-
-    def _made_resident_bytes(self) -> int:
-        return sum(group.nbytes for group in self.groups if not group.units)
 
 
 def _parts_of(unit: Unit) -> list[list[Weight]]:

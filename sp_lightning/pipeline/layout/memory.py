@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +35,8 @@ from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
+
+_Unit = TypeVar("_Unit")
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,16 @@ class WindowPlan:
         return self.k, self.k_prime, self.kept, self.on_device
 
 
-def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:
+def travel_together(units: Iterable[_Unit], k_prime: int, alone: Collection[_Unit] = ()) -> list[list[_Unit]]:
     """Divide units into lists that travel together: up to `k_prime` neighbors, whose gradients arrive in succession.
 
     Args:
-        units: How many units there are.
+        units: The units, or their numbers.
         k_prime: How many travel together.
-        alone: Numbers of units that travel alone.
+        alone: Those that travel alone.
     """
-    parts: list[list[int]] = []
-    for unit in range(units):
+    parts: list[list[_Unit]] = []
+    for unit in units:
         if not parts or unit in alone or parts[-1][0] in alone or len(parts[-1]) == k_prime:
             parts.append([])
         parts[-1].append(unit)
@@ -112,8 +115,6 @@ def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[in
 
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
-_LARGEST_UNIT_BYTES = 4 << 30
-_UNITS_PER_DEVICE = 6  # blocks above 1/6 of the device are divided
 
 
 class DeviceLayout:
@@ -127,9 +128,8 @@ class DeviceLayout:
         # units that have a place of their own
         self.kept = {unit for unit in units if unit.name in window.kept or unit.name in window.on_device}
         self.kept.add(division.resident)
-        alone = [number for number, unit in enumerate(units) if unit in self.kept]
         # lists of units that travel together, or of one that has a place of its own
-        self.parts = [[units[number] for number in part] for part in travel_together(len(units), window.k_prime, alone)]
+        self.parts = travel_together(units, window.k_prime, self.kept)
         streamed = [[w for unit in part for w in unit.weights] for part in self.parts if part[0] not in self.kept]
         self.parts += [[division.resident]] if division.resident.weights else []
         # where each part without a place of its own lies in the arena, and the size of that
@@ -173,15 +173,6 @@ def choose_device_layout(
         f"way to the host, take {readable_bytes(layout.streaming_bytes)}. It takes at least {least} bytes "
         f"({readable_bytes(least)}), with k=1."
     )
-
-
-def largest_unit_bytes(device_bytes: int | None) -> int:
-    """Return the size above which blocks are divided where their structure allows it.
-
-    Args:
-        device_bytes: The device memory for a step, if that is known.
-    """
-    return _LARGEST_UNIT_BYTES if device_bytes is None else min(_LARGEST_UNIT_BYTES, device_bytes // _UNITS_PER_DEVICE)
 
 
 def sent_bytes(weights: Iterable[Weight]) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from sp_lightning.optim.of_torch import Work
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
+from sp_lightning.pipeline.lanes.box import SharedMemory
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
@@ -89,13 +92,14 @@ class GroupSteps:
                 if (tensor := gradients.get(gradient)) is not None:
                     # state is looked up at once: `optimizer.state` may be cleared before the thread begins
                     state = optimizer.state.get(weight.master, {})
-                    update = Update(weight.master.data, tensor, gradient.scaling, state, copy)
-                    updates.setdefault(plan.gradients[gradient], []).append(update)
+                    work = Work(weight.master.data, tensor, state, copy)
+                    updates.setdefault(plan.gradients[gradient], []).append((work, gradient.scaling))
                     tickets[weight] = gradient.unit.ticket
                     moved += 2 * weight.home.nbytes + tensor.nbytes
+        counted = self._count(group, plan)
         if not tickets:
+            self._end(group, counted)
             return
-        self.window.finish_optimizer(group)
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
@@ -103,23 +107,64 @@ class GroupSteps:
                     segment.refresh_copies(tickets.keys())
                 for number, of_group in updates.items():
                     update_weights(optimizer, settings[number], of_group)
-                increment_version(weight.master for weight in tickets)
-                for segment in group.segments:
-                    segment.note_stepped()
+                _note_stepped(group, tickets.keys())
+                for memory, count in counted:
+                    memory.end_step(count)
 
         def release_buffers() -> None:
             for buffer in buffers:
                 buffer.release()
 
-        self.window.outdate(group, tickets.keys())
-        after = [*self.window.copies_of([group]), *filter(None, dict.fromkeys(tickets.values()))]
-        rank = 0 if group.resident else group.index + 1
-        group.being_stepped = self.window.backend.work(step, after, moved, release_buffers, rank=rank)
-        self.window.backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
+        landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
+        self._submit(group, step, tickets.keys(), landed, moved, release_buffers)
         self.window.stats.overlapped_steps += len(group.units)
+
+    def _submit(
+        self,
+        group: Group,
+        job: Callable[[], None],
+        weights: Set[Weight],
+        after: Iterable[Ticket],
+        moved: int = 0,
+        cleanup: Callable[[], None] | None = None,
+    ) -> None:
+        self.window.finish_optimizer(group)
+        self.window.outdate(group, weights)
+        rank = 0 if group.resident else group.index + 1  # first what the next forward needs first
+        after = [*self.window.copies_of([group]), *after]
+        group.being_stepped = self.window.backend.work(job, after, moved, cleanup, rank)
+        self.window.backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
         if group.apart:
             # weights made resident are in groups that do not wait for this one's step
             self.finish([group])
+
+    def follow(self, plan: Plan) -> None:
+        """Have the thread wait until another process has stepped weights that this one has, too."""
+        for group in plan.groups:
+            weights = {weight for weight in group.weights if self.stream.of[weight] in plan.gradients}
+            stepped = [memory.taken(number) for memory, number in self._count(group, plan)]
+            self._submit(group, partial(_note_stepped, group, weights), weights, stepped)
+
+    def end(self, plan: Plan) -> None:
+        """Tell the processes that have the same weights that an optimizer has stepped them by its own code."""
+        for group in plan.groups:
+            self._end(group, self._count(group, plan))
+
+    def _end(self, group: Group, counted: Sequence[tuple[SharedMemory, int]]) -> None:
+        if counted:
+            self.window.finish_optimizer(group)
+        for memory, number in counted:
+            memory.end_step(number)
+
+    def _count(self, group: Group, plan: Plan) -> list[tuple[SharedMemory, int]]:
+        """Count a step of weights that other processes have, too, whether or not it changes them."""
+        counted = []
+        for segment in group.segments:
+            memory = segment.memory.shared
+            if memory is not None and any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
+                memory.begun += 1
+                counted.append((memory, memory.begun))
+        return counted
 
     def finish(self, groups: Iterable[Group] | None = None) -> None:
         """Wait until no step reads or writes the memory of these groups any more, by default of all.
@@ -150,6 +195,13 @@ class GroupSteps:
             self.finish()
         finally:
             self.window.finish_copies(self.window.groups)
+
+
+def _note_stepped(group: Group, weights: Set[Weight]) -> None:
+    with torch.inference_mode(False), without_torch_function():
+        increment_version(weight.master for weight in weights)
+        for segment in group.segments:
+            segment.note_stepped()
 
 
 class EarlyStep:

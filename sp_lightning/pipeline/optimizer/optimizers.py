@@ -120,7 +120,9 @@ class Optimizers(Clipping):
             self._steps.window.write_back_all()  # to the masters that are stepped
             if self._early is not None:
                 self._early.check(optimizer, plan, why_not)
-            if why_not is not None and plan.gradients:
+            if self._replicas is not None:
+                self._replicas.begin_optimizer_step(optimizer)
+            if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
                 self._steps.stream.show_all()
             elif plan.gradients:
@@ -137,8 +139,12 @@ class Optimizers(Clipping):
             by_unit = bool(self._taken_out)
             self.restore_param_groups()
             plan = self._plan_of(optimizer)
-            if by_unit:
+            if self._follows:
+                self._steps.follow(plan)
+            elif by_unit:
                 self._step(optimizer, plan)
+            else:
+                self._steps.end(plan)
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.finish()
                 self._early = None
@@ -149,8 +155,11 @@ class Optimizers(Clipping):
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
-            if self._replicas is not None:
-                self._replicas.steps += self._replicas.averages
+
+    @property
+    def _follows(self) -> bool:
+        """Whether another process of this machine steps the weights, for all of them."""
+        return self._replicas is not None and self._replicas.follows
 
     def _accept(self, optimizer: Optimizer) -> bool:
         """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.

@@ -9,35 +9,22 @@ of the user's optimizer makes a pass for each operation. All bits are as after `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.optim import rules
 from sp_lightning.optim.of_torch import OnePass, Work, scaling_of
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Scaling
-from sp_lightning.pipeline.optimizer.kinds import State
 from sp_lightning.pipeline.torch_private import StepCode
 
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
 _ALONE = 1 << 16
 
 
-class Update(NamedTuple):
-    """The update of one parameter in the eyes of the optimizer's code: of a weight, or of a part of one."""
-
-    parameter: Tensor  # memory of the master
-    gradient: Tensor  # as it arrived; it is only read
-    scaling: Scaling  # unscaling and clipping of the gradient before the update
-    state: State  # the optimizer's, which the code changes; empty before it is made, and if there is none
-    copy: Tensor | None  # the lowered copy to write
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it makes the state."""
-        return all(value is None for value in self.state.values())
+Update: TypeAlias = tuple[Work, Scaling]
+"""What is to be done for a weight, and the unscaling and clipping of its gradient before the update."""
 
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
@@ -48,46 +35,40 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     Args:
         optimizer: The user's optimizer.
         settings: The param group without its parameters, as it was when the user's `step` was called.
-        updates: Those of weights that have a gradient.
+        updates: Those of weights that have a gradient, without their scaling in numbers.
     """
     code = StepCode(optimizer, settings.copy())
     together: list[Update] = []
     one_pass, works = OnePass(optimizer, settings), []
-    numbers: dict[Any, rules.Scaling | None] = {}
-    for update in updates:
-        update = update._replace(scaling=update.scaling.without_ones)
-        if one_pass.takes(work := _work(update, numbers)):
+    numbers: dict[Any, rules.Scaling | None] = {}  # those of a scaling are shared: each look at a factor takes time
+    for work, scaling in updates:
+        known = scaling, work.weight.dtype
+        if known not in numbers:
+            numbers[known] = scaling_of(scaling.without_ones.factors, scaling.clamp, work.weight.dtype)
+        work = work._replace(scaling=numbers[known])
+        if one_pass.takes(work):
             works.append(work)
-        elif update.parameter.numel() < _ALONE:
-            together.append(update)
+        elif work.weight.numel() < _ALONE:
+            together.append((work, scaling))
         else:
-            _update(code, [update])
+            _update(code, [(work, scaling)])
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-    for is_first in (False, True):
-        _update(code, [update for update in together if update.is_first is is_first])
+    for has_state in (True, False):
+        _update(code, [each for each in together if any(v is not None for v in each[0].state.values()) is has_state])
     if works:
         one_pass.step(works)
 
 
-def _work(update: Update, numbers: dict[Any, rules.Scaling | None]) -> Work:
-    """Return an update for one pass; scalings as `numbers` are shared, because each look at a factor takes time."""
-    parameter, gradient, scaling, state, copy = update
-    known = scaling, parameter.dtype
-    if known not in numbers:
-        numbers[known] = scaling_of(scaling.factors, scaling.clamp, parameter.dtype)
-    return Work(parameter, gradient, state, copy, numbers[known])
-
-
 def _update(code: StepCode, updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
-    for parameter, arrived, scaling, *_ in updates:
-        gradient = arrived
-        if scaling != NO_SCALING or arrived.dtype != parameter.dtype:
-            gradient = torch.empty_like(arrived, dtype=parameter.dtype).copy_(arrived)
+    for (weight, arrived, *_), scaling in updates:
+        gradient, scaling = arrived, scaling.without_ones
+        if scaling != NO_SCALING or arrived.dtype != weight.dtype:
+            gradient = torch.empty_like(arrived, dtype=weight.dtype).copy_(arrived)
             scaling.apply_(gradient)
-        parameter.grad = gradient
+        weight.grad = gradient
     if updates:
-        code.run({update.parameter: update.state for update in updates})
-    for update in updates:
-        if update.copy is not None:
-            update.copy.copy_(update.parameter)
+        code.run({work.weight: work.state for work, _ in updates})
+    for work, _ in updates:
+        if work.copy is not None:
+            work.copy.copy_(work.weight)

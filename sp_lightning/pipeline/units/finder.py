@@ -18,7 +18,6 @@ share is resident.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -31,6 +30,8 @@ from sp_lightning.pipeline.torch_private import is_compiled, without_compile
 from sp_lightning.pipeline.units.tree import Tree, is_called, named_own_parameters
 from sp_lightning.pipeline.weights.units import Division, Entry, Member, Unit
 
+_LARGEST_UNIT_BYTES = 4 << 30
+_UNITS_PER_DEVICE = 6  # blocks above 1/6 of the device are divided
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _TYPICAL_UNIT_COUNT = 12  # outside of lists, modules up to 1/12 of the model stay whole
 _SMALL_LEAF_DIVISOR = 50  # leaves below 1/50 of the model are not worth streaming on their own,
@@ -41,7 +42,7 @@ def find_units(
     root: nn.Module,
     policy: UnitPolicy | None = None,
     resident: Sequence[str] = (),
-    max_unit_bytes: int | None = None,
+    device_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
 ) -> Division:
@@ -51,7 +52,7 @@ def find_units(
         root: The module.
         policy: The user's definition of a unit; None finds units by the rules at the top of this file.
         resident: Names of modules and parameters that stay on the device.
-        max_unit_bytes: Blocks above this size are descended into.
+        device_bytes: The device memory for a step, if that is known: blocks above a part of it are descended into.
         split: Modules that turned out not to be called themselves; they are descended into.
         used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
 
@@ -59,7 +60,9 @@ def find_units(
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
     """
     tree = Tree(root, resident, split, used_outside)
-    largest = sys.maxsize if max_unit_bytes is None else max_unit_bytes
+    largest = (
+        _LARGEST_UNIT_BYTES if device_bytes is None else min(_LARGEST_UNIT_BYTES, device_bytes // _UNITS_PER_DEVICE)
+    )
     if policy is None:
         atoms = _atoms_by_structure(tree, largest)
     else:
@@ -74,8 +77,9 @@ def find_units(
     streamed = {id(weight) for unit in units for weight in unit.weights}
     rest = Unit("resident", resident=True)
     rest.weights = [weight for weight in tree.weights.values() if id(weight) not in streamed]
-    for weight in rest.weights:
-        weight.unit = rest
+    for unit in [*units, rest]:
+        for weight in unit.weights:
+            weight.unit = unit
     division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
@@ -198,8 +202,6 @@ def _make_unit(tree: Tree, part: Sequence[nn.Module], resident_weights: set[int]
     unit.members = [_make_member(tree, atom, unit) for atom in part]
     weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
     unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
-    for weight in unit.weights:
-        weight.unit = unit
     unit.weights.sort(key=lambda weight: weight.master.requires_grad)  # what is stepped is sent in one copy
     return unit
 

@@ -6,8 +6,7 @@ moves: the anchors of a detector, the states of a metric, a teacher in a list. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,12 +36,19 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
-    with _without_parts(root):
-        vars(root)["_apply"] = apply
-        try:
-            root.to(device)
-        finally:
-            del vars(root)["_apply"]
+    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
+    # parameters that consist of other tensors: `_apply` would exchange all that they are
+    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]
+    for parameters_of_module, key, _ in hidden:
+        parameters_of_module[key] = None
+    vars(root)["_apply"] = apply
+    try:
+        root.to(device)
+    finally:
+        del vars(root)["_apply"]
+        for parameters_of_module, key, parameter in hidden:
+            parameters_of_module[key] = parameter
 
 
 def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -51,18 +57,3 @@ def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) ->
         if parameter.device != device:
             with torch.inference_mode(parameter.is_inference()):
                 move_parameter(parameter, device)
-
-
-@contextmanager
-def _without_parts(root: nn.Module) -> Iterator[None]:
-    """Hide parameters that consist of other tensors from `_apply`, which would exchange all that they are."""
-    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
-    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]
-    for parameters, key, _ in hidden:
-        parameters[key] = None
-    try:
-        yield
-    finally:
-        for parameters, key, parameter in hidden:
-            parameters[key] = parameter

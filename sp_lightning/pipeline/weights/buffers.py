@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.box import SharedMemory
 
 ALIGNMENT = 256  # bytes; the strictest that kernels and quantized formats require of a tensor's address
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
@@ -72,10 +73,13 @@ class HostBuffer:
     reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
     """
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | SharedMemory | None = None) -> None:
         self._wiped: mmap.mmap | None = None
         self.pinned = False
-        if memory is None:
+        self.shared: SharedMemory | None = None  # what processes share of it
+        if isinstance(memory, SharedMemory):
+            self.shared, memory = memory, memory.bytes
+        elif memory is None:
             pages = _map_pages(max(nbytes, 1))
             if backend.device.type != "cpu":
                 _advise(pages, _WIPE_ON_FORK)
@@ -116,11 +120,15 @@ class HostBuffer:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.tensors = []
 
-    def get_beside(self, purpose: str, nbytes: int, pin: bool) -> HostBuffer:
-        """Return memory beside that of weights, which stays, from one arrangement to the next, for as many bytes."""
+    def get_beside(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
+        """Return memory beside that of weights, which stays, from one arrangement to the next, for as many bytes.
+
+        If it is had `together`, the processes that share the weights share this, too.
+        """
         if purpose not in self.beside or self.beside[purpose].nbytes != nbytes:
             self.release_beside(purpose)
-            self.beside[purpose] = HostBuffer(nbytes, self._backend, pin)
+            shared = self.shared.box.share(nbytes, self.shared.names) if together and self.shared is not None else None
+            self.beside[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
         return self.beside[purpose]
 
     def release_beside(self, purpose: str) -> None:

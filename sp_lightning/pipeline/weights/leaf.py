@@ -27,9 +27,6 @@ from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, i
 
 Weight: TypeAlias = Any  # weights make their leaves, and import this file
 
-CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
-"""Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
-
 _GRADIENT: Any = Tensor.grad
 
 
@@ -88,8 +85,8 @@ def take_gradient(leaf: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-LEAF_IN_GRAPHS: type[nn.Parameter] = TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
-"""The class of leaves in a model that torch compiles, or parts of it."""
+LEAF_IN_GRAPHS: type[nn.Parameter] = TwinParameter if torch.__version__ >= "2.11" else nn.Parameter
+"""The class of leaves in a model that torch compiles, or parts of it; 2.6 made three times as many graphs of ours."""
 
 
 # ----------------------------------------------------------------------------------- leaves that tell how they are used

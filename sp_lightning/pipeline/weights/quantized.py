@@ -9,17 +9,15 @@ Nobody trains such weights, so masters are not guarded, and nothing is known of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.torch_private import contains_others, parts_of
+from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-_HOST = torch.device("cpu")
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -37,13 +35,6 @@ def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     owner = nn.Module()
     owner.register_parameter("parameter", parameter)
     owner.to(device)
-
-
-def bring_states_home(weights: Iterable[Weight]) -> None:
-    """Move what quantized weights have besides their memory back to the host: it has moved along with their leaves."""
-    for weight in weights:
-        if isinstance(weight, QuantizedWeight) and not contains_others(weight.master):
-            weight.master.to(_HOST)
 
 
 class QuantizedTwin(Twin):
@@ -103,13 +94,13 @@ class QuantizedWeight(Weight):
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
 
-    def adopt(self, host: Tensor) -> None:
-        """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
+    def adopt(self, host: Tensor, is_filled: bool = False) -> None:
+        """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
         if self.master.device != host.device:
             move_parameter(self.master, host.device)
         parts = parts_of(self.master)
         places = [tensor_in(host, offset, part, part.dtype) for part, offset in _offsets(parts)]
-        for part, place in zip(parts, places, strict=True):
+        for part, place in zip(parts, places, strict=True) if not is_filled else ():
             place.copy_(part)
         _lay(self.master, places)
         self.host = self.home = host

@@ -13,12 +13,14 @@ that are stepped, a frozen base that still lies there is not sent again.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.box import Box
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -33,15 +35,13 @@ class Segment:
 
     place: Tensor  # the device memory that it is copied to
 
-    def __init__(
-        self, weights: Sequence[Weight], backend: Backend, pin: bool, memory: HostBuffer | None = None
-    ) -> None:
+    def __init__(self, weights: Sequence[Weight], pin: bool, memory: HostBuffer) -> None:
         self.weights = list(weights)
         # where each weight begins in what is sent, and how much that is
         self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in weights])
         self.epoch = 0  # grows with every change of a master; see [Note: epochs]
         self.lying = NOTHING  # the epoch when what lies in its place was sent
-        self.memory = memory or _move_into_new_memory(self.weights, backend)  # the memory that the masters lie in
+        self.memory = memory  # the memory that the masters lie in
         for weight, tensor in zip(self.weights, self.memory.tensors, strict=True):
             if weight.host is weight.home:  # not after `p.data = ...`: it is sent from where that lies
                 weight.host = tensor
@@ -51,18 +51,21 @@ class Segment:
         self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
         if any(weight.lowered for weight in weights):
             self.memory.unpin()
-            self.source = self.memory.get_beside("copies", self.nbytes, pin)
+            self.source = self.memory.get_beside("copies", self.nbytes, pin, together=True)
             self.copies = [
                 tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.offsets, strict=True)
             ]
         else:
-            self.memory.release_beside("copies")
+            if self.memory.shared is None:
+                self.memory.release_beside("copies")
             if pin:
                 self.memory.pin()
         self.sends_copies = self.source is not self.memory
         self._copied_epoch = NOTHING
         self._versions: list[int] = []  # at the last look
+        self._replacements = sum(weight.replacements for weight in self.weights)
+        self.is_edited = False  # whether a master was changed by something else than a step, since this was last asked
         self._sample: Tensor | None = None
         self._look()
         with torch.inference_mode(False):
@@ -72,19 +75,29 @@ class Segment:
     # -------------------------------------------------------------------------------------------------- their changes
 
     def check(self) -> None:
-        """Note changes of masters since the last look, if they were sent, also changes that torch does not count."""
+        """Note changes of masters since the last look, if they were sent, also changes that torch does not count.
+
+        Raises:
+            RuntimeError: If this process has written to masters that are another's, too.
+        """
+        before = self._versions
         is_changed = self._look()
+        if is_changed and self.is_followed:
+            self._refuse_writes(before)
+        self.is_edited |= is_changed
         if self.lying == NOTHING and not self.sends_copies:
             self._sample = None
             return
         if not is_changed and self._sample is not None:
             is_changed = not torch.equal(self._words.take(self._sampled), self._sample)
         if is_changed:
+            self.is_edited = True
             self.note_change()
 
     def note_written_back(self) -> None:
         """Note that a master has got what lies on the device."""
         self._look()
+        self.is_edited = True
         self._sample = None
 
     def _look(self) -> bool:
@@ -99,6 +112,18 @@ class Segment:
         is_changed = has_moved or versions != self._versions
         self._versions = versions
         return is_changed
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether another process owns the masters, and this one has them, too."""
+        return self.memory.shared is not None and not self.memory.shared.box.is_keeper
+
+    def _refuse_writes(self, before: Sequence[int]) -> None:
+        replacements = sum(weight.replacements for weight in self.weights)
+        written = [weight for weight, known in zip(self.weights, before, strict=True) if weight.version != known]
+        if replacements == self._replacements:
+            raise written_by_follower(written[0])
+        self._replacements = replacements
 
     def note_change(self) -> None:
         """Note that masters have changed, or that an optimizer is about to step them."""
@@ -148,47 +173,70 @@ class Segment:
         piece.tensors = [weight.home]
         return piece
 
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory held for these weights, without gradients."""
-        return self.memory.nbytes + (self.source.nbytes if self.sends_copies else 0)
+
+def written_by_follower(weight: Weight) -> RuntimeError:
+    """Make the error for a write to a weight by a process that does not own it."""
+    return RuntimeError(
+        f"Weight {weight.name!r} was written to in a process that shares it with process 0 of this machine, so the "
+        "change would be made once for each of them. Write to weights where `trainer.local_rank == 0` alone, or train "
+        "on one device."
+    )
 
 
 class HostMemory:
-    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move."""
+    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move.
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in it
+    If processes share it, so is that of copies. It is made in all of them at the same moments, in the same order.
+    """
+
+    def __init__(self, backend: Backend, box: Box | None) -> None:
+        self._backend = backend
+        self._box = box
+        self._buffers: dict[_Key, HostBuffer] = {}
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
-    def bytes_beside(self) -> int:
-        """Return the bytes that lie beside masters."""
-        return sum(each.nbytes for buffer in self._buffers.values() for each in buffer.beside.values())
+    def nbytes_for(self, purpose: str) -> int:
+        """Return the bytes that lie beside masters for this purpose."""
+        beside = [buffer.beside.get(purpose) for buffer in self._buffers.values()]
+        return sum(each.nbytes for each in beside if each is not None)
 
-    def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
-        """Return the memory in which the masters of just these weights lie, in this order."""
-        memory = self._buffers.get(tuple(id(weight.master) for weight in weights))
+    def segment(self, weights: Sequence[Weight]) -> Segment:
+        """Make a segment of weights: in the memory in which they lie, in this order, or in new memory."""
+        memory = self._buffers.get(_key_of(weights))
         if memory is None or not all(map(Weight.lies_in, weights, memory.tensors)):
-            return None
+            memory = self._move_into_new_memory(weights)
+        return Segment(weights, True, memory)
+
+    def _move_into_new_memory(self, weights: Sequence[Weight]) -> HostBuffer:
+        offsets, nbytes = lay_out([weight.nbytes for weight in weights])
+        names = [weight.name for weight in weights]
+        shared = None if self._box is None else self._box.share(nbytes, names)
+        memory, copied = HostBuffer(nbytes, self._backend, False, shared), [weight.master.data for weight in weights]
+        for weight, offset in zip(weights, offsets, strict=True):
+            place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
+            weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
+        release(copied)
+        memory.tensors = [weight.host for weight in weights]
         return memory
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other, in which no master lies any more."""
-        kept = {tuple(id(weight.master) for weight in segment.weights): segment.memory for segment in segments}
-        for buffer in set(self._buffers.values()).difference(kept.values()):
+        kept = {_key_of(segment.weights): segment.memory for segment in segments}
+        held = set(self._buffers.values())
+        for buffer in held.difference(kept.values()):
             buffer.release()
         self._buffers = kept
+        if self._box is not None and not held.issuperset(kept.values()):
+            self._box.meet()  # the keeper's values are there
 
 
-def _move_into_new_memory(weights: Sequence[Weight], backend: Backend) -> HostBuffer:
-    offsets, nbytes = lay_out([weight.nbytes for weight in weights])
-    memory, copied = HostBuffer(nbytes, backend, pin=False), [weight.master.data for weight in weights]
-    for weight, offset in zip(weights, offsets, strict=True):
-        weight.adopt(tensor_in(memory.bytes, offset, weight.layout, weight.dtype))
-    release(copied)
-    memory.tensors = [weight.host for weight in weights]
-    return memory
+_Key: TypeAlias = tuple[int, ...]  # the identities of masters
+
+
+def _key_of(weights: Sequence[Weight]) -> _Key:
+    return tuple(id(weight.master) for weight in weights)
 
 
 def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:

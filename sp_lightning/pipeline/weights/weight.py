@@ -151,9 +151,10 @@ class Weight:
         """The bytes of the weight as it is sent."""
         return self.layout.numel() * self.compute_dtype.itemsize
 
-    def adopt(self, host: Tensor) -> None:
-        """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
-        host.copy_(self.master.data)
+    def adopt(self, host: Tensor, is_filled: bool = False) -> None:
+        """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
+        if not is_filled:
+            host.copy_(self.master.data)
         self.master.data = host
         self.host = self.home = host
 

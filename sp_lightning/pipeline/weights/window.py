@@ -35,7 +35,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.order import Order
-from sp_lightning.pipeline.weights.segment import NOTHING
+from sp_lightning.pipeline.weights.segment import NOTHING, written_by_follower
 from sp_lightning.pipeline.weights.units import Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -81,6 +81,26 @@ class Window:
             if group.residency is not Residency.ABSENT and not self._is_being_stepped(group):
                 for segment in group.segments:
                     segment.take_sample()
+
+    def edited(self) -> list[str]:
+        """Return the first weight of each segment whose masters were changed, not by a step, since this was asked."""
+        self.suspect_all()
+        names = []
+        for group in self.groups:
+            self._verify(group)
+            for segment in group.segments:
+                if segment.is_edited:
+                    names.append(segment.weights[0].name)
+                    segment.is_edited = False
+        return names
+
+    def note_edited(self, names: Sequence[str]) -> None:
+        """Note that another process has changed masters of segments, which `edited` has named there."""
+        for group in self.groups:
+            for segment in group.segments:
+                if segment.weights[0].name in names:
+                    group.suspect = True
+                    segment.note_change()
 
     def suspect_all(self) -> None:
         """Check every group for changed masters before it is used again."""
@@ -309,6 +329,8 @@ class Window:
                 twin.note_unchanged()
                 return
             assert not weight.lowered, "what writes to a weight gets it as it is"
+            if any(segment.is_followed for segment in weight.unit.group.segments):
+                raise written_by_follower(weight)
             weight.master.copy_(arrived)  # as torch counts it
         twin.note_unchanged()
         twin.write_backs += 1

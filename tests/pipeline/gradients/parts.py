@@ -47,19 +47,25 @@ def train(
     make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
     clip: float | None = None,
     device: str = "cpu",
+    shared: bool = True,
 ) -> Trace:
-    """Three steps with data of each process's own; without options in a plain loop."""
+    """Three steps with data of each process's own; without options in a plain loop.
+
+    The optimizer's state is compared in the first process: of those that share weights, no other has it.
+    """
     trace: Trace = {}
     torch.manual_seed(0 if options is None else dist.get_rank())  # replicas take the first one's weights
     model = build()
     if options is None:
         model.to(device)
     optimizer = make_optimizer(model)
-    replicas = Replicas()
+    replicas = Replicas(on_this_machine=dist.get_world_size() if shared else 1)
     pipeline = None if options is None else Pipeline(model, device, options=options, replicas=replicas)
     generator = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
     for step in range(3):
+        if pipeline is not None:
+            pipeline.meet_processes()
         for micro in range(accumulate):
             replicas.averages = micro == accumulate - 1  # of their sum
             with nullcontext() if pipeline is None else pipeline.step():
@@ -76,7 +82,7 @@ def train(
         optimizer.zero_grad()
     if pipeline is not None:
         pipeline.detach()
-    note_state(trace, "end", model, [optimizer])
+    note_state(trace, "end", model, [] if dist.get_rank() else [optimizer])
     return trace
 
 

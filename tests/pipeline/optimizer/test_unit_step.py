@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from sp_lightning.optim.of_torch import Work
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
-from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
+from sp_lightning.pipeline.optimizer.unit_step import update_weights
 from sp_lightning.pipeline.torch_private import StepCode
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
@@ -55,15 +56,15 @@ class Both:
                 state.setdefault(master, {})
         scaling = scaling or Scaling()
         updates = [
-            Update(master.data, gradient, scaling, state.get(master, {}), copied)
+            (Work(master.data, gradient, state.get(master, {}), copied), scaling)
             for master, gradient, copied in zip(self.masters, gradients, self.copies, strict=True)
             if gradient is not None
         ]
-        before = [update.gradient.clone() for update in updates]
+        before = [work.gradient.clone() for work, _ in updates]
         with torch.no_grad():
             settings = {key: value for key, value in self.ours.param_groups[0].items() if key != "params"}
             update_weights(self.ours, settings, updates)
-        assert all(torch.equal(update.gradient, kept) for update, kept in zip(updates, before, strict=True))
+        assert all(torch.equal(work.gradient, kept) for (work, _), kept in zip(updates, before, strict=True))
 
     def check(self) -> None:
         for index, (expected, found) in enumerate(zip(self.plain, self.masters, strict=True)):
@@ -153,5 +154,5 @@ def test_a_weight_in_other_memory_is_stepped_there() -> None:
 def test_a_gradient_that_can_be_used_as_it_is_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, gradient, seen = nn.Parameter(torch.ones(8)), torch.ones(8), []
     monkeypatch.setattr(StepCode, "run", lambda _, state: seen.extend(master.grad for master in state))
-    update_weights(SGD([weight]), {"lr": 0.1}, [Update(weight.data, gradient, Scaling((1.0,)), {}, None)])
+    update_weights(SGD([weight]), {"lr": 0.1}, [(Work(weight.data, gradient, {}), Scaling((1.0,)))])
     assert list(map(id, seen)) == [id(gradient)]

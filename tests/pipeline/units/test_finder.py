@@ -13,7 +13,6 @@ import torchvision.models as vision
 import transformers as hf
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.layout.memory import largest_unit_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Division
 
@@ -131,8 +130,8 @@ def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
 def test_attention_stays_whole() -> None:
     """nn.MultiheadAttention reads `out_proj.weight` without calling `out_proj`."""
     model = nn.Sequential(*[nn.MultiheadAttention(32, 2) for _ in range(3)])
-    for limit in (None, 1):
-        division = find_units(model, max_unit_bytes=limit)
+    for limit in (None, 6):
+        division = find_units(model, device_bytes=limit)
         check_division(model, division)
         assert names(division) == ["0", "1", "2"]
 
@@ -173,7 +172,7 @@ def test_a_block_that_is_too_large_is_descended() -> None:
     model = nn.Sequential(*[Mixture() for _ in range(8)])
     assert len(find_units(model).units) == 8
     block = sum(p.nbytes for p in model[0].parameters())
-    division = find_units(model, max_unit_bytes=block // 2)
+    division = find_units(model, device_bytes=3 * block)
     check_division(model, division)
     assert [name for name in names(division) if name.startswith("0.experts")] == [f"0.experts.{i}" for i in range(4)]
     assert max(size(division)) <= block // 2
@@ -305,7 +304,7 @@ def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
-    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30))
+    division = find_units(model, device_bytes=24 << 30)
     blocks = [f"model.layers.{number}" for number in range(80)]
     assert names(division) == ["model.embed_tokens", *blocks, "lm_head"]
     assert [weight.name for weight in division.resident.weights] == ["model.norm.weight"]

@@ -25,7 +25,11 @@ def again(weights: list[Weight], lowered: torch.dtype | None = None, memory: Hos
     weights = [Weight(weight.name, weight.master) for weight in weights]
     for weight in weights:
         weight.compute_dtype = lowered or weight.dtype
-    return Segment(weights, RecordingBackend(pins=True), True, memory and memory.find(weights))
+    return (host_memory() if memory is None else memory).segment(weights)
+
+
+def host_memory() -> HostMemory:
+    return HostMemory(RecordingBackend(pins=True), None)
 
 
 def sent(segment: Segment, number: int) -> Tensor:
@@ -45,7 +49,7 @@ def test_masters_are_sent_from_where_they_lie() -> None:
     segment.place = torch.zeros(segment.nbytes, dtype=torch.uint8)
     ((_, source),) = segment.pieces()
     assert source.data_ptr() == segment.weights[0].master.data_ptr()
-    assert source.nbytes == 512 == segment.host_bytes()
+    assert source.nbytes == 512
     assert segment.memory.pinned
     assert torch.equal(sent(segment, 1), torch.arange(5.0))
 
@@ -131,7 +135,7 @@ def test_a_step_changes_what_is_sent() -> None:
 
 def test_masters_that_stay_together_do_not_move() -> None:
     """From one arrangement to the next; those that do not are given other memory, and theirs is released."""
-    memory = HostMemory()
+    memory = host_memory()
     first = segment_of(torch.randn(5), torch.randn(3))
     memory.keep([first])
     places = [weight.host.data_ptr() for weight in first.weights]

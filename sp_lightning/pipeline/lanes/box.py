@@ -1,0 +1,221 @@
+"""The processes of one machine, which have masters and the copies that are sent in one copy, in memory that they share.
+
+The first of them, the *keeper*, makes each piece of memory without a name (`memfd_create`), and the others open it
+through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
+the processes have ended, however they do. Only the keeper writes to weights: it steps them for all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.stats import readable_bytes
+
+_COUNTER_BYTES = 64  # a cache line behind the shared memory, for the number of steps
+_PAUSE = 50e-6  # seconds between two looks at what another process has done
+_LOOK_FOR_OTHERS = 0.2  # seconds between two looks whether all processes live
+
+
+class Box:
+    """The processes of this machine, and the memory that they share.
+
+    Args:
+        group: Their group, for tensors in host memory.
+        timeout: How long one waits for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.is_keeper = dist.get_rank(group) == 0
+        self._group = group
+        self._timeout = timeout.total_seconds()
+        self._open: int | None = None  # the keeper's file, until all have opened it
+        self._processes: list[Path] = []  # what the system tells of each
+        self._processes = [Path(f"/proc/{process}/stat") for process in self.gather(os.getpid())]
+
+    def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
+        """Return new memory that all processes have.
+
+        All have to ask for the same pieces, in the same order.
+
+        Args:
+            nbytes: Its size.
+            names: The weights that will lie in it.
+
+        Raises:
+            OSError: If there is not so much memory.
+            RuntimeError: If another process asks for other memory.
+        """
+        size = (-(-nbytes // _COUNTER_BYTES) + 1) * _COUNTER_BYTES
+        place, file, failed = "", None, ""
+        if self.is_keeper:
+            try:
+                file = os.memfd_create("superpipeline", os.MFD_CLOEXEC)
+                place = f"/proc/{os.getpid()}/fd/{file}"
+                os.posix_fallocate(file, 0, size)  # now: a page that cannot be had later would end the process
+            except OSError as error:
+                failed = f"{readable_bytes(size)} of memory to share: {error}"
+        everyones = self.gather((list(names), nbytes, place, failed))
+        wanted, size_there, place, failed = everyones[0]
+        if failed:
+            raise OSError(failed)
+        for index, (others, others_size, _, _) in enumerate(everyones):
+            if (others, others_size) != (wanted, size_there):
+                raise RuntimeError(
+                    f"Processes 0 and {index} of this machine arrange their weights differently: {wanted[:1]} and "
+                    f"{others[:1]} come next. Freeze, add or convert the same weights in all processes."
+                )
+        memory = torch.from_file(place, shared=True, size=size, dtype=torch.uint8)
+        self._close_file()
+        self._open = file
+        return SharedMemory(self, names, memory[:nbytes], memory[-_COUNTER_BYTES:][:8].view(torch.int64))
+
+    def meet(self, steps: int = 0) -> None:
+        """Wait until all processes have come here.
+
+        Args:
+            steps: How many steps of optimizers this one has taken.
+
+        Raises:
+            RuntimeError: If another has taken more or fewer.
+        """
+        everyones = self.gather(steps)
+        self._close_file()  # all have opened it
+        if len(set(everyones)) > 1:
+            raise RuntimeError(
+                f"The processes of this machine have taken different numbers of optimizer steps ({everyones}). Each "
+                "has to run backward and step equally often: `training_step` may not return None in some of them only."
+            )
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what each process has given, in the order of their ranks."""
+        everyones: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(everyones, own, group=self._group)
+        except RuntimeError:
+            self._check_alive()
+            raise
+        return everyones
+
+    def _check_alive(self) -> None:
+        for rank, status in enumerate(self._processes):
+            if has_ended(status):
+                raise RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
+
+    def wait_for(self, counter: Tensor, value: int) -> None:
+        """Block until the keeper has counted so far.
+
+        Raises:
+            RuntimeError: If the keeper has ended, or does not come to it in time.
+        """
+        until = time.monotonic() + self._timeout
+        look = 0.0
+        while int(counter) < value:
+            now = time.monotonic()
+            if now >= look:
+                look = now + _LOOK_FOR_OTHERS
+                self._check_alive()
+            if now > until:
+                raise RuntimeError(
+                    f"Process 0 of this machine has not stepped the weights for {self._timeout:.0f} s. Either it waits "
+                    "for something else, or it has taken fewer optimizer steps than this one; see the strategy's "
+                    "`timeout`."
+                )
+            time.sleep(_PAUSE)
+
+
+def has_ended(status: Path) -> bool:
+    """Tell by its entry in /proc whether a process has ended; it may still be known to the one that started it."""
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+class SharedMemory:
+    """A piece of memory that all processes have.
+
+    Attributes:
+        box: The processes.
+        names: The weights that it is for.
+        bytes: The memory.
+        begun: How many steps of the masters in it this process has asked for.
+    """
+
+    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counter: Tensor) -> None:
+        self.box = box
+        self.names = names
+        self.bytes = memory
+        self.begun = 0
+        self._counter = counter  # of steps that the keeper has taken
+
+    def end_step(self, number: int) -> None:
+        """Tell the others, as the keeper, that so many steps have been taken."""
+        self._counter.fill_(number)
+
+    def taken(self, number: int) -> Ticket:
+        """Return a ticket that is done when the keeper has taken so many steps."""
+        return _Taken(self.box, self._counter, number)
+
+
+class _Taken(Ticket):
+    def __init__(self, box: Box, counter: Tensor, number: int) -> None:
+        self._box = box
+        self._counter = counter
+        self._number = number
+
+    @override
+    def join(self) -> None:
+        self._box.wait_for(self._counter, self._number)
+
+    @property
+    @override
+    def done(self) -> bool:
+        return int(self._counter) >= self._number
+
+
+def find_box(on_this_machine: int, timeout: timedelta) -> Box | None:
+    """Find the processes of this machine; None if there is one only, or if their memory cannot be shared.
+
+    Args:
+        on_this_machine: How many there are; their ranks follow each other.
+        timeout: How long one waits for the others.
+    """
+    if on_this_machine == 1 or sys.platform != "linux":
+        return None
+    group, _ = dist.new_subgroups(on_this_machine, timeout=timeout, backend="gloo")
+    failed = ""
+    box = None
+    try:
+        box = Box(group, timeout)
+        box.share(1, [])
+    except (OSError, RuntimeError) as error:
+        failed = str(error)
+    everyones: list[Any] = [None] * on_this_machine
+    dist.all_gather_object(everyones, failed, group=group)
+    if box is not None and not any(everyones):
+        box.meet()
+        return box
+    warnings.warn(
+        f"The processes of this machine cannot share memory ({next(filter(None, everyones))}), so each has masters "
+        "and optimizer state of its own.",
+        stacklevel=2,
+    )
+    return None

@@ -1,0 +1,199 @@
+"""The processes of a machine have one copy of masters and optimizer state, which one of them owns and steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
+
+from .lightning_modules import Base, fit, streamed, trainer
+from .processes import in_processes
+
+MIB = 2**20
+WIDTH = 1024
+
+
+def pss() -> int:
+    """This process's part of the memory that it has: of what several have, each has its share."""
+    return 1024 * int(re.search(r"Pss:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
+
+
+def train(shared: bool) -> int:
+    """Train a model of 32 MiB, and return what it takes of this process's memory."""
+    x, before = torch.randn(2, WIDTH), pss()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+    replicas = Replicas(on_this_machine=dist.get_world_size()) if shared else None
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1), replicas=replicas)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        pipeline.meet_processes()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    float(model[0].weight.sum())  # waits for the step
+    dist.barrier()
+    taken = pss() - before
+    dist.barrier()
+    pipeline.detach()
+    return taken
+
+
+def one_copy() -> None:
+    """Masters and state, 12 bytes for each parameter, are there once."""
+    alone, together = torch.tensor(train(shared=False)), torch.tensor(train(shared=True))
+    dist.all_reduce(together)
+    saved = (dist.get_world_size() * alone - together) / MIB
+    assert saved > 0.95 * 12 * 8 * (dist.get_world_size() - 1), f"{alone / MIB} MiB alone, {together / MIB} together"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_memory(count: int) -> None:
+    in_processes([one_copy], count)
+
+
+# ------------------------------------------------------------------------------------------------------------ writes
+
+
+class Clamps(Base):
+    """Writes to weights between steps, in one process."""
+
+    writer = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_rank == self.writer:
+            with torch.no_grad():
+                self.head.weight.fill_(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.note("what was computed with", self.head.weight * 1)
+        return loss
+
+
+def writes_by_the_owner() -> None:
+    """All compute with what it has written."""
+    module = Clamps()
+    fit(trainer(streamed(), devices=2), module)
+    seen = [value for label, value in module.trace.items() if "what was computed with" in label]
+    assert seen, "nothing was compared"
+    assert all(bool((value == 0.5).all()) for value in seen)
+
+
+def writes_by_others() -> None:
+    module = Clamps()
+    module.writer = 1
+    with pytest.raises(RuntimeError, match=r"Weight 'head.weight' was written to in a process that shares it"):
+        fit(trainer(streamed(), devices=2), module)
+
+
+def test_writes() -> None:
+    in_processes([writes_by_the_owner])
+    in_processes([writes_by_others])
+
+
+# ------------------------------------------------------------------------------------------------- processes that end
+
+SCRIPT = """
+import os, signal, sys, time
+from datetime import timedelta
+
+import lightning as L
+import torch
+
+from sp_lightning import SuperpipelineStrategy
+
+moment, rank = sys.argv[1], int(os.environ["LOCAL_RANK"])
+
+
+def die(now):
+    if now == moment and rank == int(sys.argv[2]):
+        if sys.argv[3] == "raise":
+            raise KeyError("broken on purpose")
+        if sys.argv[3] == "hang":
+            time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        y = self.layers(batch)
+        if self.global_step == 3:
+            die("forward")
+            y.register_hook(lambda _: die("backward"))
+        return y.square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 3:
+            die("step")
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.global_step == 4:
+            die("save")
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+strategy = SuperpipelineStrategy(k=2, timeout=timedelta(seconds=float(sys.argv[4])))
+kept = L.pytorch.callbacks.ModelCheckpoint("kept", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=6, callbacks=[kept], logger=False)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "rank", "way"),
+    [
+        ("forward", 1, "kill"),
+        ("backward", 0, "kill"),
+        ("step", 0, "kill"),
+        ("save", 0, "kill"),
+        ("step", 1, "raise"),
+        ("forward", 0, "hang"),
+    ],
+)
+def test_a_process_that_ends_is_an_error_in_the_others(moment: str, rank: int, way: str) -> None:
+    """In time, with nothing left behind, and the last checkpoint whole."""
+    Path("train.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | address
+    timeout = "5" if way == "hang" else "60"
+    command = [sys.executable, "train.py", moment, str(rank), way, timeout]
+    processes = [
+        subprocess.Popen(command, env={**variables, "LOCAL_RANK": str(each)}, stderr=subprocess.PIPE, text=True)
+        for each in range(2)
+    ]
+    other = processes[1 - rank]
+    try:
+        if way != "hang":
+            processes[rank].communicate(timeout=120)
+        began = time.monotonic()
+        _, errors = other.communicate(timeout=120)
+    finally:
+        for process in processes:
+            process.kill()
+    assert other.returncode not in (0, -9), errors
+    assert "Error" in errors
+    assert way == "hang" or time.monotonic() - began < 30
+    for path in Path("kept").glob("*.ckpt"):
+        assert torch.load(path, weights_only=False)["state_dict"], path
+    assert Path("kept/step=2.ckpt").exists()
