@@ -50,7 +50,7 @@ class Block(nn.Module):
 class Bytes(nn.Module):
     """A language model of bytes."""
 
-    def __init__(self, width: int = 64, layers: int = 2) -> None:
+    def __init__(self, width: int = 64, layers: int = 1) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))

@@ -2,7 +2,7 @@
 
 [Note: ties] bf16 is fp32's upper half, rounded to the nearest, and the lower half says where from: below the middle
 rounded down, above it up. At the middle it may be either. Then the sign bit of the second moment, which is never
-negative, says that it was up. Without such a bit the middle is rounded towards zero instead of to even.
+negative, says that it was up. Without such a bit the middle is rounded away from zero instead of to even.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from sp_lightning.optim.layout import BLOCK, GROUP
+from sp_lightning.optim.layout import GROUP
 
 # Calls are inlined, and what depends on types is decided when compiling: only loops without branches are vectorised.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "forceinline": True}
@@ -79,14 +80,19 @@ def key_of(seed: Any, salt: Any, index: Any) -> Any:
 @overload_inline(key_of)
 def _key_of(seed: Any, salt: Any, index: Any) -> Any:
     if isinstance(seed, types.NoneType):
-        return lambda seed, salt, index: U32(0)
+        return lambda seed, salt, index: None
     return lambda seed, salt, index: _mixed(seed ^ salt, index)
 
 
-@jit
 def noise(key: Any, i: Any) -> Any:
     """Return 32 bits for rounding an element at random: with a random key each is uniform, neighbours spread evenly."""
-    return U32(key + U32(i) * U32(0x9E3779B9))
+
+
+@overload_inline(noise)
+def _noise(key: Any, i: Any) -> Any:
+    if isinstance(key, types.NoneType):
+        return lambda key, i: None
+    return lambda key, i: U32(key + U32(i) * U32(0x9E3779B9))
 
 
 # ------------------------------------------------------------------------------------------------------- the gradient
@@ -117,9 +123,9 @@ def _load_weight(weight: Any, low: Any, i: Any, was_up: Any) -> Any:
     shift = U32(16 - low.dtype.bitwidth)
 
     def load_split(weight: Any, low: Any, i: Any, was_up: Any) -> Any:
-        lower = U32(U32(low[i]) << shift)
-        up = U32(U32(lower + U32(0x7FFF) + was_up) & U32(0x10000))  # what rounding up has added
-        return float_of(U32(U32(U32(weight[i]) << U32(16)) + lower - up))
+        at_tie = U32(U32(1) - was_up)
+        lower = np.int32(np.int16(U32(U32(low[i]) << shift) - at_tie))  # negative if it was rounded up
+        return float_of(U32(U32(U32(weight[i]) << U32(16)) + U32(lower) + at_tie))
 
     return load_split
 
@@ -141,7 +147,7 @@ def _store_weight(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign:
             bits = plain_bits(p)
             if shift:  # rounded at random, or small updates would vanish
                 bits = U32(U32(bits + (random >> U32(24))) & U32(0xFFFFFF00))
-            odd = U32((bits >> U32(16)) & has_sign)
+            odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
             weight[i] = np.uint16(U32(bits + U32(0x7FFF) + odd) >> U32(16))
             low[i] = cast(bits >> shift)
             return has_sign if U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
@@ -166,106 +172,115 @@ def _store_weight(weight: Any, low: Any, lowered: Any, i: Any, p: Any, has_sign:
     return store_bf16
 
 
-# ------------------------------------------------------------------------------------------------- moments, in blocks
+# ------------------------------------------------------------------------------------------------------- the moments
 
 
-def space(moment: Any) -> Any:
-    """Return memory for a block of an unpacked moment, where there is anything to unpack."""
+@intrinsic
+def _on_stack(context: Any) -> Any:
+    """Return a pointer to numbers of a group on the stack, which the compiler knows to overlap with nothing."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers = cgutils.alloca_once(builder, ir.FloatType(), GROUP)
+        numbers.align = 64  # a vector lies in one line of the cache
+        return builder.bitcast(numbers, ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(), generate
 
 
-@overload_inline(space)
-def _space(moment: Any) -> Any:
-    if isinstance(moment, types.Array) and moment.dtype == types.float32:
-        return lambda moment: moment
-    return lambda moment: np.zeros(BLOCK, np.float32)
+@jit
+def space() -> Any:
+    """Return memory for a group of a moment, from the update to `pack`."""
+    return carray(_on_stack(), GROUP)
 
 
-def unpack(moment: Any, start: Any, stop: Any, block: Any) -> Any:
-    """Return a block of a moment in fp32: what is in memory, or `block`, filled."""
+def scale_of(moment: Any) -> Any:
+    """Return the scale of a group, if its moment lies in codes."""
 
 
-@overload_inline(unpack)
-def _unpack(moment: Any, start: Any, stop: Any, block: Any) -> Any:
+@overload_inline(scale_of)
+def _scale_of(moment: Any) -> Any:
+    if isinstance(moment, types.BaseTuple):
+        return lambda moment: moment[1][0]
+    return lambda moment: None
+
+
+def is_packed(moment: Any) -> Any:
+    """Tell whether a moment lies in codes, whose groups are updated one by one."""
+
+
+@overload_inline(is_packed)
+def _is_packed(moment: Any) -> Any:
+    answer = isinstance(moment, types.BaseTuple)
+    return lambda moment: answer
+
+
+def load_moment(moment: Any, scale: Any, i: Any) -> Any:
+    """Read a moment; one that an optimizer has not is zero."""
+
+
+@overload_inline(load_moment)
+def _load_moment(moment: Any, scale: Any, i: Any) -> Any:
     if isinstance(moment, types.NoneType):
-        return lambda moment, start, stop, block: block
+        return lambda moment, scale, i: np.float32(0)
     if isinstance(moment, types.BaseTuple):
         decode = decode_signed if moment[0].dtype == types.int8 else decode_positive
+        return lambda moment, scale, i: decode(moment[0][i], scale)
+    return lambda moment, scale, i: load(moment, i)
 
-        def unpack_codes(moment: Any, start: Any, stop: Any, block: Any) -> Any:
-            for first in range(start, stop, GROUP):
-                codes, scale, values = moment[0][first:], moment[1][first // GROUP], block[first - start :]
-                if stop - first >= GROUP:  # a constant, for which the loop has no ends to take care of
-                    for i in range(GROUP):
-                        values[i] = decode(codes[i], scale)
-                else:
-                    for i in range(stop - first):
-                        values[i] = decode(codes[i], scale)
-            return block
 
-        return unpack_codes
+def store_moment(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> Any:
+    """Write a moment; what is to be packed, to `staged`, as its scale is known when the whole group is."""
+
+
+@overload_inline(store_moment)
+def _store_moment(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> Any:
+    if isinstance(moment, types.NoneType):
+        return lambda moment, staged, i, value, random: None
+
+    def store_positive(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> None:
+        staged[i] = np.sqrt(value)  # which the update has computed already
+
+    def store_signed(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> None:
+        staged[i] = value
+
+    def store_float(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> None:
+        moment[i] = value
+
+    def store_bf16(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> None:
+        moment[i] = to_bf16(value)
+
+    def store_random_bf16(moment: Any, staged: Any, i: Any, value: Any, random: Any) -> None:
+        moment[i] = np.uint16(U32(plain_bits(value) + (random >> U32(16))) >> U32(16))  # or slow averages stand still
+
+    if isinstance(moment, types.BaseTuple):
+        return store_signed if moment[0].dtype == types.int8 else store_positive
     if moment.dtype == types.float32:
-        return lambda moment, start, stop, block: moment[start:stop]
-
-    def unpack_bf16(moment: Any, start: Any, stop: Any, block: Any) -> Any:
-        part = moment[start:stop]
-        for i in range(len(part)):
-            block[i] = load(part, i)
-        return block
-
-    return unpack_bf16
+        return store_float
+    return store_bf16 if isinstance(random, types.NoneType) else store_random_bf16
 
 
-def staged(moment: Any, value: Any) -> Any:
-    """Return what `pack` wants to find in a block for a value."""
-
-
-@overload_inline(staged)
-def _staged(moment: Any, value: Any) -> Any:
-    if isinstance(moment, types.BaseTuple) and moment[0].dtype == types.uint8:
-        return lambda moment, value: np.sqrt(value)  # which the update has computed already
-    return lambda moment, value: value
-
-
-def pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
-    """Write a block of staged values back."""
+def pack(moment: Any, staged: Any, size: Any, key: Any) -> Any:
+    """Write a group of staged values in codes."""
 
 
 @overload_inline(pack)
-def _pack(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
-    if isinstance(moment, types.NoneType) or getattr(moment, "dtype", None) == types.float32:
-        return lambda moment, start, stop, block, seed, salt, offset: None
-    if isinstance(moment, types.BaseTuple):
-        signed = moment[0].dtype == types.int8
-        encode, cast = (encode_signed, np.int8) if signed else (encode_positive, np.uint8)
+def _pack(moment: Any, staged: Any, size: Any, key: Any) -> Any:
+    if not isinstance(moment, types.BaseTuple):
+        return lambda moment, staged, size, key: None
+    encode, cast = (encode_signed, np.int8) if moment[0].dtype == types.int8 else (encode_positive, np.uint8)
 
-        def pack_codes(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
-            for first in range(start, stop, GROUP):
-                values = block[first - start :]
-                scale = largest(values, GROUP) if stop - first >= GROUP else largest(values, stop - first)
-                moment[1][first // GROUP] = scale
-            for first in range(start, stop, GROUP):  # apart, as the largest is known late
-                codes, scale, values = moment[0][first:], moment[1][first // GROUP], block[first - start :]
-                key = key_of(seed, salt, offset + first)
-                if stop - first >= GROUP:
-                    for i in range(GROUP):
-                        codes[i] = cast(encode(values[i], scale, noise(key, i)))
-                else:
-                    for i in range(stop - first):
-                        codes[i] = cast(encode(values[i], scale, noise(key, i)))
+    def pack_codes(moment: Any, staged: Any, size: Any, key: Any) -> Any:
+        codes, scales = moment
+        if size == GROUP:  # a constant, for which loops have no ends to take care of
+            scales[0] = scale = largest(staged, GROUP)
+            for i in range(GROUP):
+                codes[i] = cast(encode(staged[i], scale, noise(key, i)))
+        else:
+            scales[0] = scale = largest(staged, size)
+            for i in range(size):
+                codes[i] = cast(encode(staged[i], scale, noise(key, i)))
 
-        return pack_codes
-
-    is_random = not isinstance(seed, types.NoneType)
-
-    def pack_bf16(moment: Any, start: Any, stop: Any, block: Any, seed: Any, salt: Any, offset: Any) -> Any:
-        part, key = moment[start:stop], key_of(seed, salt, offset + start)
-        for i in range(len(part)):
-            if is_random:  # or slow averages would stand still
-                part[i] = np.uint16(U32(plain_bits(block[i]) + (noise(key, i) >> U32(16))) >> U32(16))
-            else:
-                part[i] = to_bf16(block[i])
-
-    return pack_bf16
+    return pack_codes
 
 
 @jit
@@ -293,14 +308,15 @@ def decode_signed(code: Any, scale: Any) -> Any:
 
 @near
 def encode_positive(root: Any, scale: Any, noise: Any) -> Any:
-    """Take a square root to 256 steps, at random up or down; only zero is zero, since weights are divided by it."""
-    factor = np.float32(255 * 65536 - 16) / (scale if scale > 0 else np.float32(1))  # a bit less: 256 has no code
-    code = np.int32(np.int32(np.int32(root * factor) + np.int32(noise >> U32(16))) >> np.int32(16))
-    return max(code, min(np.int32(bits_of(root)), np.int32(1)))
+    """Take a square root to one of 256 steps, at random up or down; from below the first one up: it is divided by."""
+    factor = np.float32(256 * (1 - 2**-20)) / (scale if scale > 0 else np.float32(1))  # or some would round to 257
+    below = np.float32(np.int32(noise)) * np.float32(2**-32) - np.float32(0.5)
+    return np.int32(root * factor + below)  # -1 to 0 is cut to 0
 
 
 @near
 def decode_positive(code: Any, scale: Any) -> Any:
     """Undo `encode_positive`."""
-    root = np.float32(code) * (scale * np.float32(1 / 255))
+    step = scale * np.float32(1 / 256)
+    root = np.float32(code) * step + step
     return root * root

@@ -34,21 +34,23 @@ from sp_lightning.optim.codecs import (
     bits_of,
     float_of,
     fma,
+    is_packed,
     jit,
     key_of,
     load,
+    load_moment,
     load_weight,
     near,
     noise,
     overload_inline,
     pack,
+    scale_of,
     space,
-    staged,
+    store_moment,
     store_weight,
     to_bf16,
-    unpack,
 )
-from sp_lightning.optim.layout import BLOCK, GROUP
+from sp_lightning.optim.layout import GROUP
 from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
 
 _LOG = logging.getLogger(__name__)
@@ -61,23 +63,35 @@ _SOURCES = zlib.crc32(
 )
 
 
-def rounded(g: Any, in_bf16: Any) -> Any:
-    """Round to bf16, unless `in_bf16` is None."""
+def times(g: Any, factor: Any, in_bf16: Any) -> Any:
+    """Multiply by a factor, if there is one, and round to bf16, unless `in_bf16` is None."""
 
 
-@overload_inline(rounded)
-def _rounded(g: Any, in_bf16: Any) -> Any:
+@overload_inline(times)
+def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
+    if isinstance(factor, types.NoneType):
+        return lambda g, factor, in_bf16: g
     if isinstance(in_bf16, types.NoneType):
-        return lambda g, in_bf16: g
-    return lambda g, in_bf16: float_of(U32(U32(to_bf16(g)) << U32(16)))
+        return lambda g, factor, in_bf16: g * factor
+    return lambda g, factor, in_bf16: float_of(U32(U32(to_bf16(g * factor)) << U32(16)))
+
+
+def clipped(g: Any, limit: Any) -> Any:
+    """Clip by value, if there is a limit."""
+
+
+@overload_inline(clipped)
+def _clipped(g: Any, limit: Any) -> Any:
+    if isinstance(limit, types.NoneType):
+        return lambda g, limit: g
+    return lambda g, limit: limit if g > limit else (-limit if g < -limit else g)
 
 
 @jit
 def scaled(g: Any, scaling: Any) -> Any:
     """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
-    g = rounded(rounded(g * scaling.factor, scaling.in_bf16) * scaling.then, scaling.in_bf16)
-    g = scaling.limit if g > scaling.limit else g
-    return -scaling.limit if g < -scaling.limit else g
+    g = times(times(g, scaling.factor, scaling.in_bf16), scaling.then, scaling.in_bf16)
+    return clipped(g, scaling.limit)
 
 
 # --------------------------------------------------------------------------------------------------- rules of updates
@@ -90,10 +104,20 @@ def update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, second: Any) -
     """
 
 
+def penalized(g: Any, p: Any, penalty: Any) -> Any:
+    """Add a part of the weight to the gradient, if there is a penalty."""
+
+
+@overload_inline(penalized)
+def _penalized(g: Any, p: Any, penalty: Any) -> Any:
+    if isinstance(penalty, types.NoneType):
+        return lambda g, p, penalty: g
+    return lambda g, p, penalty: fma(p, penalty, g)
+
+
 @jit
 def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
-    if rule.penalty != 0:
-        g = fma(p, rule.penalty, g)
+    g = penalized(g, p, rule.penalty)
     p = p * rule.decay
     from_m = rule.first_rate < np.float32(0.5)
     m = fma(rule.first_rate if from_m else rule.first_rate - np.float32(1), g - m, m if from_m else g)
@@ -106,8 +130,7 @@ def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
 
 @jit
 def _sgd(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
-    if rule.penalty != 0:
-        g = fma(p, rule.penalty, g)
+    g = penalized(g, p, rule.penalty)
     if rule.is_first_step:
         m = g
     elif tail:
@@ -136,6 +159,7 @@ def _update(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, second: Any) 
     of_kind = _UPDATES[rule.instance_class]
     if isinstance(second, types.BaseTuple):
         of_kind = near(of_kind.py_func)
+        return lambda rule, p, g, m, v, tail, second: of_kind(rule, p, g, m, v, False)
     return lambda rule, p, g, m, v, tail, second: of_kind(rule, p, g, m, v, tail)
 
 
@@ -152,68 +176,6 @@ def _keeps_sign(moment: Any) -> Any:
     return lambda moment: answer
 
 
-def part(memory: Any, start: Any, stop: Any) -> Any:
-    """Return a part of an array, if there is one."""
-
-
-@overload_inline(part)
-def _part(memory: Any, start: Any, stop: Any) -> Any:
-    if isinstance(memory, types.NoneType):
-        return lambda memory, start, stop: None
-    return lambda memory, start, stop: memory[start:stop]
-
-
-@jit
-def _update_part(
-    rule: Any, weight: Any, low: Any, gradient: Any, m: Any, v: Any, lowered: Any, scaling: Any, has_sign: Any,
-    tail: Any, seed: Any, offset: Any, moment: Any,
-) -> Any:  # fmt: skip
-    key, sign = key_of(seed, 0, offset), U32(has_sign << U32(31))
-    for i in range(len(gradient)):
-        g = scaled(load(gradient, i), scaling)
-        bits = bits_of(v[i])
-        p = load_weight(weight, low, i, (bits & sign) >> U32(31))
-        p, first, second = update(rule, p, g, m[i], float_of(U32(bits & ~sign)), tail, moment)
-        m[i] = first
-        up = store_weight(weight, low, lowered, i, p, has_sign, noise(key, i))
-        v[i] = float_of(U32(bits_of(staged(moment, second)) | U32(up << U32(31))))
-
-
-@njit(nogil=True, error_model="numpy")  # not inlined, or it would be compiled twice: for one thread and for several
-def step_range(
-    rule: Any, weight: Any, low: Any, gradient: Any, first: Any, second: Any, lowered: Any, scaling: Any, seed: Any,
-    offset: Any,
-) -> None:  # fmt: skip
-    """Step a range of a weight. See the top of the module for what may be passed; all arrays are flat.
-
-    Args:
-        rule: The numbers of the update.
-        weight: The masters to update, or their upper halves.
-        low: Their low bits, or None.
-        gradient: Their gradient, fp32 or the bits of bf16; it is not changed.
-        first: The first moment, or momentum.
-        second: The second moment.
-        lowered: Where the bf16 copy goes, or None.
-        scaling: What is done to the gradient before.
-        seed: Of random rounding, another one for each step; None for rounding to the nearest.
-        offset: Where the range begins in its tensor: at a multiple of `BLOCK`.
-    """
-    size = len(gradient)
-    body = size - size % (2 * LANES if weight.itemsize == 2 and low is None else LANES)
-    m_space, v_space, has_sign = space(first), space(second), keeps_sign(second)
-    for start in range(0, size, BLOCK):
-        stop = min(start + BLOCK, size)
-        m, v = unpack(first, start, stop, m_space), unpack(second, start, stop, v_space)
-        for begin, end, tail in ((start, min(stop, body), False), (min(stop, body), stop, True)):
-            _update_part(
-                rule, part(weight, begin, end), part(low, begin, end), part(gradient, begin, end),
-                m[begin - start : end - start], v[begin - start : end - start], part(lowered, begin, end),
-                scaling, has_sign, tail, seed, offset + begin, second,
-            )  # fmt: skip
-        pack(first, start, stop, m, seed, 0x55555555, offset)
-        pack(second, start, stop, v, seed, 0x33333333, offset)
-
-
 @intrinsic
 def _pointer(context: Any, address: Any, like: Any) -> Any:
     """Return a pointer to what an array like this one has."""
@@ -225,20 +187,64 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
     return pointer(types.intp, like), generate
 
 
-def memory_at(addresses: Any, start: Any, stop: Any, like: Any) -> Any:
-    """Return a range of the memory at an address, as something like this; the second address is that of scales."""
+@jit
+def _array_at(address: Any, start: Any, size: Any, like: Any) -> Any:
+    return carray(_pointer(address + start * like.itemsize, like), size)
+
+
+def memory_at(addresses: Any, kind: Any, start: Any, size: Any, like: Any) -> Any:
+    """Return the part of a weight's memory of a kind that begins at an element, as something like this."""
 
 
 @overload_inline(memory_at)
-def _memory_at(addresses: Any, start: Any, stop: Any, like: Any) -> Any:
+def _memory_at(addresses: Any, kind: Any, start: Any, size: Any, like: Any) -> Any:
     if isinstance(like, types.NoneType):
-        return lambda addresses, start, stop, like: None
+        return lambda addresses, kind, start, size, like: None
     if isinstance(like, types.BaseTuple):
-        return lambda addresses, start, stop, like: (
-            carray(_pointer(addresses[0], like[0]), stop)[start:stop],
-            carray(_pointer(addresses[1], like[1]), -(-stop // GROUP))[start // GROUP :],
+        return lambda addresses, kind, start, size, like: (
+            _array_at(addresses[2 * kind], start, size, like[0]),
+            _array_at(addresses[2 * kind + 1], start // GROUP, 1, like[1]),
         )
-    return lambda addresses, start, stop, like: carray(_pointer(addresses[0], like), stop)[start:stop]
+    return lambda addresses, kind, start, size, like: _array_at(addresses[2 * kind], start, size, like)
+
+
+@jit
+def _step_block(
+    rule: Any, weight: Any, low: Any, gradient: Any, first: Any, second: Any, lowered: Any, scaling: Any, tail: Any,
+    seed: Any, start: Any, size: Any,
+) -> None:  # fmt: skip
+    has_sign = keeps_sign(second)
+    sign = U32(has_sign << U32(31))
+    keys = key_of(seed, 0, start), key_of(seed, 0x55555555, start), key_of(seed, 0x33333333, start)
+    m_scale, v_scale, ms, vs = scale_of(first), scale_of(second), space(), space()
+    for i in range(size):
+        g = scaled(load(gradient, i), scaling)
+        m, bits = load_moment(first, m_scale, i), bits_of(load_moment(second, v_scale, i))
+        p = load_weight(weight, low, i, U32((bits & sign) >> U32(31)) if has_sign else U32(1))
+        p, m, v = update(rule, p, g, m, float_of(U32(bits & ~sign)), tail, second)
+        up = store_weight(weight, low, lowered, i, p, has_sign, noise(keys[0], i))
+        store_moment(first, ms, i, m, noise(keys[1], i))
+        store_moment(second, vs, i, float_of(U32(bits_of(v) | U32(up << U32(31)))), noise(keys[2], i))
+    pack(first, ms, size, keys[1])
+    pack(second, vs, size, keys[2])
+
+
+@njit(nogil=True, error_model="numpy")  # not inlined, or it would be compiled twice: for one thread and for several
+def _step_range(rule: Any, kinds: Any, addresses: Any, begin: Any, end: Any, scaling: Any, seed: Any) -> None:
+    """Step a range in blocks: groups of codes, or whole vectors and the elements that are left over."""
+    weight, low, gradient, first, second, lowered = kinds
+    tail = end - (end - begin) % (2 * LANES if weight.itemsize == 2 and low is None else LANES)
+    block = tail - begin if tail > begin else end - begin
+    if is_packed(first):
+        tail, block = end, GROUP
+    for start in range(begin, end, block):
+        size = min(block, end - start)
+        _step_block(
+            rule, memory_at(addresses, 0, start, size, weight), memory_at(addresses, 1, start, size, low),
+            memory_at(addresses, 2, start, size, gradient), memory_at(addresses, 3, start, size, first),
+            memory_at(addresses, 4, start, size, second), memory_at(addresses, 5, start, size, lowered),
+            scaling, start == tail, seed, start, size,
+        )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)
@@ -257,17 +263,12 @@ def step_shares(
         seed: Of random rounding, another one for each step; None for rounding to the nearest.
         sources: Not to be passed.
     """
-    weight, low, gradient, first, second, lowered = kinds
+    weight, low, gradient, first, second, lowered = kinds  # as threads are handed no tuple of tuples
     for share in prange(len(begins) - 1):
         for number in range(begins[share], begins[share + 1]):
             of, start, stop = ranges[number]
-            at = addresses[of]
-            step_range(
-                rule, memory_at(at[0:2], start, stop, weight), memory_at(at[2:4], start, stop, low),
-                memory_at(at[4:6], start, stop, gradient), memory_at(at[6:8], start, stop, first),
-                memory_at(at[8:10], start, stop, second), memory_at(at[10:12], start, stop, lowered),
-                scaling, seed, start,
-            )  # fmt: skip
+            parts = weight, low, gradient, first, second, lowered
+            _step_range(rule, parts, addresses[of], start, stop, scaling, seed)
 
 
 class _Narrator(event.Listener):  # type: ignore[misc]  # numba has no types
@@ -296,13 +297,16 @@ def add_bits(total: Any, gradient: Any, sources: int = _SOURCES) -> None:
 @njit(nogil=True, error_model="numpy", cache=True)
 def read_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
     """Unpack a whole moment into fp32."""
-    unpack(moment, 0, len(values), values)
+    for i in range(len(values)):
+        values[i] = load_moment(moment, moment[1][i // GROUP], i)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def write_moment(moment: Any, values: Any, sources: int = _SOURCES) -> None:
     """Pack a whole moment from fp32."""
-    block = np.empty_like(values)
-    for i in range(len(values)):
-        block[i] = staged(moment, values[i])
-    pack(moment, 0, len(values), block, 0, 0, 0)
+    staged = space()
+    for start in range(0, len(values), GROUP):
+        part = values[start : start + GROUP]
+        for i in range(len(part)):
+            store_moment(moment, staged, i, part[i], U32(0))
+        pack((moment[0][start:], moment[1][start // GROUP :]), staged, len(part), key_of(0, 0, start))

@@ -13,7 +13,7 @@ MOMENTS = ("fp32", "bf16", "int8")
 GROUP = 128
 """So many elements of a moment in 8 bits share a scale."""
 BLOCK = 8 * GROUP
-"""So many are updated in one loop, and stay in the first cache from unpacking to packing."""
+"""Work is shared among threads in multiples of so many."""
 
 State = dict[str, Any]
 _LOW = {"split": torch.uint16, "split24": torch.uint8}
@@ -114,9 +114,7 @@ def read_master(p: Tensor, state: State) -> Tensor:
     width = 8 * state["low"].itemsize
     low, middle = state["low"].int(), 1 << (width - 1)
     second = state.get("exp_avg_sq")
-    was_up = (
-        torch.signbit(second) if second is not None and second.is_floating_point() else torch.zeros_like(low).bool()
-    )
+    was_up = torch.signbit(second) if second is not None and second.is_floating_point() else torch.ones_like(low).bool()
     up = (low > middle) | ((low == middle) & was_up)
     high = (p.detach().view(torch.int16).int() & 0xFFFF) - up.int()
     whole: Tensor = (high << 16) | (low << (16 - width))

@@ -7,7 +7,6 @@ kernels have those of torch's fused ones. Torch's may round otherwise on another
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -102,8 +101,8 @@ def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: to
         return None
     if not factors and limit is None:
         return NO_SCALING
-    first, then = [*(np.float32(float(factor)) for factor in factors), ONE, ONE][:2]
-    most = np.float32(math.inf if limit is None else torch.tensor(limit, dtype=dtype).item())
+    first, then = [*([np.float32(float(factor)) for factor in factors] or [ONE]), None][:2]
+    most = None if limit is None else np.float32(torch.tensor(limit, dtype=dtype).item())
     return Scaling(first, then, most, in_bf16=True if dtype == torch.bfloat16 else None)
 
 

@@ -17,7 +17,7 @@ class AdamRule(NamedTuple):
     """Adam and AdamW. Only one of `decay` and `penalty` does anything."""
 
     decay: Any  # AdamW: what the weight is multiplied by
-    penalty: Any  # Adam: how much of the weight is added to the gradient
+    penalty: Any  # Adam: how much of the weight is added to the gradient; None for nothing
     first_rate: Any
     second_rate: Any
     second_decay: Any
@@ -32,7 +32,7 @@ class AdamRule(NamedTuple):
         weight_decay = float(group["weight_decay"])
         return cls(
             np.float32(1 - lr * weight_decay) if decoupled else ONE,
-            np.float32(0 if decoupled else weight_decay),
+            None if decoupled or weight_decay == 0 else np.float32(weight_decay),
             np.float32(1 - beta1),
             np.float32(1 - beta2),
             np.float32(beta2),
@@ -57,7 +57,7 @@ class SgdRule(NamedTuple):
         """Return the rule of a step."""
         return cls(
             np.float32(group["lr"]),
-            np.float32(group["weight_decay"]),
+            np.float32(group["weight_decay"]) if group["weight_decay"] != 0 else None,
             np.float32(group["momentum"]),
             np.float32(1 - group["dampening"]),
             bool(group["nesterov"]),
@@ -87,8 +87,8 @@ class Scaling(NamedTuple):
     """What is done to a gradient before the update: two factors, one after the other, and clipping by value."""
 
     factor: Any = ONE
-    then: Any = ONE
-    limit: Any = np.float32(math.inf)
+    then: Any = None
+    limit: Any = None
     in_bf16: Any = None  # whether each result is rounded to bf16, as of a gradient that stays in bf16; None if not
 
 

@@ -165,17 +165,18 @@ def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> l
     if chosen is None:
         enough = sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
         budgets = range(budget, enough + 1)
-        least = bisect_left(budgets, True, key=lambda each: _cheapest(units, each) is not None)
-        chosen = _cheapest(units, budgets[least])
+        least = budgets[bisect_left(budgets, True, key=lambda each: _cheapest(units, each, price=0) is not None)]
+        chosen = _cheapest(units, least) or _cheapest(units, least, price=0)
     assert chosen is not None
     return chosen[:-1]
 
 
-def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
+def _cheapest(units: Sequence[Sequence[Way]], budget: int, price: int = 1) -> list[Way] | None:
+    """Return the cheapest ways within a budget; those that hold least if seconds cost nothing, which is soon found."""
     states = [_State(0, 0.0, 0, None, None)]
     for ways in units:
         reached = [
-            _State(state.held + way.held, state.seconds + way.seconds, way.under_way, way, state)
+            _State(state.held + way.held, state.seconds + price * way.seconds, way.under_way, way, state)
             for state in states
             for way in ways
             if state.held + state.under_way + way.working <= budget

@@ -30,13 +30,12 @@ def every_kind() -> list[Tensor]:
 
 def step(lr: float, weight: Tensor, low: Tensor, gradient: Tensor, second: Tensor | None) -> None:
     """A step of plain SGD by the kernel."""
-    from sp_lightning.optim.kernels import step_range
-    from sp_lightning.optim.rules import Scaling, SgdRule
+    from sp_lightning.optim.passes import Pass, run
+    from sp_lightning.optim.rules import SgdRule
 
     group = {"lr": lr, "weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False}
-    memory = weight.view(torch.uint16).numpy(), low.numpy(), gradient.numpy()
-    signs = None if second is None else second.numpy()
-    step_range(SgdRule.make(group, True), *memory, None, signs, None, Scaling(), 1, 0)
+    seed = 1 if low.dtype == torch.uint8 else None
+    run([Pass(SgdRule.make(group, True), weight, low, gradient, None, second, None, seed=seed)])
 
 
 @pytest.mark.parametrize("has_sign", [True, False])
@@ -52,8 +51,8 @@ def test_split_keeps_every_bit(has_sign):
             step(lr, weight, low, gradient, second)
             assert torch.equal(read_master(weight, state).view(torch.int32), expected)
         rounded = value.bfloat16().masked_fill(value.isnan(), float("nan")).view(torch.int16)
-        if not has_sign:  # halfway: towards zero
-            rounded = torch.where((expected & 0xFFFF) == 0x8000, (expected >> 16).short(), rounded)
+        if not has_sign:  # halfway: away from zero
+            rounded = torch.where((expected & 0xFFFF) == 0x8000, ((expected >> 16) + 1).short(), rounded)
         assert torch.equal(weight.view(torch.int16), rounded)
 
 
@@ -94,14 +93,16 @@ def test_int8_is_the_nearest_code(count):
     assert torch.equal(packed(back, torch.int8)[0], codes)
 
 
-def test_uint8_is_unbiased_and_zero_for_zero_only():
+def test_uint8_is_unbiased_and_never_less_than_one_step():
+    """Weights are divided by it."""
     torch.manual_seed(0)
-    group = torch.rand(GROUP).clamp(min=0.01).square()  # from above one step on it is unbiased
+    group = torch.rand(GROUP).clamp(min=0.01).square()
     group[:4] = torch.tensor([0.0, 1e-30, 1e-12, 1.0])
-    codes, _, back = packed(group.repeat(4096), torch.uint8)
-    assert torch.equal(codes == 0, group.repeat(4096) == 0)
-    away = back.sqrt().view(4096, GROUP).double().mean(0) - group.double().sqrt()
-    assert (away[3:].abs() < 4 * 0.5 / 255 / 4096**0.5).all()
+    *_, back = packed(group.repeat(4096), torch.uint8)
+    roots = back.sqrt().view(4096, GROUP).double()
+    away = roots.mean(0) - group.double().sqrt()
+    assert (away[3:].abs() < 4 * 0.5 / 256 / 4096**0.5).all()
+    assert torch.equal(roots[:, :3], torch.full((4096, 3), 1 / 256).double())
 
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.uint8])
