@@ -83,24 +83,17 @@ def options() -> None:
         assert_as_ddp(Silent, strategy={"overlap_optimizer": overlap})
 
 
-class Sharded(ZeroRedundancyOptimizer):
-    """Each process steps a part of the weights; its state is asked of it alone."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.optim.state_dict())
-
-
-def sharded_optimizer() -> None:
-    class Shards(Silent):
-        def configure_optimizers(self) -> Any:
-            return Sharded(self.parameters(), torch.optim.AdamW, lr=1e-2)
-
-    with pytest.raises(ValueError, match="Sharded keeps or sends weights in a way of its own"):
-        fit(trainer(streamed(), devices=2), Shards())
+def refused_optimizers() -> None:
+    """Those that step or send weights by themselves, in each process."""
+    for make in (partial(torch.optim.LBFGS, lr=0.1), partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)):
+        module = Silent()
+        module.configure_optimizers = lambda make=make, module=module: make(module.parameters())
+        with pytest.raises(ValueError, match="keeps or sends weights in a way of its own"):
+            fit(trainer(streamed(), devices=2), module)
 
 
 def test_ways_of_training() -> None:
-    in_processes([as_it_comes, mixed_precision, options, sharded_optimizer])
+    in_processes([as_it_comes, mixed_precision, options, refused_optimizers])
 
 
 # --------------------------------------------------------------------------------------------------------- modules
@@ -213,16 +206,9 @@ class Watched(Silent):
                 parameter.register_hook(lambda gradient: None)
 
 
-class Newton(Base):
-    """LBFGS calls forward and backward as often as it likes."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
 def modules() -> None:
     left_out_silently = type("LeftOutSilently", (LeftOut, Silent), {})  # with steps in backward
-    for make in (LeftOut, left_out_silently, InOtherOrders, Synced, Frozen, Newton, Quantized):
+    for make in (LeftOut, left_out_silently, InOtherOrders, Synced, Frozen, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
     for accumulate in (1, 2):
