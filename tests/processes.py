@@ -58,6 +58,14 @@ def _start_server() -> None:
     os.chdir(before)
 
 
+def new_process(target: Callable[..., None], *arguments: object) -> multiprocessing.Process:
+    """Start a function of a module in a process of its own."""
+    _start_server()
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
 def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, here: str) -> None:
     os.chdir(here)
     os.environ.update(

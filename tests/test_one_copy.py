@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
 
 from .lightning_modules import Base, fit, streamed, trainer
-from .processes import in_processes
+from .processes import in_processes, new_process
 
 MIB = 2**20
 WIDTH = 1024
@@ -105,56 +111,55 @@ def test_writes() -> None:
 
 # ------------------------------------------------------------------------------------------------- processes that end
 
-SCRIPT = """
-import os, signal, sys, time
-from datetime import timedelta
 
-import lightning as L
-import torch
+class Ends(L.LightningModule):
+    """Does in some moment what ends its process."""
 
-from sp_lightning import SuperpipelineStrategy
-
-moment, rank = sys.argv[1], int(os.environ["LOCAL_RANK"])
-
-
-def die(now):
-    if now == moment and rank == int(sys.argv[2]):
-        if sys.argv[3] == "raise":
-            raise KeyError("broken on purpose")
-        if sys.argv[3] == "hang":
-            time.sleep(60)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Net(L.LightningModule):
-    def __init__(self):
+    def __init__(self, moment: str, end: Callable[[], None]) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        self.moment, self.end = moment, end
 
-    def training_step(self, batch, batch_idx):
+    def reach(self, moment: str, step: int = 3) -> None:
+        if moment == self.moment and self.global_step == step:
+            self.end()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         y = self.layers(batch)
-        if self.global_step == 3:
-            die("forward")
-            y.register_hook(lambda _: die("backward"))
+        self.reach("forward")
+        y.register_hook(lambda _: self.reach("backward"))
         return y.square().mean()
 
-    def on_before_optimizer_step(self, optimizer):
-        if self.global_step == 3:
-            die("step")
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.reach("step")
 
-    def on_save_checkpoint(self, checkpoint):
-        if self.global_step == 4:
-            die("save")
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.reach("save", 4)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Optimizer:
         return torch.optim.AdamW(self.parameters())
 
 
-strategy = SuperpipelineStrategy(k=2, timeout=timedelta(seconds=float(sys.argv[4])))
-kept = L.pytorch.callbacks.ModelCheckpoint("kept", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=6, callbacks=[kept], logger=False)
-trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=2))
-"""
+def fail() -> None:
+    raise KeyError("broken on purpose")
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": fail,
+    "hang": lambda: time.sleep(60),
+}
+
+
+def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], here: Path, seconds: int) -> None:
+    """Train in this process; without a way to end, it does so when it notices that the other one has."""
+    os.chdir(here)
+    os.environ.update(variables)
+    os.dup2(os.open(f"errors of {variables['LOCAL_RANK']}", os.O_CREAT | os.O_WRONLY), 2)
+    strategy = SuperpipelineStrategy(k=2, timeout=timedelta(seconds=seconds))
+    kept = ModelCheckpoint("kept", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=6, callbacks=[kept], logger=False)
+    trainer.fit(Ends(moment, WAYS[way] if way else lambda: None), DataLoader(torch.randn(64, 64), batch_size=2))
 
 
 @pytest.mark.parametrize(
@@ -170,28 +175,24 @@ trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=2
 )
 def test_a_process_that_ends_is_an_error_in_the_others(moment: str, rank: int, way: str) -> None:
     """In time, with nothing left behind, and the last checkpoint whole."""
-    Path("train.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | address
-    timeout = "5" if way == "hang" else "60"
-    command = [sys.executable, "train.py", moment, str(rank), way, timeout]
-    processes = [
-        subprocess.Popen(command, env={**variables, "LOCAL_RANK": str(each)}, stderr=subprocess.PIPE, text=True)
-        for each in range(2)
-    ]
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    arguments = [(way if each == rank else None, {**variables, "LOCAL_RANK": str(each)}) for each in range(2)]
+    seconds = 5 if way == "hang" else 60
+    processes = [new_process(train_to_the_end, moment, *each, Path.cwd(), seconds) for each in arguments]
     other = processes[1 - rank]
     try:
         if way != "hang":
-            processes[rank].communicate(timeout=120)
+            processes[rank].join(120)
         began = time.monotonic()
-        _, errors = other.communicate(timeout=120)
+        other.join(120)
     finally:
         for process in processes:
             process.kill()
-    assert other.returncode not in (0, -9), errors
+    errors = Path(f"errors of {1 - rank}").read_text()
+    assert other.exitcode not in (None, 0, -9), errors
     assert "Error" in errors
     assert way == "hang" or time.monotonic() - began < 30
     for path in Path("kept").glob("*.ckpt"):
