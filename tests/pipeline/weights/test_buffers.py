@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-import subprocess
+import os
 import sys
-import textwrap
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, as_bytes, is_dense, lay_out
 
+from ...processes import in_processes
 from ..parts import RecordingBackend
 
 
@@ -81,27 +83,23 @@ def test_bytes_of_a_tensor_are_its_memory() -> None:
     assert as_bytes(tensor).tolist() == [4, 0, 5, 0, 6, 0, 7, 0]
 
 
+def shares_nothing_with_a_device() -> None:
+    def seen_by_a_worker(memory: Tensor) -> int:
+        child = os.fork()
+        if not child:
+            os._exit(int(memory[0]))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    for kind, seen in (("cpu", 7), ("cuda", 0)):
+        backend: Any = SimpleNamespace(device=torch.device(kind))
+        buffer = HostBuffer(8, backend, pin=False)
+        memory = buffer.bytes.fill_(7)
+        assert seen_by_a_worker(memory) == seen
+        buffer.release()
+        assert seen_by_a_worker(memory) == 7
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
 def test_forked_processes_share_nothing_with_a_device() -> None:
     """Beside an accelerator, a shared page would be copied behind its back."""
-    code = """
-        import os, torch
-        from types import SimpleNamespace
-        from sp_lightning.pipeline.weights.buffers import HostBuffer
-
-        def seen_by_a_worker(memory):
-            child = os.fork()
-            if not child:
-                os._exit(int(memory[0]))
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-        for kind in ("cpu", "cuda"):
-            backend = SimpleNamespace(device=torch.device(kind))
-            buffer = HostBuffer(8, backend, pin=False)
-            memory = buffer.bytes.fill_(7)
-            attached = seen_by_a_worker(memory)
-            buffer.release()
-            print(kind, attached, seen_by_a_worker(memory))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["cpu 7 7", "cuda 0 7"], done.stderr
+    in_processes([shares_nothing_with_a_device], count=1)
