@@ -138,7 +138,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
             passes = trainer.accumulate_grad_batches == 1 and all(plan.gradients_pass for _, plan in self._plans())
-            check_optimizer_memory(self.optimizers, passes, self.num_processes, self.lightning)
+            is_shared = self.replicas is not None and self.replicas.sums_in_box
+            check_optimizer_memory(self.optimizers, passes, 1 if is_shared else self.num_processes, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())
 
@@ -190,7 +191,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             pipeline.weights_changed()
         self.begin_step(pipeline)
         with (
-            self.block_backward_sync() if evaluates else nullcontext(),
+            self.evaluating() if evaluates else nullcontext(),
             out_of_memory_explained(pipeline, trains=torch.is_grad_enabled()),
             pipeline.step(),
         ):

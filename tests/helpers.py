@@ -132,6 +132,15 @@ def assert_same_trace(expected: Trace, actual: Trace, shown: int = 8) -> None:
         raise AssertionError("not bit-equal to plain training:\n  " + "\n  ".join(problems[:shown]) + more)
 
 
+def assert_close_trace(expected: Trace, actual: Trace) -> None:
+    """The same, to rounding."""
+    assert list(expected) == list(actual)
+    for label, value in expected.items():
+        if isinstance(value, Tensor):
+            close = torch.allclose(actual[label].double(), value.double(), rtol=1e-4, atol=1e-5)
+            assert close, f"{label}: {describe_difference(value, actual[label])}"
+
+
 def note_outputs(trace: Trace, label: str, outputs: Any) -> None:
     """Write down every tensor in a structure of outputs."""
     for index, value in enumerate(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)):

@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.pipeline.lanes.devices import make_backend
 
-from .helpers import assert_same_trace
+from .helpers import Trace, assert_close_trace, assert_same_trace
 from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer
 from .processes import in_processes
 from .zoo.blocks import LoRALinear
@@ -42,6 +42,7 @@ def assert_as_ddp(
     make: Callable[[], Base] = Base,
     drive: Drive = fit,
     strategy: dict[str, Any] | None = None,
+    compare: Callable[[Trace, Trace], None] = assert_same_trace,
     **arguments: Any,
 ) -> None:
     """Bit-equality with `DDPStrategy`, of all that this process sees."""
@@ -56,7 +57,7 @@ def assert_as_ddp(
     assert any("loss" in label for label in expected), "nothing was compared"
     if dist.get_rank():  # the first process has the optimizer's state, for all of them
         expected, actual = ({k: v for k, v in t.items() if not OF_STATE.search(k)} for t in (expected, actual))
-    assert_same_trace(expected, actual)
+    compare(expected, actual)
 
 
 # ------------------------------------------------------------------------------------------------- ways of training
@@ -66,12 +67,12 @@ def as_it_comes() -> None:
     assert_as_ddp()
     assert_as_ddp(gradient_clip_val=0.1)
     assert_as_ddp(gradient_clip_val=1e-3, gradient_clip_algorithm="value")
-    assert_as_ddp(accumulate_grad_batches=2, num_sanity_val_steps=1)
+    assert_as_ddp(Descends, accumulate_grad_batches=2, num_sanity_val_steps=1, compare=assert_close_trace)
 
 
 def mixed_precision() -> None:
     assert_as_ddp(Silent, precision="bf16-mixed", gradient_clip_val=0.1)
-    assert_as_ddp(Silent, precision="bf16-mixed", accumulate_grad_batches=2)
+    assert_as_ddp(Descends, precision="16-mixed", accumulate_grad_batches=2, compare=assert_close_trace)
     assert_as_ddp(precision="16-mixed")
     assert_as_ddp(precision="bf16-true")
 
@@ -103,6 +104,13 @@ class Silent(Base):
     """Nobody looks at gradients, so units are stepped in backward."""
 
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+class Descends(Base):
+    """By an optimizer that does not blow up how sums were rounded."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Quantized(Silent):
@@ -197,7 +205,7 @@ class Frozen(Base):
         self.blocks[:2].requires_grad_(self.current_epoch > 0)
 
 
-class Watched(Silent):
+class Watched(Descends):
     """Hooks in the first process alone look at gradients, as those of `WandbLogger.watch` do."""
 
     def on_fit_start(self) -> None:
@@ -212,7 +220,7 @@ def modules() -> None:
         assert_as_ddp(make)
         torch.manual_seed(0)
     for accumulate in (1, 2):
-        assert_as_ddp(Watched, accumulate_grad_batches=accumulate)
+        assert_as_ddp(Watched, accumulate_grad_batches=accumulate, compare=assert_close_trace)
     assert_as_ddp(Adversaries)
 
 
@@ -331,13 +339,13 @@ def timeline_and_table() -> None:
 
 
 def the_machine_is_shared() -> None:
-    """Each process has its part of the cores, and what both need must fit."""
+    """Each process has its part of the cores, and what they need together must fit."""
     with mock.patch("sp_lightning.pipeline.pipeline.make_backend", wraps=make_backend) as made:
         fit(trainer(streamed(), devices=2), Base())
-    assert made.call_args.args[2] == 2
+    assert made.call_args.args[2] == (2 if dist.get_rank() else 1), "the one that steps for both has all cores"
     with (
         mock.patch("sp_lightning.pipeline.layout.memory.available_host_memory", return_value=8_000),
-        pytest.raises(ValueError, match=r"in each of 2 processes .* or train on fewer devices"),
+        pytest.raises(ValueError, match=r"Host memory is too small: .* are needed on top of the model \("),
     ):
         fit(trainer(streamed(), devices=2), Base())
 

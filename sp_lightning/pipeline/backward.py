@@ -151,7 +151,7 @@ class BackwardPass:
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
         self._optimizers.abandon()  # before the memory that it reads is given to anybody else
-        self._stream.abandon()
+        self._stream.abandon(in_pass=self.running)
         self.running = False
 
     def _end(self) -> None:

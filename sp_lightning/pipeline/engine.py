@@ -120,7 +120,7 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, self.landing)
+        self.stream = GradientStream(arrangement.all_units, self.window, self.landing, self.replicas)
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)
@@ -315,12 +315,20 @@ class Engine:
         # not after `torch.autograd.grad`, which may run in some processes only
         on_device = self.arrangement.unmanaged.values()
         if self.replicas is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
-            self.average_gradients()
+            self.end_pass()
         self.relax_guard()
 
-    def average_gradients(self) -> None:
-        """Average gradients with the other processes, if there are any, and this is no pass of this one's own."""
-        if self.replicas is not None and self.replicas.averages:
-            with self.at_work:
+    def end_pass(self) -> None:
+        """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""
+        replicas = self.replicas
+        if replicas is None or not replicas.trains:
+            return
+        with self.at_work:
+            replicas.passes += 1
+            self.stream.end_pass(replicas.averages)
+            if replicas.averages:
                 self.settle()
-                self.replicas.average(self.module, self.stream)
+                alone = {id(weight.master) for weight in self.arrangement.weights if self.stream.is_summed(weight)}
+                others = {name: each for name, each in self.module.named_parameters() if id(each) not in alone}
+                landed = {id(each.weight.master): each for each in self.stream.of.values() if each.host is not None}
+                replicas.average(others, landed)

@@ -83,7 +83,8 @@ class Pipeline:
         move_parameters(weights_on_accelerators(module), HOST)
         if replicas is not None:
             replicas.broadcast_module(module)
-        processes = 1 if replicas is None else replicas.on_this_machine
+        # the one that steps for all of them has all cores
+        processes = 1 if replicas is None or replicas.owns_shared else replicas.on_this_machine
         self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
@@ -124,7 +125,7 @@ class Pipeline:
         before = None if self.replicas is None else self.replicas.passes
         yield
         if self.replicas is not None and self.replicas.passes == before:
-            self._engine.average_gradients()
+            self._engine.end_pass()
 
     def meet_processes(self) -> None:
         """Have all processes see what the owner of weights has written to them, and what any has learned.

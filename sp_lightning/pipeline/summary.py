@@ -28,7 +28,8 @@ class Summary:
         self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
         self.host_bytes += engine.memory.nbytes_for("copies")
         # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
-        self.host_gradient_bytes = engine.landing.nbytes() + engine.memory.nbytes_for("gradients")
+        kept = engine.memory.nbytes_for("gradients") + engine.memory.nbytes_for("sums")
+        self.host_gradient_bytes = engine.landing.nbytes() + kept
         self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
         self.host_activation_bytes = engine.pool.held
         self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights

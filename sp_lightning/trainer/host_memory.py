@@ -90,7 +90,7 @@ def check_optimizer_memory(
     Args:
         optimizers: The optimizers.
         gradients_pass: Whether gradients are stepped as they come, and never wait for all others.
-        processes: The processes on this machine, each of which needs as much.
+        processes: How many processes of this machine need as much.
         lightning: The Lightning that runs.
 
     Raises:

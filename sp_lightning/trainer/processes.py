@@ -7,7 +7,7 @@ the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -129,6 +129,20 @@ class ProcessesMixin(StrategyPart):
             yield
         finally:
             replicas.averages = averaged
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Open a scope for an evaluation step, which is each process's own."""
+        replicas = self.replicas
+        trains = replicas is not None and replicas.trains
+        with self.block_backward_sync():
+            if replicas is not None:
+                replicas.trains = False
+            try:
+                yield
+            finally:
+                if replicas is not None:
+                    replicas.trains = trains
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""

@@ -7,6 +7,7 @@ none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient
 from sp_lightning.pipeline.lanes.box import find_box
 from sp_lightning.pipeline.torch_private import parts_of
 
@@ -51,8 +52,18 @@ class Replicas:
         # process's own, and others need not run one.
         self.averages = True
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
-        self.passes = 0  # number of backward passes after which they were
+        self.passes = 0  # number of backward passes of all processes
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
+
+    @property
+    def sums_in_box(self) -> bool:
+        """Whether the processes add their gradients up in memory that they share, as they are those of one machine."""
+        return self.trains and self.box is not None and self.box.count == self.count
+
+    @property
+    def owns_shared(self) -> bool:
+        """Whether this process owns weights that others of its machine have, too."""
+        return self.box is not None and self.box.is_keeper
 
     @property
     def follows(self) -> bool:
@@ -119,18 +130,21 @@ class Replicas:
         self.box.meet(self.steps)
 
     @torch.no_grad()
-    def average(self, module: nn.Module, stream: GradientStream) -> None:
+    def average(self, parameters: Mapping[str, nn.Parameter], landed: Mapping[int, Gradient]) -> None:
         """Average gradients, which have landed; that of a process without one is zero.
 
         They may contain averages of earlier backward passes, which are the same in all processes, so that they stay.
 
+        Args:
+            parameters: The parameters, by name; the same in all processes.
+            landed: The gradients that the engine has of them, by the identities of the parameters.
+
         Raises:
             RuntimeError: The processes have taken different numbers of optimizer steps, or a gradient is sparse.
         """
-        self.passes += 1
-        ours = {id(each.weight.master): each for each in stream.of.values() if each.host is not None}
-        parameters = dict(module.named_parameters())
-        found = {name: ours[id(p)].host if id(p) in ours else p.grad for name, p in parameters.items()}
+        if not parameters:
+            return
+        found = {name: landed[id(p)].host if id(p) in landed else p.grad for name, p in parameters.items()}
         own = {name: gradient for name, gradient in found.items() if gradient is not None}
         for name in self._names_of_all(own):
             parameter = parameters[name]
@@ -138,8 +152,8 @@ class Replicas:
             if name in own:
                 average.copy_(own[name]).mul_(1 / self.count)
             dist.all_reduce(average, group=self.host_group)
-            if id(parameter) in ours:
-                ours[id(parameter)].replace(average)
+            if id(parameter) in landed:
+                landed[id(parameter)].replace(average)
             elif name in own:
                 own[name].copy_(average)
             else:

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
+from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
+from sp_lightning.pipeline.gradients.turns import Turns
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Shipment, State, UnitGradients, refusal
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
@@ -44,11 +46,15 @@ class GradientStream:
             tells whether the engine had nothing of it before.
     """
 
-    def __init__(self, units: Sequence[Unit], window: Window, landing: LandingBuffers) -> None:
+    def __init__(
+        self, units: Sequence[Unit], window: Window, landing: LandingBuffers, replicas: Replicas | None
+    ) -> None:
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, window.backend)
-        self._units = [UnitGradients(unit) for unit in units if unit.weights]  # not those that live on the device
+        is_summed = replicas is not None and replicas.sums_in_box
+        # not those that live on the device
+        self._units = [UnitGradients(unit, is_summed) for unit in units if unit.weights]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = window.backend
@@ -56,6 +62,7 @@ class GradientStream:
         self._landing = landing
         landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
+        self._turns = Turns(self._units, window.backend, replicas)  # to add to sums that other processes have, too
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -65,6 +72,8 @@ class GradientStream:
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
+        if unit.sums is not None:
+            unit.check_sum(gradient, self._turns.is_own_pass)
         if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self._send(unit, is_last=False)
         if gradient not in self.arrived:
@@ -106,11 +115,18 @@ class GradientStream:
                 is_new &= gradient.host is None
                 is_hidden &= not gradient.is_seen
         layout = unit.layout
+        is_last &= dtypes == layout.dtypes
         if dtypes != layout.dtypes:  # some are missing, or a weight was used in another dtype, too
             layout = GradientLayout([gradient.weight for gradient in gradients], dtypes)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], tensors)
-        taker = self.taker if layout is unit.layout and is_last and is_hidden else None
+        if unit.sums is not None and not self._turns.is_own_pass:
+            buffer = self._landing.take(layout.nbytes, patient=True)
+            ticket = self._download(unit, layout, staging, buffer)
+            shipment = Shipment(unit, gradients, buffer.views(layout)[0], ticket, buffer)
+            self._turns.add(unit, unit.sums, shipment, is_last and is_hidden, self.measures_norms)
+            return
+        taker = self.taker if is_last and is_hidden else None
         if taker is not None and not taker.wants(unit):
             taker = None
         has_norms = self.measures_norms and layout.norm_dtype is not None
@@ -185,6 +201,15 @@ class GradientStream:
         self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, ticket)
         return Shipment(unit, shipment.gradients, [target for target, _, _ in jobs], ticket, None)
 
+    def end_pass(self, averages: bool) -> None:
+        """End a pass of the processes that share sums of gradients; these may be complete with it."""
+        self._turns.end_pass(averages, self.measures_norms)
+
+    def is_summed(self, weight: Weight) -> bool:
+        """Tell whether the processes of this machine share the sum of a weight's gradients."""
+        sums = self.of[weight].unit.sums
+        return sums is not None and weight in sums.index
+
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""
         if shipment.buffer is not None:
@@ -219,8 +244,10 @@ class GradientStream:
             for hook in post_accumulate_hooks(master):
                 hook(master)
 
-    def abandon(self) -> None:
-        """Forget what has come in a backward pass that an exception has ended."""
+    def abandon(self, in_pass: bool = False) -> None:
+        """Forget what has come in a backward pass that an exception has ended, if it was one."""
+        if in_pass and not self._turns.is_own_pass:
+            self.end_pass(averages=False)
         for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()
@@ -262,7 +289,11 @@ class GradientStream:
     def close(self) -> None:
         """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()
-        self.show_all()
         for unit in self._units:
+            for gradient in unit.gradients:
+                if unit.sums is not None and unit.sums.is_partial:  # the next arrangement takes it up
+                    gradient.take_look_back()
+                else:
+                    unit.show(gradient)
             unit.memory = None
         self.staging.close()

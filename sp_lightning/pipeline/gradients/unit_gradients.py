@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, HostGradients
+from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
@@ -67,7 +68,7 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("host", "norm", "scaling", "unit", "weight")
+    __slots__ = ("host", "look", "norm", "scaling", "unit", "weight")
 
     def __init__(self, weight: Weight, unit: UnitGradients) -> None:
         self.weight = weight
@@ -76,12 +77,30 @@ class Gradient:
         self.host: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that; None if it is not known
         self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
+        self.look: Tensor | None = None  # what a user has been shown of a sum that is not complete
 
     @property
     def is_seen(self) -> bool:
         """Whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call."""
         master = self.weight.master
         return bool(master._backward_hooks or master._post_accumulate_grad_hooks) or master.grad is not None
+
+    def take_look_back(self) -> None:
+        """Take back what was shown of a sum that is not complete.
+
+        Raises:
+            RuntimeError: It was changed.
+        """
+        look, self.look = self.look, None
+        master = self.weight.master
+        if look is None or master.grad is None:
+            return
+        if master.grad is not look or look._version:
+            raise RuntimeError(
+                f"The gradient of weight {self.weight.name!r} was changed before the last micro-batch of a step, while "
+                "the processes of this machine add it up. Change it after that."
+            )
+        master.grad = None
 
     def replace(self, value: Tensor) -> None:
         """Have this value, in the master's dtype, in place of what has landed on the host."""
@@ -104,7 +123,7 @@ class UnitGradients:
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, is_summed: bool) -> None:
         self.unit = unit
         self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
@@ -115,8 +134,23 @@ class UnitGradients:
         self.ticket: Ticket | None = None
         self.memory: GradientMemory | None = None  # the host memory that they stay in; None if there is none yet
         # that of the masters, which it lies beside
-        self._masters = [each.memory for each in unit.group.segments if each.weights[0].unit is unit][-1]
+        segment = [each for each in unit.group.segments if each.weights[0].unit is unit][-1]
+        self._masters = segment.memory
+        # their sums over the processes of this machine, if these share memory
+        is_summed &= segment.weights[0].master.requires_grad
+        self.sums = SharedSums(segment.weights, segment.memory) if is_summed else None
+        self.anew: list[Gradient] = []  # those whose sums begin anew with the next pass
+        if self.sums is not None:
+            self._take_up(self.sums)
         self.begin()
+
+    def _take_up(self, sums: SharedSums) -> None:
+        """Take up sums where an earlier arrangement has left them."""
+        for gradient in self.gradients:
+            if sums.is_partial and gradient.weight in sums.index:
+                gradient.host, self.state = sums.place(gradient.weight), State.HELD
+            else:
+                self.anew.append(gradient)
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
@@ -154,9 +188,34 @@ class UnitGradients:
             self.kept_as = self._sum_layout
         return self.own().views(self.kept_as)[0][index]
 
+    def check_sum(self, gradient: Gradient, is_own_pass: bool) -> None:
+        """Check that a gradient that has come may be a part of the sum over processes, or of none in a pass of its own.
+
+        Raises:
+            RuntimeError: If it may not.
+        """
+        assert self.sums is not None
+        gradient.take_look_back()
+        number = self.sums.index.get(gradient.weight)
+        if is_own_pass and gradient.host is not None and self.sums.has(gradient.host):
+            raise RuntimeError(
+                f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training step "
+                "are added up. Take it by `torch.autograd.grad`."
+            )
+        if not is_own_pass and (number is None or self.sums.is_over):
+            raise RuntimeError(
+                f"Weight {gradient.weight.name!r} got a gradient that the processes of this machine cannot add up: it "
+                "was frozen when they last met, or has had its gradient already in this backward pass."
+            )
+
     def show(self, gradient: Gradient) -> None:
         """Make what has landed of a gradient the master's `.grad`, which is the user's."""
-        if (taken := self.take(gradient)) is not None:
+        if self.sums is not None and self.sums.is_partial and gradient.host is not None and not gradient.is_seen:
+            self.wait()
+            with torch.inference_mode(False), torch.no_grad():
+                gradient.look = gradient.host.clone(memory_format=torch.preserve_format)
+            gradient.weight.master.grad = gradient.look
+        elif (taken := self.take(gradient)) is not None:
             gradient.weight.master.grad = taken
 
     def take(self, gradient: Gradient) -> Tensor | None:
@@ -173,6 +232,8 @@ class UnitGradients:
     def forget(self, gradients: Iterable[Gradient]) -> None:
         """Forget what the engine has of these on the host, which may be all that it has of the unit."""
         for gradient in gradients:
+            if self.sums is not None and (gradient.host is None or self.sums.has(gradient.host)):
+                self.anew.append(gradient)  # not for what somebody sees, and this process alone has
             gradient.host = gradient.norm = None
             gradient.scaling = NO_SCALING
         if self.state is State.CONSUMED:

@@ -38,9 +38,11 @@ class Box:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self.is_keeper = dist.get_rank(group) == 0
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.is_keeper = self.rank == 0
         self._group = group
         self._timeout = timeout.total_seconds()
+        self.failure: RuntimeError | None = None  # why the others cannot be waited for any more
         self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}/stat") for process in self.gather(os.getpid())]
@@ -106,7 +108,7 @@ class Box:
 
     def gather(self, own: Any) -> list[Any]:
         """Return what each process has given, in the order of their ranks."""
-        everyones: list[Any] = [None] * dist.get_world_size(self._group)
+        everyones: list[Any] = [None] * self.count
         try:
             dist.all_gather_object(everyones, own, group=self._group)
         except RuntimeError:
@@ -117,27 +119,30 @@ class Box:
     def _check_alive(self) -> None:
         for rank, status in enumerate(self._processes):
             if has_ended(status):
-                raise RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
+                self.failure = RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
+                raise self.failure
 
     def wait_for(self, counter: Tensor, value: int) -> None:
-        """Block until the keeper has counted so far.
+        """Block until others have counted so far.
 
         Raises:
-            RuntimeError: If the keeper has ended, or does not come to it in time.
+            RuntimeError: If another process has ended, or they do not come to it in time.
         """
         until = time.monotonic() + self._timeout
         look = 0.0
         while int(counter) < value:
+            if self.failure is not None:
+                raise self.failure
             now = time.monotonic()
             if now >= look:
                 look = now + _LOOK_FOR_OTHERS
                 self._check_alive()
             if now > until:
-                raise RuntimeError(
-                    f"Process 0 of this machine has not stepped the weights for {self._timeout:.0f} s. Either it waits "
-                    "for something else, or it has taken fewer optimizer steps than this one; see the strategy's "
-                    "`timeout`."
+                self.failure = RuntimeError(
+                    f"Process {self.rank} of this machine has waited for the others for {self._timeout:.0f} s. One of "
+                    "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
                 )
+                raise self.failure
             time.sleep(_PAUSE)
 
 
@@ -156,7 +161,8 @@ class SharedMemory:
         box: The processes.
         names: The weights that it is for.
         bytes: The memory.
-        begun: How many steps of the masters in it this process has asked for.
+        is_partial: Whether it has sums to which the next pass is added.
+        begun: How many steps of the masters in it this process has asked for; or how many passes it has added.
     """
 
     def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counter: Tensor) -> None:
@@ -164,18 +170,19 @@ class SharedMemory:
         self.names = names
         self.bytes = memory
         self.begun = 0
-        self._counter = counter  # of steps that the keeper has taken
+        self.is_partial = False
+        self._counter = counter
 
-    def end_step(self, number: int) -> None:
-        """Tell the others, as the keeper, that so many steps have been taken."""
+    def reach(self, number: int) -> None:
+        """Tell the others that one has come so far: the keeper with its steps, or each after the other."""
         self._counter.fill_(number)
 
-    def taken(self, number: int) -> Ticket:
-        """Return a ticket that is done when the keeper has taken so many steps."""
-        return _Taken(self.box, self._counter, number)
+    def reached(self, number: int) -> Ticket:
+        """Return a ticket that is done when somebody has come so far."""
+        return _Reached(self.box, self._counter, number)
 
 
-class _Taken(Ticket):
+class _Reached(Ticket):
     def __init__(self, box: Box, counter: Tensor, number: int) -> None:
         self._box = box
         self._counter = counter
@@ -188,7 +195,7 @@ class _Taken(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return int(self._counter) >= self._number
+        return self._box.failure is not None or int(self._counter) >= self._number
 
 
 def find_box(on_this_machine: int, timeout: timedelta) -> Box | None:

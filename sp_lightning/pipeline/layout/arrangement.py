@@ -169,7 +169,7 @@ class Arrangement:
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
-        at_once = 1 if memory or replicas is None else replicas.on_this_machine
+        at_once = 1 if memory or replicas is None or replicas.sums_in_box else replicas.on_this_machine
         check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"), at_once)
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units

@@ -109,7 +109,7 @@ class GroupSteps:
                     update_weights(optimizer, settings[number], of_group)
                 _note_stepped(group, tickets.keys())
                 for memory, count in counted:
-                    memory.end_step(count)
+                    memory.reach(count)
 
         def release_buffers() -> None:
             for buffer in buffers:
@@ -142,7 +142,7 @@ class GroupSteps:
         """Have the thread wait until another process has stepped weights that this one has, too."""
         for group in plan.groups:
             weights = {weight for weight in group.weights if self.stream.of[weight] in plan.gradients}
-            stepped = [memory.taken(number) for memory, number in self._count(group, plan)]
+            stepped = [memory.reached(number) for memory, number in self._count(group, plan)]
             self._submit(group, partial(_note_stepped, group, weights), weights, stepped)
 
     def end(self, plan: Plan) -> None:
@@ -154,7 +154,7 @@ class GroupSteps:
         if counted:
             self.window.finish_optimizer(group)
         for memory, number in counted:
-            memory.end_step(number)
+            memory.reach(number)
 
     def _count(self, group: Group, plan: Plan) -> list[tuple[SharedMemory, int]]:
         """Count a step of weights that other processes have, too, whether or not it changes them."""

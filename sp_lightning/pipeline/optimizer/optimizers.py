@@ -247,7 +247,7 @@ class Optimizers(Clipping):
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
         """
-        is_averaged = self._replicas is not None and self._replicas.averages  # when backward has ended
+        is_averaged = self._replicas is not None and self._replicas.trains  # when backward has ended
         if self._overlaps is False or self._early is not None or is_averaged or why_not_by_unit(optimizer) is not None:
             yield
             return

@@ -1,0 +1,111 @@
+"""The sums of a unit's gradients over the processes of a machine, which have them in one copy.
+
+Each process adds what it has got, in the order of their ranks, so the sums are the same in every run. A counter in the
+memory tells whose turn it is. It has passed a process when that has added what a backward pass has brought, or when
+its pass has ended: it may have got nothing. What lies there from an earlier step is overwritten, as the first process
+says, whose turn comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
+from sp_lightning.pipeline.weights.weight import Weight
+
+
+class SharedSums:
+    """The sums of the gradients of weights that lie together in shared memory.
+
+    Args:
+        weights: The weights.
+        masters: The memory of their masters.
+    """
+
+    def __init__(self, weights: Sequence[Weight], masters: HostBuffer) -> None:
+        flags, norms = torch.empty(len(weights), dtype=torch.bool), torch.empty(len(weights))
+        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes]
+        (*offsets, at_flags, at_norms), nbytes = lay_out(sizes)
+        memory = masters.get_beside("sums", nbytes, pin=False, together=True)
+        assert memory.shared is not None
+        self._memory = memory.shared
+        self._box = memory.shared.box
+        lying = zip(offsets, weights, strict=True)
+        self.places = [tensor_in(memory.bytes, at, weight.layout, weight.dtype) for at, weight in lying]
+        self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
+        self._norms = tensor_in(memory.bytes, at_norms, norms, torch.float32)
+        self.index = {weight: number for number, weight in enumerate(weights)}
+        self.is_over = False  # whether this process's turn in the present pass is over, or will be after its last job
+
+    def place(self, weight: Weight) -> Tensor | None:
+        """Return the sum of a weight's gradients if there is one; when all have had their turn."""
+        number = self.index.get(weight)
+        return self.places[number] if number is not None and self._present[number] else None
+
+    def has(self, gradient: Tensor) -> bool:
+        """Tell whether a gradient is one of the sums, and not one that this process alone has."""
+        return any(gradient is place for place in self.places)
+
+    def norm(self, weight: Weight) -> Tensor | None:
+        """Return the norm of a sum if it was measured when the last part of it was added."""
+        norm = self._norms[self.index[weight]]
+        return None if norm.isnan() else norm
+
+    def turn(self) -> Ticket:
+        """Return a ticket that is done when it is this process's turn in the present pass."""
+        return self._memory.reached(self._memory.begun * self._box.count + self._box.rank)
+
+    def everyone(self) -> Ticket:
+        """Return a ticket that is done when all processes have had their turn in the passes that have ended here."""
+        return self._memory.reached(self._memory.begun * self._box.count)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the next pass is added to the sums; from one arrangement to the next."""
+        return self._memory.is_partial
+
+    def end_pass(self, is_partial: bool) -> None:
+        """Note that the present pass has ended in this process, and its turn in it is over."""
+        self._memory.begun += 1
+        self._memory.is_partial = is_partial
+        self.is_over = False
+
+    def pass_on(self, number: int) -> None:
+        """Let the next process have its turn in a pass."""
+        self._memory.reach(number * self._box.count + self._box.rank + 1)
+
+    @property
+    def number(self) -> int:
+        """The number of the present pass."""
+        return self._memory.begun
+
+    @property
+    def begins(self) -> bool:
+        """Whether this process's turn comes first in every pass."""
+        return self._box.is_keeper
+
+    def add(self, gradients: Iterable[tuple[int, Tensor]], anew: Iterable[int], share: float, measure: bool) -> None:
+        """Add this process's part, in its turn.
+
+        Args:
+            gradients: Gradients by the numbers of their weights.
+            anew: Numbers of weights whose sums begin anew with this pass.
+            share: What each gradient is multiplied by.
+            measure: Whether to measure norms.
+        """
+        with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
+            for number in anew:
+                self._present[number] = False
+            for number, gradient in gradients:
+                target = self.places[number]
+                if self._present[number]:
+                    target.add_(gradient, alpha=share)
+                else:
+                    target.copy_(gradient).mul_(share)
+                    self._present[number] = True
+                self._norms[number] = torch.linalg.vector_norm(target, dtype=target.dtype) if measure else torch.nan

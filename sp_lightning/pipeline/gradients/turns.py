@@ -1,0 +1,120 @@
+"""Backward passes of the processes of a machine, which add what each brings to sums that they share, in turn.
+
+A gradient that somebody sees, by its `.grad` or by hooks, is this process's own until the sums are complete: then it is
+a part of them, and the user has the sum. What was shown of a sum before is taken back when more is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.shared_sums import SharedSums
+from sp_lightning.pipeline.gradients.unit_gradients import Shipment, State, UnitGradients
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.torch_private import without_torch_function
+
+
+class Turns:
+    """This process's turns to add to the sums of units.
+
+    Args:
+        units: The gradients of all units.
+        backend: Has the thread that adds.
+        replicas: The processes; None if this is the only one.
+    """
+
+    def __init__(self, units: Sequence[UnitGradients], backend: Backend, replicas: Replicas | None) -> None:
+        self._summed = [(unit, unit.sums) for unit in units if unit.sums is not None]
+        self._backend = backend
+        self._replicas = replicas
+
+    @property
+    def is_own_pass(self) -> bool:
+        """Whether the backward pass is this process's own, as in evaluation."""
+        return self._replicas is None or not self._replicas.trains
+
+    def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> None:
+        """Have the thread add what is on its way when it is this process's turn.
+
+        Args:
+            unit: The gradients of a unit.
+            sums: Their sums.
+            shipment: What is on its way.
+            is_over: Whether nothing more will come in this pass.
+            measures: Whether to measure norms.
+        """
+        own: list[tuple[Tensor, Tensor]] = []
+        parts: list[tuple[int, Tensor]] = []
+        for gradient, arrived in zip(shipment.gradients, shipment.arrived, strict=True):
+            if gradient.is_seen:
+                gradient.host = torch.empty_like(gradient.weight.host)
+                own.append((gradient.host, arrived))
+            else:
+                gradient.host = sums.places[sums.index[gradient.weight]]
+                parts.append((sums.index[gradient.weight], arrived))
+        self._take_turn(unit, sums, own, parts, is_over, measures, shipment)
+
+    def _take_turn(
+        self,
+        unit: UnitGradients,
+        sums: SharedSums,
+        own: Sequence[tuple[Tensor, Tensor]],
+        parts: Sequence[tuple[int, Tensor]],
+        is_over: bool,
+        measures: bool,
+        shipment: Shipment | None = None,
+    ) -> None:
+        assert self._replicas is not None
+        ended, unit.anew = unit.anew, []
+        anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
+        share, number, sums.is_over = 1 / self._replicas.count, sums.number, is_over
+        buffer = None if shipment is None else shipment.buffer
+        tickets = unit.ticket, None if shipment is None else shipment.ticket
+
+        def add() -> None:
+            with without_torch_function(), torch.no_grad():
+                for target, arrived in own:
+                    target.copy_(arrived)
+            sums.add(parts, anew, share, measures)
+            if is_over:
+                sums.pass_on(number)
+
+        moved = 2 * sum(arrived.nbytes for _, arrived in parts)
+        after = [sums.turn(), *(ticket for ticket in tickets if ticket is not None)]
+        unit.ticket = self._backend.work(add, after, moved, None if buffer is None else buffer.release)
+        unit.state = State.HELD
+        self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, unit.ticket)
+
+    @torch.no_grad()
+    def end_pass(self, averages: bool, measures: bool) -> None:
+        """End a pass of all processes: turns that are still to come in this one are taken.
+
+        Args:
+            averages: Whether the sums are complete with it: then they are what everybody has.
+            measures: Whether to measure norms.
+        """
+        for unit, sums in self._summed:
+            for gradient in unit.gradients:
+                gradient.take_look_back()
+            if not sums.is_over:
+                seen = [(number, weight.master.grad) for weight, number in sums.index.items()] if averages else []
+                self._take_turn(unit, sums, [], [(n, g) for n, g in seen if g is not None], True, measures)
+        for unit, sums in self._summed:
+            if averages:
+                unit.wait()  # raises what has gone wrong here
+            sums.end_pass(is_partial=not averages)
+            unit.ticket = sums.everyone()
+        for unit, sums in self._summed if averages else ():
+            unit.wait()
+            for gradient in unit.gradients:
+                if (place := sums.place(gradient.weight)) is not None:
+                    unit.state = State.HELD
+                    gradient.host, gradient.norm = place, sums.norm(gradient.weight) if measures else None
+                    if gradient.is_seen:
+                        unit.show(gradient)
+            unit.forget([])
