@@ -22,9 +22,9 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
 from sp_lightning.trainer.host_memory import (
+    average_in_one_process,
     check_optimizer_memory,
     keep_averages_on_host,
-    leave_averages_to_the_owner,
     materialize,
 )
 from sp_lightning.trainer.narrator import Narrator
@@ -106,8 +106,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             keep_averages_on_host(trainer.callbacks, self.lightning)
         super().setup_environment()
         self.setup_processes()
-        if trainer is not None and self.follows:
-            leave_averages_to_the_owner(trainer, self.lightning)
+        if trainer is not None and self.replicas is not None and self.replicas.box is not None:
+            average_in_one_process(trainer, self.follows, self.lightning)
 
     @contextmanager
     @override

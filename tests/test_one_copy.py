@@ -36,8 +36,8 @@ def pss() -> int:
     return 1024 * int(re.search(r"Pss:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
 
 
-def train(shared: bool) -> int:
-    """Train a model of 32 MiB, and return what it takes of this process's memory."""
+def train(shared: bool) -> tuple[int, int]:
+    """Train a model of 32 MiB, and return what it takes of this process's memory, and how often it stepped a unit."""
     x, before = torch.randn(2, WIDTH), pss()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
     replicas = Replicas(on_this_machine=dist.get_world_size()) if shared else None
@@ -55,15 +55,16 @@ def train(shared: bool) -> int:
     taken = pss() - before - of_the_device - pipeline._engine.landing.nbytes()
     dist.barrier()
     pipeline.detach()
-    return taken
+    return taken, pipeline.stats.overlapped_steps
 
 
 def one_copy() -> None:
-    """All processes take as much as one, but for the buffers through which gradients come."""
-    alone, together = torch.tensor(train(shared=False)), torch.tensor(train(shared=True))
+    """All processes take as much as one, but for the buffers through which gradients come, and step as much."""
+    (alone, steps), together = train(shared=False), torch.tensor(train(shared=True))
     dist.all_reduce(together)
     assert alone > 15.5 * 8 * MIB, "not everything was counted"
-    assert together <= 1.05 * alone, f"{alone / MIB:.1f} MiB alone, {together / MIB:.1f} together"
+    assert together[0] <= 1.05 * alone, f"{alone / MIB:.1f} MiB alone, {together[0] / MIB:.1f} together"
+    assert together[1] == steps == 2 * 8
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -112,6 +112,16 @@ def test_the_ladder_of_host_memory():
     assert planned("Llama-3.1-8B --optimizer Muon")["ladder"][1:] == []
 
 
+def test_devices_share_the_host():
+    """Masters, sums of gradients and state are there once, and stepped once; each device adds its gradients."""
+    one, four = (planned(f"Llama-3.1-8B --devices {devices}") for devices in (1, 4))
+    numbers = one["parameters"]
+    sums = 4 * numbers - (one["ladder"][0]["clipped_bytes"] - one["ladder"][0]["host_bytes"])  # in fp32
+    assert four["ladder"][0]["host_bytes"] < one["ladder"][0]["clipped_bytes"] + sums + (1 << 30)
+    assert one["best"]["lanes"]["host"] < four["best"]["lanes"]["host"] < 3 * one["best"]["lanes"]["host"]
+    assert four["best"]["lanes"]["to device"] > one["best"]["lanes"]["to device"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -130,6 +140,7 @@ def test_the_ladder_of_host_memory():
         ("--model Llama-3.1-8B --host_memory some", "`host_memory='some'` must be an amount of memory"),
         ("--model Llama-3.1-8B --device_memory much", "`device_memory='much'` must be an amount of memory"),
         ("--model Llama-3.1-8B --to_host 0", "`to_host=0.0` must be above zero"),
+        ("--model Llama-3.1-8B --devices 0", "`devices=0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "'32-true'"),
         ("--model Llama-3.1-8B --layers 3", "unrecognized arguments: --layers 3"),
         ("--model Llama-3.1-8B --units Block", "matches no module"),

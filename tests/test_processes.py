@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DistributedSampler
 
-from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 from sp_lightning.pipeline.lanes.devices import make_backend
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
@@ -84,6 +84,15 @@ def options() -> None:
         assert_as_ddp(Silent, strategy={"overlap_optimizer": overlap})
 
 
+def compact_optimizers() -> None:
+    class Compact(Silent):
+        def configure_optimizers(self) -> Any:
+            return optim.AdamW(self.parameters(), lr=1e-2, master=self.master, moments=self.moments)
+
+    for Compact.master, Compact.moments in (("split", "fp32"), ("split24", "int8")):
+        assert_as_ddp(Compact, precision="bf16-true", gradient_clip_val=0.1)
+
+
 def refused_optimizers() -> None:
     """Those that step or send weights by themselves, in each process."""
     for make in (partial(torch.optim.LBFGS, lr=0.1), partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)):
@@ -94,7 +103,7 @@ def refused_optimizers() -> None:
 
 
 def test_ways_of_training() -> None:
-    in_processes([as_it_comes, mixed_precision, options, refused_optimizers])
+    in_processes([as_it_comes, mixed_precision, options, compact_optimizers, refused_optimizers])
 
 
 # --------------------------------------------------------------------------------------------------------- modules

@@ -73,6 +73,8 @@ class Engine:
         self.options = options
         self.backend = backend
         self.replicas = replicas
+        # whether processes have one sum of gradients; from attach on, also while one arranges units in an evaluation
+        self._sums_gradients = replicas is not None and replicas.sums_in_box
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
@@ -120,7 +122,9 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
-        self.stream = GradientStream(arrangement.all_units, self.window, self.landing, self.replicas)
+        self.stream = GradientStream(
+            arrangement.all_units, self.window, self.landing, self.replicas, self._sums_gradients
+        )
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
         self.guard = Guard(self)

@@ -98,6 +98,9 @@ class Pipeline:
             engine.memory.keep([])
             self.backend.close()
             raise
+        if replicas is not None and replicas.share_all:
+            for parameter in self.arrangement.unmanaged.values():  # which are not in the memory that is shared
+                replicas.broadcast(parameter)
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())

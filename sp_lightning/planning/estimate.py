@@ -20,7 +20,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.cost import Machine, UnitWork, Workload
+from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of, ways_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -81,7 +81,8 @@ class Assumptions:
         units: The strategy's `units`: names of module classes. None finds units automatically.
         resident: The strategy's `resident`.
         resident_optimizer: The strategy's `resident_optimizer`.
-        tokens: Number of tokens (or patches) in a step: how often each weight matrix is applied.
+        tokens: Number of tokens (or patches) in a step: how often each weight matrix is applied, on each device.
+        devices: Devices of the machine, which share its memory and what can be read of it in a second.
 
     Raises:
         ValueError: If a value is not above zero, or not one of the known ones.
@@ -102,9 +103,10 @@ class Assumptions:
     resident: Sequence[str] = ()
     resident_optimizer: bool = False
     tokens: int = 2048
+    devices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("to_device", "to_host", "compute", "host_bandwidth", "tokens"):
+        for name in ("to_device", "to_host", "compute", "host_bandwidth", "tokens", "devices"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be above zero.")
         for name, known in _KNOWN.items():
@@ -178,7 +180,9 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         cast = {id(p) for part in module.modules() if isinstance(part, _CAST) for p in part.parameters(recurse=False)}
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in cast]:
             weight.compute_dtype = dtype
-    machine = Machine(given.to_device * 1e9, given.to_host * 1e9, given.host_bandwidth * 1e9)
+    host = given.host_bandwidth * 1e9
+    to_device, to_host = (min(link * 1e9, host / given.devices) for link in (given.to_device, given.to_host))
+    machine = Machine(to_device, to_host, host)
     vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
     last = given if given.activations == "auto" else replace(given, activations="keep")  # which backward begins with
     units = tuple(
@@ -186,10 +190,11 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     )
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
+    stepping: Stepping = "in backward" if given.devices == 1 else "under forward"
     workload = Workload(
         units=units,
         resident=_work(division.resident, given, machine, vocabulary),
-        stepping="in backward" if any(unit.step_bytes for unit in units) else None,
+        stepping=stepping if any(unit.step_bytes for unit in units) else None,
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),  # and gradients
     )
     return workload, machine
@@ -222,6 +227,8 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
+    # of several devices, each adds its gradients to a sum in the masters' dtype, which waits where gradients would
+    added, sums = (given.devices * (gradients + 2 * masters), masters - gradients) if given.devices > 1 else (0, 0)
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))
@@ -233,8 +240,8 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     ways = ways_of(work, [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)], forward, machine)
     return replace(
         work,
-        step_bytes=2 * (masters + state) + gradients + stepped,
+        step_bytes=2 * (masters + state) + gradients + sums + stepped + added,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
         bytes_on_device=weights + masters + state + copies if given.resident_optimizer and trained else 0,
-        host_bytes=weights + state + copies,
+        host_bytes=weights + state + copies + sums,
     )

@@ -71,13 +71,28 @@ def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> Non
             callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
 
 
-def leave_averages_to_the_owner(trainer: Any, lightning: Namespace) -> None:
-    """Have one process of those that share weights average them, the one that owns them; this is another."""
-    for callback in list(trainer.callbacks):
-        if isinstance(callback, lightning.swa):  # it steers epochs as well, so it stays, and writes nothing
-            callback.transfer_weights = lambda *_: None
-        elif isinstance(callback, lightning.averaging):
-            trainer.callbacks.remove(callback)
+def average_in_one_process(trainer: Any, follows: bool, lightning: Namespace) -> None:
+    """Have one process of those that share weights average them, the one that owns them.
+
+    Args:
+        trainer: The Trainer.
+        follows: Whether this is another.
+        lightning: The Lightning that runs.
+    """
+    for callback in [each for each in trainer.callbacks if isinstance(each, lightning.averaging)]:
+        if not isinstance(callback, lightning.swa):
+            place = trainer.callbacks.index(callback)
+            if not any(_wait_for_all in vars(each).values() for each in trainer.callbacks):  # not from an earlier fit
+                trainer.callbacks.insert(place, lightning.lambda_callback(on_validation_epoch_end=_wait_for_all))
+            if follows:
+                trainer.callbacks.remove(callback)
+        elif follows:
+            callback.transfer_weights = lambda *_: None  # it steers epochs as well, so it stays
+
+
+def _wait_for_all(trainer: Any, _: Any) -> None:
+    """Wait until all processes have validated with averages, before the weights are put back."""
+    trainer.strategy.barrier()
 
 
 def check_optimizer_memory(

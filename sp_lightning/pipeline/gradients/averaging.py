@@ -56,9 +56,14 @@ class Replicas:
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
 
     @property
+    def share_all(self) -> bool:
+        """Whether all processes share memory, as they are those of one machine."""
+        return self.box is not None and self.box.count == self.count
+
+    @property
     def sums_in_box(self) -> bool:
-        """Whether the processes add their gradients up in memory that they share, as they are those of one machine."""
-        return self.trains and self.box is not None and self.box.count == self.count
+        """Whether the processes add their gradients up in memory that they share."""
+        return self.trains and self.share_all
 
     @property
     def owns_shared(self) -> bool:
@@ -72,7 +77,9 @@ class Replicas:
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
-        """Broadcast the first process's weights and buffers to all replicas, while they are still on the host.
+        """Broadcast the first process's weights and buffers to all others, while they are still on the host.
+
+        Not the weights if all share the memory of the first one's: the others drop theirs.
 
         Raises:
             ValueError: The processes have built different models.
@@ -90,16 +97,19 @@ class Replicas:
                         f"{(ours or theirs)[0]!r} (names, shapes and dtypes are compared). Build the same model in "
                         "all processes."
                     )
-        for part in [part for tensor in tensors.values() for part in parts_of(tensor)]:
-            self._broadcast(part)
+        due = module.buffers() if self.share_all else tensors.values()
+        for part in [part for tensor in due for part in parts_of(tensor)]:
+            self.broadcast(part)
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
         """Broadcast the first process's buffers to all replicas: running means are those of its data."""
         for buffer in module.buffers():
-            self._broadcast(buffer)
+            self.broadcast(buffer)
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give all processes the first one's values, on the host or on the device."""
         group = self.host_group if tensor.device.type == "cpu" else None
         values = tensor.detach().reshape(-1).contiguous()
         dist.broadcast(values.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype

@@ -39,22 +39,22 @@ class SharedSums:
         self.places = [tensor_in(memory.bytes, at, weight.layout, weight.dtype) for at, weight in lying]
         self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
         self._norms = tensor_in(memory.bytes, at_norms, norms, torch.float32)
+        self._places = set(map(id, self.places))
         self.index = {weight: number for number, weight in enumerate(weights)}
         self.is_over = False  # whether this process's turn in the present pass is over, or will be after its last job
 
-    def place(self, weight: Weight) -> Tensor | None:
-        """Return the sum of a weight's gradients if there is one; when all have had their turn."""
-        number = self.index.get(weight)
-        return self.places[number] if number is not None and self._present[number] else None
+    def present(self) -> dict[Weight, tuple[Tensor, Tensor | None]]:
+        """Return the sums that there are, each with its norm if that was measured when its last part was added."""
+        found: dict[Weight, tuple[Tensor, Tensor | None]] = {}
+        known = zip(self.index, self.places, self._norms.unbind(), self._present.tolist(), strict=True)
+        for (weight, place, norm, is_present), is_unknown in zip(known, self._norms.isnan().tolist(), strict=True):
+            if is_present:
+                found[weight] = place, None if is_unknown else norm
+        return found
 
     def has(self, gradient: Tensor) -> bool:
         """Tell whether a gradient is one of the sums, and not one that this process alone has."""
-        return any(gradient is place for place in self.places)
-
-    def norm(self, weight: Weight) -> Tensor | None:
-        """Return the norm of a sum if it was measured when the last part of it was added."""
-        norm = self._norms[self.index[weight]]
-        return None if norm.isnan() else norm
+        return id(gradient) in self._places
 
     def turn(self) -> Ticket:
         """Return a ticket that is done when it is this process's turn in the present pass."""

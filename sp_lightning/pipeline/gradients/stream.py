@@ -47,12 +47,16 @@ class GradientStream:
     """
 
     def __init__(
-        self, units: Sequence[Unit], window: Window, landing: LandingBuffers, replicas: Replicas | None
+        self,
+        units: Sequence[Unit],
+        window: Window,
+        landing: LandingBuffers,
+        replicas: Replicas | None,
+        is_summed: bool,
     ) -> None:
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(units, window.backend)
-        is_summed = replicas is not None and replicas.sums_in_box
         # not those that live on the device
         self._units = [UnitGradients(unit, is_summed) for unit in units if unit.weights]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
@@ -273,9 +277,12 @@ class GradientStream:
             unit.wait()
 
     def show_all(self) -> None:
-        """Make all gradients the masters' `.grad`."""
+        """Make all gradients the masters' `.grad`, but for parts of sums, which another arrangement takes up."""
         for gradient in self.of.values():
-            gradient.unit.show(gradient)
+            if gradient.unit.sums is not None and gradient.unit.sums.is_partial:
+                gradient.take_look_back()
+            else:
+                gradient.unit.show(gradient)
 
     def consume(self, gradients: Iterable[Gradient]) -> None:
         """Leave weights without gradients, as a step has used them."""
@@ -289,11 +296,7 @@ class GradientStream:
     def close(self) -> None:
         """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()
+        self.show_all()
         for unit in self._units:
-            for gradient in unit.gradients:
-                if unit.sums is not None and unit.sums.is_partial:  # the next arrangement takes it up
-                    gradient.take_look_back()
-                else:
-                    unit.show(gradient)
             unit.memory = None
         self.staging.close()

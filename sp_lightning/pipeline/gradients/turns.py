@@ -111,10 +111,12 @@ class Turns:
             unit.ticket = sums.everyone()
         for unit, sums in self._summed if averages else ():
             unit.wait()
+            present = sums.present()
             for gradient in unit.gradients:
-                if (place := sums.place(gradient.weight)) is not None:
+                if gradient.weight in present:
                     unit.state = State.HELD
-                    gradient.host, gradient.norm = place, sums.norm(gradient.weight) if measures else None
+                    gradient.host, norm = present[gradient.weight]
+                    gradient.norm = norm if measures else None
                     if gradient.is_seen:
                         unit.show(gradient)
             unit.forget([])

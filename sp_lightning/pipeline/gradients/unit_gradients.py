@@ -146,11 +146,13 @@ class UnitGradients:
 
     def _take_up(self, sums: SharedSums) -> None:
         """Take up sums where an earlier arrangement has left them."""
+        if not sums.is_partial:
+            self.anew += self.gradients
+            return
+        present = sums.present()
         for gradient in self.gradients:
-            if sums.is_partial and gradient.weight in sums.index:
-                gradient.host, self.state = sums.place(gradient.weight), State.HELD
-            else:
-                self.anew.append(gradient)
+            if gradient.weight in present:
+                gradient.host, self.state = present[gradient.weight][0], State.HELD
 
     def begin(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
