@@ -47,7 +47,7 @@ def train(
     make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
     clip: float | None = None,
     device: str = "cpu",
-    shared: bool = True,
+    on_a_machine: int | None = None,
 ) -> Trace:
     """Three steps with data of each process's own; without options in a plain loop.
 
@@ -59,7 +59,7 @@ def train(
     if options is None:
         model.to(device)
     optimizer = make_optimizer(model)
-    replicas = Replicas(on_this_machine=dist.get_world_size() if shared else 1)
+    replicas = Replicas(on_this_machine=on_a_machine or dist.get_world_size())
     pipeline = None if options is None else Pipeline(model, device, options=options, replicas=replicas)
     generator = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
