@@ -36,6 +36,7 @@ SUMMARY = {
     "gradient_bytes": 0,
     "saved": 0.75,
     "host_bytes": 4 << 30,
+    "devices": 1,
     "host_gradient_bytes": 1 << 30,
     "optimizer_bytes": 8 << 30,
     "host_bytes_per_parameter": 13.0,

@@ -27,6 +27,7 @@ from torch.utils.data import DistributedSampler
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 from sp_lightning.pipeline.lanes.devices import make_backend
+from sp_lightning.trainer.narrator import outcome
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
 from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer
@@ -343,8 +344,11 @@ def timeline_and_table() -> None:
         enable_model_summary=True,
         callbacks=[SuperpipelineCallback(timeline=path)],
     )
-    fit(ours, Base())
+    with mock.patch("sp_lightning.trainer.narrator.outcome", wraps=outcome) as said:
+        fit(ours, Base())
     assert path.exists() is (dist.get_rank() == 0)
+    assert said.called is (dist.get_rank() == 0)
+    assert not said.called or "On the host, for 2 devices: weights" in outcome(*said.call_args.args)
 
 
 def the_machine_is_shared() -> None:

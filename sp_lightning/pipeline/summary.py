@@ -30,6 +30,8 @@ class Summary:
         # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
         kept = engine.memory.nbytes_for("gradients") + engine.memory.nbytes_for("sums")
         self.host_gradient_bytes = engine.landing.nbytes() + kept
+        box = None if engine.replicas is None else engine.replicas.box
+        self.devices = 1 if box is None else box.count  # that share this memory, but for buffers of each
         self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
         self.host_activation_bytes = engine.pool.held
         self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
@@ -63,6 +65,8 @@ class Summary:
         """Return the plan as pairs of a name and a value."""
         streamed = "all stay on the device" if self.k >= self.units else "streamed"
         largest = max(self.unit_bytes, default=0)
+        shared = f" for {self.devices} devices" if self.devices > 1 else ""
+        locked = ", page-locked" if self.pinned else ""
         return [
             ("device", self.device),
             ("units", f"{self.units} ({streamed}), largest {readable_bytes(largest)}"),
@@ -70,7 +74,7 @@ class Summary:
             ("resident", f"{len(self.resident)} weights, {readable_bytes(self.resident_bytes)}"),
             ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
             ("device memory saved", f"{self.saved:.0%} of what all weights take"),
-            ("weights on the host", readable_bytes(self.host_bytes) + (", page-locked" if self.pinned else "")),
+            ("weights on the host", readable_bytes(self.host_bytes) + shared + locked),
             *([("live on the device", self.living_on_device)] if self.living_on_device else []),
         ]
 

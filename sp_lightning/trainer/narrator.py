@@ -144,11 +144,13 @@ def outcome(stats: Stats, summary: Summary) -> str:
         "optimizer": summary.optimizer_bytes,
     }
     words = [f"{name} {readable_bytes(size)} ({size / summary.parameters:.1f})" for name, size in parts.items() if size]
+    shared = f", for {summary.devices} devices" if summary.devices > 1 else ""
     living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
     return (
         f"Superpipeline: {_many(stats.steps, 'batch')}{stepped}, {_many(stats.loads, 'unit load')}, {moved}; {late}.\n"
         f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: {weights}, {summary.saved:.0%} less.\n"
-        f"On the host: {', '.join(words)}; {summary.host_bytes_per_parameter:.1f} bytes per parameter in all.{living}"
+        f"On the host{shared}: {', '.join(words)}; {summary.host_bytes_per_parameter:.1f} bytes per parameter in all."
+        f"{living}"
     )
 
 

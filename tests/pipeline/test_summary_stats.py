@@ -80,6 +80,7 @@ def test_the_summary_of_a_model() -> None:
         "resident": ("head.weight", "head.bias"),
         "resident_bytes": head,
         "host_bytes": 6 * slot + 1024 + 256,
+        "devices": 1,
         "host_gradient_bytes": 0,
         "optimizer_bytes": 0,
         "host_activation_bytes": 0,
