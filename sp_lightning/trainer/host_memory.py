@@ -82,7 +82,8 @@ def average_in_one_process(trainer: Any, follows: bool, lightning: Namespace) ->
     for callback in [each for each in trainer.callbacks if isinstance(each, lightning.averaging)]:
         if not isinstance(callback, lightning.swa):
             place = trainer.callbacks.index(callback)
-            if not any(_wait_for_all in vars(each).values() for each in trainer.callbacks):  # not from an earlier fit
+            waits = any(getattr(each, "on_validation_epoch_end", None) is _wait_for_all for each in trainer.callbacks)
+            if not waits:  # else from an earlier fit
                 trainer.callbacks.insert(place, lightning.lambda_callback(on_validation_epoch_end=_wait_for_all))
             if follows:
                 trainer.callbacks.remove(callback)

@@ -70,6 +70,8 @@ class Box:
             except OSError as error:
                 failed = f"{readable_bytes(size)} of memory to share: {error}"
         everyones = self.gather((list(names), nbytes, place, failed))
+        if not all(isinstance(each, tuple) for each in everyones):
+            raise RuntimeError("Another process of this machine could not arrange its weights; see its error.")
         wanted, size_there, place, failed = everyones[0]
         if failed:
             raise OSError(failed)

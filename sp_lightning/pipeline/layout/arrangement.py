@@ -202,6 +202,7 @@ class Arrangement:
             others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
             group.conflicts = frozenset(others)
         memory.keep(self.segments)
+        memory.wait_for_values()
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "

@@ -193,6 +193,7 @@ class HostMemory:
         self._backend = backend
         self._box = box
         self._buffers: dict[_Key, HostBuffer] = {}
+        self._is_new = False  # whether some of it was made since values were waited for
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -219,17 +220,21 @@ class HostMemory:
             weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
         release(copied)
         memory.tensors = [weight.host for weight in weights]
+        self._is_new = True
         return memory
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other, in which no master lies any more."""
         kept = {_key_of(segment.weights): segment.memory for segment in segments}
-        held = set(self._buffers.values())
-        for buffer in held.difference(kept.values()):
+        for buffer in set(self._buffers.values()).difference(kept.values()):
             buffer.release()
         self._buffers = kept
-        if self._box is not None and not held.issuperset(kept.values()):
-            self._box.meet()  # the keeper's values are there
+
+    def wait_for_values(self) -> None:
+        """Wait until the process that owns the weights has moved them into memory that is shared."""
+        if self._box is not None and self._is_new:
+            self._box.meet()
+        self._is_new = False
 
 
 _Key: TypeAlias = tuple[int, ...]  # the identities of masters
