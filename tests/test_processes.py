@@ -152,6 +152,19 @@ class InOtherOrders(Silent):
         return self.head(x)
 
 
+class Experts(Base):
+    """Each process asks other experts of a block, and two blocks have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.blocks[3].up.weight = self.blocks[1].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.experts[(self.global_rank + 2 * self.global_step) % 4](x)
+        return super().forward(x)
+
+
 class Synced(Base):
     """Values are logged as means over processes. A weight without a gradient keeps none, and is not decayed."""
 
@@ -227,7 +240,7 @@ class Watched(Descends):
 
 def modules() -> None:
     left_out_silently = type("LeftOutSilently", (LeftOut, Silent), {})  # with steps in backward
-    for make in (LeftOut, left_out_silently, InOtherOrders, Synced, Frozen, Quantized):
+    for make in (LeftOut, left_out_silently, InOtherOrders, Experts, Synced, Frozen, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
     for accumulate in (1, 2):
