@@ -332,7 +332,8 @@ class Engine:
             self.stream.end_pass(replicas.averages)
             if replicas.averages:
                 self.settle()
-                alone = {id(weight.master) for weight in self.arrangement.weights if self.stream.is_summed(weight)}
-                others = {name: each for name, each in self.module.named_parameters() if id(each) not in alone}
+                if self._sums_gradients:
+                    replicas.average(self.arrangement.unmanaged, {})
+                    return
                 landed = {id(each.weight.master): each for each in self.stream.of.values() if each.host is not None}
-                replicas.average(others, landed)
+                replicas.average(dict(self.module.named_parameters()), landed)

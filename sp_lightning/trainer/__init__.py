@@ -41,9 +41,9 @@ class Namespace:
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
         self.summary = callbacks.ModelSummary
+        self.lambda_callback = callbacks.LambdaCallback
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
-        self.lambda_callback = callbacks.LambdaCallback
         self.swa = callbacks.StochasticWeightAveraging
         self.averaging = tuple(filter(None, [self.swa, getattr(callbacks, "WeightAveraging", None)]))
         self.reset_seed = import_module(f"{fabric}.utilities.seed").reset_seed

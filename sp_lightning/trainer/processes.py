@@ -115,10 +115,9 @@ class ProcessesMixin(StrategyPart):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Open a scope for backward passes whose gradients are not averaged, or not yet.
+        """Open a scope for backward passes after which averages are not complete yet.
 
-        Lightning does so around all micro-batches of a step but the last one, in which the sums are averaged. In
-        evaluation steps, they are each process's own, as in DDP.
+        Lightning does so around all micro-batches of a step but the last one.
         """
         replicas = self.replicas
         if replicas is None:
@@ -132,23 +131,22 @@ class ProcessesMixin(StrategyPart):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Open a scope for an evaluation step, which is each process's own."""
+        """Open a scope for an evaluation step, whose backward passes are each process's own, as in DDP."""
         replicas = self.replicas
-        trains = replicas is not None and replicas.trains
-        with self.block_backward_sync():
-            if replicas is not None:
-                replicas.trains = False
-            try:
-                yield
-            finally:
-                if replicas is not None:
-                    replicas.trains = trains
+        if replicas is None:
+            yield
+            return
+        trained, replicas.trains = replicas.trains, False
+        try:
+            yield
+        finally:
+            replicas.trains = trained
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
         self._buffers_due = trains
         if self.replicas is not None:
-            self.replicas.averages = self.replicas.trains = trains
+            self.replicas.trains = trains
 
     def weights_may_change(self) -> None:
         """Note that callbacks of a fit are about to write to weights, or have, besides the optimizer."""
@@ -163,7 +161,7 @@ class ProcessesMixin(StrategyPart):
             if self._buffers_due:
                 self.replicas.share_buffers(pipeline.module)
                 pipeline.meet_processes()
-            self._buffers_due = torch.is_grad_enabled() and self.replicas.averages
+            self._buffers_due = torch.is_grad_enabled() and self.replicas.averages and self.replicas.trains
 
     @property
     def _is_connected(self) -> bool:

@@ -1,8 +1,9 @@
-"""The processes that train the same model, and the averages of their gradients.
+"""The processes that train the same model: what the first gives to all, their steps, and averages of their gradients.
 
-Gradients are averaged when backward has ended, on the host, in the dtype of the masters: those of one weight after the
-other, in the order of their names. A message before tells which weights any process has a gradient of: others keep
-none.
+Those of one machine add gradients up in memory that they share (turns.py). All others are averaged here when backward
+has ended, on the host, in the dtype of the masters: of parameters that stay on the device, of several machines, and
+where no memory can be shared. One follows the other in the order of their names, and a message before tells which
+weights any process has a gradient of: others keep none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NOT_SHARED = torch.optim.LBFGS, ZeroRedundancyOptimizer
 
 
 class Replicas:
-    """The processes of torch's default group, each with a replica of the model.
+    """The processes of torch's default group, each of which trains the model with data of its own.
 
     Args:
         host_group: Group of the same processes for tensors in host memory; None if the default group takes these, too.
@@ -48,8 +49,7 @@ class Replicas:
         self.host_group = host_group
         self.on_this_machine = on_this_machine
         self.count = dist.get_world_size()
-        # Whether gradients are averaged when a backward ends, those of earlier ones included. If not, it is this
-        # process's own, and others need not run one.
+        # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
         self.averages = True
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
         self.passes = 0  # number of backward passes of all processes
@@ -123,7 +123,7 @@ class Replicas:
             RuntimeError: This cannot be a step of all, or they have taken different numbers of steps.
             ValueError: The optimizer cannot be one that steps shared weights.
         """
-        self.steps += self.averages
+        self.steps += self.averages and self.trains
         if self.box is None:
             return
         name = type(optimizer).__name__

@@ -209,11 +209,6 @@ class GradientStream:
         """End a pass of the processes that share sums of gradients; these may be complete with it."""
         self._turns.end_pass(averages, self.measures_norms)
 
-    def is_summed(self, weight: Weight) -> bool:
-        """Tell whether the processes of this machine share the sum of a weight's gradients."""
-        sums = self.of[weight].unit.sums
-        return sums is not None and weight in sums.index
-
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""
         if shipment.buffer is not None:
