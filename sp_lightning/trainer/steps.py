@@ -103,7 +103,7 @@ class StepsMixin(StrategyPart):
         by_value = clips and trainer.gradient_clip_algorithm == "value"
         scales = getattr(self.precision_plugin, "scaler", None) is not None
         reasons = self._hindrances(automatic)
-        if pipeline.replicas is not None:
+        if pipeline.processes is not None:
             reasons.append("gradients are averaged when backward has ended")
         is_off = pipeline.options.overlap_optimizer is False
         if clips and not by_value:

@@ -107,5 +107,10 @@ class SharedSums:
                     target.add_(gradient, alpha=share)
                 else:
                     target.copy_(gradient).mul_(share)
-                    self._present[number] = True
-                self._norms[number] = torch.linalg.vector_norm(target, dtype=target.dtype) if measure else torch.nan
+                self.note_sum(number, measure)
+
+    def note_sum(self, number: int, measure: bool) -> None:
+        """Note that there is a sum, and maybe its norm."""
+        self._present[number] = True
+        target = self.places[number]
+        self._norms[number] = torch.linalg.vector_norm(target, dtype=target.dtype) if measure else torch.nan

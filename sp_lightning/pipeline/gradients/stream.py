@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.turns import Turns
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Shipment, State, UnitGradients, refusal
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
@@ -51,7 +51,7 @@ class GradientStream:
         units: Sequence[Unit],
         window: Window,
         landing: LandingBuffers,
-        replicas: Replicas | None,
+        processes: Processes | None,
         is_summed: bool,
     ) -> None:
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
@@ -66,7 +66,8 @@ class GradientStream:
         self._landing = landing
         landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
-        self._turns = Turns(self._units, window.backend, replicas)  # to add to sums that other processes have, too
+        self._has_others = processes is not None
+        self._turns = Turns(self._units, window.backend, processes)  # to add to sums that other processes have, too
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -76,7 +77,7 @@ class GradientStream:
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
-        if unit.sums is not None:
+        if self._has_others:
             unit.check_sum(gradient, self._turns.is_own_pass)
         if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self._send(unit, is_last=False)

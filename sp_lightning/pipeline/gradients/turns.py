@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.gradients.unit_gradients import Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -25,18 +25,18 @@ class Turns:
     Args:
         units: The gradients of all units.
         backend: Has the thread that adds.
-        replicas: The processes; None if this is the only one.
+        processes: The processes; None if this is the only one.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], backend: Backend, replicas: Replicas | None) -> None:
+    def __init__(self, units: Sequence[UnitGradients], backend: Backend, processes: Processes | None) -> None:
         self._summed = [(unit, unit.sums) for unit in units if unit.sums is not None]
         self._backend = backend
-        self._replicas = replicas
+        self._processes = processes
 
     @property
     def is_own_pass(self) -> bool:
         """Whether the backward pass is this process's own, as in evaluation."""
-        return self._replicas is None or not self._replicas.trains
+        return self._processes is None or not self._processes.trains
 
     def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> None:
         """Have the thread add what is on its way when it is this process's turn.
@@ -69,10 +69,10 @@ class Turns:
         measures: bool,
         shipment: Shipment | None = None,
     ) -> None:
-        assert self._replicas is not None
+        assert self._processes is not None
         ended, unit.anew = unit.anew, []
         anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
-        share, number, sums.is_over = 1 / self._replicas.count, sums.number, is_over
+        share, number, sums.is_over = 1 / self._processes.count, sums.number, is_over
         buffer = None if shipment is None else shipment.buffer
         tickets = unit.ticket, None if shipment is None else shipment.ticket
 
@@ -109,8 +109,12 @@ class Turns:
                 unit.wait()  # raises what has gone wrong here
             sums.end_pass(is_partial=not averages)
             unit.ticket = sums.everyone()
-        for unit, sums in self._summed if averages else ():
+        if not averages:
+            return
+        for unit, _ in self._summed:
             unit.wait()
+        self._add_up_machines(measures)
+        for unit, sums in self._summed:
             present = sums.present()
             for gradient in unit.gradients:
                 if gradient.weight in present:
@@ -120,3 +124,17 @@ class Turns:
                     if gradient.is_seen:
                         unit.show(gradient)
             unit.forget([])
+
+    def _add_up_machines(self, measures: bool) -> None:
+        """Add the sums up with those of other machines, if there are any, in one process of each."""
+        processes = self._processes
+        if processes is None or processes.machines == 1:
+            return
+        if processes.box.is_keeper:
+            found = {weight.name: (sums, number) for _, sums in self._summed for weight, number in sums.index.items()}
+            places = {name: sums.places[number] for name, (sums, number) in found.items()}
+            own = [weight.name for _, sums in self._summed for weight in sums.present()]
+            for name in processes.add_up_machines(places, own):
+                sums, number = found[name]
+                sums.note_sum(number, measures)
+        processes.box.meet()

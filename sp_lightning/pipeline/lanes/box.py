@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +37,8 @@ class Box:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        if sys.platform != "linux":
+            raise OSError("Several processes share the model's memory in a way that only Linux has. Use one device.")
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.is_keeper = self.rank == 0
         self._group = group
@@ -81,7 +82,13 @@ class Box:
                     f"Processes 0 and {index} of this machine arrange their weights differently: {wanted[:1]} and "
                     f"{others[:1]} come next. Freeze, add or convert the same weights in all processes."
                 )
-        memory = torch.from_file(place, shared=True, size=size, dtype=torch.uint8)
+        try:
+            memory = torch.from_file(place, shared=True, size=size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OSError(
+                "The processes of this machine cannot share memory: they have to run in one container, as one user, or "
+                f"as machines of one device each (`num_nodes`). {error}"
+            ) from error
         self._close_file()
         self._open = file
         return SharedMemory(self, names, memory[:nbytes], memory[-_COUNTER_BYTES:][:8].view(torch.int64))
@@ -198,33 +205,3 @@ class _Reached(Ticket):
     @override
     def done(self) -> bool:
         return self._box.failure is not None or int(self._counter) >= self._number
-
-
-def find_box(on_this_machine: int, timeout: timedelta) -> Box | None:
-    """Find the processes of this machine; None if there is one only, or if their memory cannot be shared.
-
-    Args:
-        on_this_machine: How many there are; their ranks follow each other.
-        timeout: How long one waits for the others.
-    """
-    if on_this_machine == 1 or sys.platform != "linux":
-        return None
-    group, _ = dist.new_subgroups(on_this_machine, timeout=timeout, backend="gloo")
-    failed = ""
-    box = None
-    try:
-        box = Box(group, timeout)
-        box.share(1, [])
-    except (OSError, RuntimeError) as error:
-        failed = str(error)
-    everyones: list[Any] = [None] * on_this_machine
-    dist.all_gather_object(everyones, failed, group=group)
-    if box is not None and not any(everyones):
-        box.meet()
-        return box
-    warnings.warn(
-        f"The processes of this machine cannot share memory ({next(filter(None, everyones))}), so each has masters "
-        "and optimizer state of its own.",
-        stacklevel=2,
-    )
-    return None

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
@@ -58,9 +58,9 @@ class Afterwards(enum.Enum):
 class Optimizers(Clipping):
     """The services of a pipeline to the optimizers of its weights."""
 
-    def __init__(self, at_work: EngineAtWork, replicas: Replicas | None, overlaps: bool | str) -> None:
+    def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
         super().__init__(at_work)
-        self._replicas = replicas
+        self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -120,8 +120,8 @@ class Optimizers(Clipping):
             self._steps.window.write_back_all()  # to the masters that are stepped
             if self._early is not None:
                 self._early.check(optimizer, plan, why_not)
-            if self._replicas is not None:
-                self._replicas.begin_optimizer_step(optimizer)
+            if self._processes is not None:
+                self._processes.begin_optimizer_step(optimizer)
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
                 self._steps.stream.show_all()
@@ -159,7 +159,7 @@ class Optimizers(Clipping):
     @property
     def _follows(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""
-        return self._replicas is not None and self._replicas.follows
+        return self._processes is not None and not self._processes.box.is_keeper
 
     def _accept(self, optimizer: Optimizer) -> bool:
         """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.
@@ -247,7 +247,7 @@ class Optimizers(Clipping):
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
         """
-        is_averaged = self._replicas is not None and self._replicas.trains  # when backward has ended
+        is_averaged = self._processes is not None and self._processes.trains  # when backward has ended
         if self._overlaps is False or self._early is not None or is_averaged or why_not_by_unit(optimizer) is not None:
             yield
             return
