@@ -137,7 +137,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            passes = trainer.accumulate_grad_batches == 1 and all(plan.gradients_pass for _, plan in self._plans())
+            passes = not self.is_distributed and trainer.accumulate_grad_batches == 1
+            passes &= all(plan.gradients_pass for _, plan in self._plans())
             check_optimizer_memory(self.optimizers, passes, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())

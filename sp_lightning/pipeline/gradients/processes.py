@@ -52,6 +52,11 @@ class Processes:
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
         self.bytes_to_other_machines = 0  # sums of gradients that this process has added up with theirs
 
+    @property
+    def sums_are_complete(self) -> bool:
+        """Whether sums of gradients are complete in backward, when each process of this machine has had its turn."""
+        return self.trains and self.averages and self.machines == 1
+
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
         """Broadcast the first process's weights and buffers to all others, while they are still on the host.

@@ -60,9 +60,9 @@ class SharedSums:
         """Return a ticket that is done when it is this process's turn in the present pass."""
         return self._memory.reached(self._memory.begun * self._box.count + self._box.rank)
 
-    def everyone(self) -> Ticket:
-        """Return a ticket that is done when all processes have had their turn in the passes that have ended here."""
-        return self._memory.reached(self._memory.begun * self._box.count)
+    def complete(self) -> Ticket:
+        """Return a ticket that is done when all processes have had their turn in the present pass."""
+        return self._memory.reached((self._memory.begun + 1) * self._box.count)
 
     @property
     def is_partial(self) -> bool:

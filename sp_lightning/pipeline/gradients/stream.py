@@ -125,15 +125,18 @@ class GradientStream:
             layout = GradientLayout([gradient.weight for gradient in gradients], dtypes)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], tensors)
+        taker = self.taker if is_last and is_hidden else None
+        if taker is not None and not taker.wants(unit):
+            taker = None
         if unit.sums is not None and not self._turns.is_own_pass:
             buffer = self._landing.take(layout.nbytes, patient=True)
             ticket = self._download(unit, layout, staging, buffer)
             shipment = Shipment(unit, gradients, buffer.views(layout)[0], ticket, buffer)
-            self._turns.add(unit, unit.sums, shipment, is_last and is_hidden, self.measures_norms)
+            is_over = is_last and is_hidden and taker is None
+            shipment = self._turns.add(unit, unit.sums, shipment, is_over, self.measures_norms)
+            if taker is not None:
+                taker.take(shipment)
             return
-        taker = self.taker if is_last and is_hidden else None
-        if taker is not None and not taker.wants(unit):
-            taker = None
         has_norms = self.measures_norms and layout.norm_dtype is not None
         passes = is_new and taker is not None and not taker.keeps_gradients
         if is_new and is_hidden and layout is unit.kept_as and not passes:
@@ -210,6 +213,10 @@ class GradientStream:
         """End a pass of the processes that share sums of gradients; these may be complete with it."""
         self._turns.end_pass(averages, self.measures_norms)
 
+    def pass_on(self, unit: UnitGradients) -> None:
+        """Let other processes go on with a unit that is to be stepped, if its sums are theirs, too."""
+        self._turns.pass_on(unit, self._window.copies_of([unit.unit.group]))
+
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""
         if shipment.buffer is not None:
@@ -244,10 +251,13 @@ class GradientStream:
             for hook in post_accumulate_hooks(master):
                 hook(master)
 
-    def abandon(self, in_pass: bool = False) -> None:
-        """Forget what has come in a backward pass that an exception has ended, if it was one."""
-        if in_pass and not self._turns.is_own_pass:
+    def abandon_pass(self) -> None:
+        """Have other processes not wait for this one's part of a backward pass that an exception has ended."""
+        if not self._turns.is_own_pass:
             self.end_pass(averages=False)
+
+    def abandon(self) -> None:
+        """Forget what has come in a backward pass that an exception has ended, if it was one."""
         for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()

@@ -44,6 +44,7 @@ class Box:
         self._group = group
         self._timeout = timeout.total_seconds()
         self.failure: RuntimeError | None = None  # why the others cannot be waited for any more
+        self._look = 0.0  # when to look next whether all live
         self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}/stat") for process in self.gather(os.getpid())]
@@ -131,28 +132,22 @@ class Box:
                 self.failure = RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
                 raise self.failure
 
-    def wait_for(self, counter: Tensor, value: int) -> None:
-        """Block until others have counted so far.
+    def wait_briefly(self, since: float) -> None:
+        """Give the others a moment, and note whether they have failed.
 
-        Raises:
-            RuntimeError: If another process has ended, or they do not come to it in time.
+        Args:
+            since: The moment at which this began to wait for them.
         """
-        until = time.monotonic() + self._timeout
-        look = 0.0
-        while int(counter) < value:
-            if self.failure is not None:
-                raise self.failure
-            now = time.monotonic()
-            if now >= look:
-                look = now + _LOOK_FOR_OTHERS
-                self._check_alive()
-            if now > until:
-                self.failure = RuntimeError(
-                    f"Process {self.rank} of this machine has waited for the others for {self._timeout:.0f} s. One of "
-                    "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
-                )
-                raise self.failure
-            time.sleep(_PAUSE)
+        now = time.monotonic()
+        if now >= self._look:
+            self._look = now + _LOOK_FOR_OTHERS
+            self._check_alive()
+        if now > since + self._timeout:
+            self.failure = RuntimeError(
+                f"Process {self.rank} of this machine has waited for the others for {self._timeout:.0f} s. One of "
+                "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
+            )
+        time.sleep(_PAUSE)
 
 
 def has_ended(status: Path) -> bool:
@@ -196,10 +191,20 @@ class _Reached(Ticket):
         self._box = box
         self._counter = counter
         self._number = number
+        self._since: float | None = None  # when somebody began to wait for it
 
     @override
     def join(self) -> None:
-        self._box.wait_for(self._counter, self._number)
+        while not self.done:
+            self.join_briefly()
+        if int(self._counter) < self._number and self._box.failure is not None:
+            raise self._box.failure
+
+    @override
+    def join_briefly(self) -> None:
+        if not self.done:
+            self._since = self._since or time.monotonic()
+            self._box.wait_briefly(self._since)
 
     @property
     @override

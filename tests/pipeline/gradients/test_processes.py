@@ -66,7 +66,7 @@ def random_graphs() -> None:
             debug=True,
         )
         accumulate, clip = example.plan.accumulate, example.plan.clip
-        assert_averages(example.model, options, accumulate=accumulate, clip=clip)
+        assert_averages(example.model, options, accumulate=accumulate, clip=clip, in_backward=clip is None)
 
 
 def test_random_graphs() -> None:
@@ -107,6 +107,19 @@ def four() -> None:
     """With more than two processes, the order of sums is another one; of two machines each has one copy."""
     for on_a_machine in (1, 2, 4):
         assert_averages_closely(on_a_machine=on_a_machine)
+
+
+def in_backward() -> None:
+    """Units are stepped when all processes have added their gradients, from the second step on: state is there."""
+    model = chain()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with attached(model, on_a_machine=2) as pipeline:
+        for _ in range(3):
+            pipeline.meet_processes()
+            with pipeline.optimizers.stepping_in_backward(optimizer):
+                model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+        assert pipeline.stats.steps_in_backward == 4 * (3 if dist.get_rank() else 2)
 
 
 def traffic_of_two_machines() -> None:
@@ -250,6 +263,7 @@ def test_single_things() -> None:
             hooks_on_weights,
             mixed_dtypes,
             accumulation,
+            in_backward,
             a_pass_of_one_process_alone,
             other_units,
             quantized_weights_of_the_first,
