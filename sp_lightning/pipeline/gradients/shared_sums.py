@@ -60,9 +60,9 @@ class SharedSums:
         """Return a ticket that is done when it is this process's turn in the present pass."""
         return self._memory.reached(self._memory.begun * self._box.count + self._box.rank)
 
-    def everyone(self) -> Ticket:
-        """Return a ticket that is done when all processes have had their turn in the passes that have ended here."""
-        return self._memory.reached(self._memory.begun * self._box.count)
+    def complete(self) -> Ticket:
+        """Return a ticket that is done when all processes have had their turn in the present pass."""
+        return self._memory.reached((self._memory.begun + 1) * self._box.count)
 
     @property
     def is_partial(self) -> bool:
@@ -107,5 +107,10 @@ class SharedSums:
                     target.add_(gradient, alpha=share)
                 else:
                     target.copy_(gradient).mul_(share)
-                    self._present[number] = True
-                self._norms[number] = torch.linalg.vector_norm(target, dtype=target.dtype) if measure else torch.nan
+                self.note_sum(number, measure)
+
+    def note_sum(self, number: int, measure: bool) -> None:
+        """Note that there is a sum, and maybe its norm."""
+        self._present[number] = True
+        target = self.places[number]
+        self._norms[number] = torch.linalg.vector_norm(target, dtype=target.dtype) if measure else torch.nan
