@@ -14,20 +14,10 @@ from PIL import Image
 STEPS = 40
 
 
-@pytest.fixture
-def call(capsys):
-    """Run the script in this process, and return what it printed."""
-
-    def call(*arguments: str) -> str:
-        capsys.readouterr()
-        assert not finetune_perceptual.main(["--accelerator=cpu", f"--steps={STEPS}", "--lr=1e-2", *arguments])
-        return capsys.readouterr().out
-
-    return call
-
-
-def test_it_learns_to_see_and_only_what_is_trained_goes_back(call, caplog):
-    output = call("--save=trained.ckpt")
+def test_it_learns_to_see_and_only_what_is_trained_goes_back(capsys, caplog):
+    arguments = ["--accelerator=cpu", f"--steps={STEPS}", "--lr=1e-2"]
+    assert not finetune_perceptual.main([*arguments, "--save=trained.ckpt"])
+    output = capsys.readouterr().out
     trained, share = re.search(r"(\d+) of \d+ parameters are trained, (\S+)% are frozen", output).groups()
     assert float(share) > 99
     assert ", 0 B back" in caplog.text, "in the validation before"
@@ -37,7 +27,8 @@ def test_it_learns_to_see_and_only_what_is_trained_goes_back(call, caplog):
     assert before < 5
     assert after > 20
     numbers = r"first \S+, last \S+|before .*"
-    assert re.findall(numbers, call("--strategy=auto")) == re.findall(numbers, output)
+    assert not finetune_perceptual.main([*arguments, "--strategy=auto"])
+    assert re.findall(numbers, capsys.readouterr().out) == re.findall(numbers, output)
     saved = torch.load("trained.ckpt", weights_only=True)["state_dict"]
     assert saved.keys() == {"token", "projection.weight", "projection.bias"}
     assert sum(weight.numel() for weight in saved.values()) == int(trained)
