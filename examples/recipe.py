@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,13 @@ def folder(text: str) -> str:
     return text
 
 
+def new_folder(text: str) -> str:
+    """Parse the name of a folder that can be made, or exists."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: a file, not a folder")
+    return text
+
+
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options for devices, precision and streaming; each script adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,10 +83,15 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_training(parser: argparse.ArgumentParser, *, steps: int, batch_size: int, lr: float) -> None:
-    """Add the options of a training run, with a script's own defaults."""
+def add_training(
+    parser: argparse.ArgumentParser, *, steps: int = 0, epochs: int = 0, batch_size: int, lr: float
+) -> None:
+    """Add the options of a training run, counted in steps or in epochs, with a script's own defaults."""
     train = parser.add_argument_group("training")
-    train.add_argument("--steps", type=positive, default=steps, help="optimizer steps (default: %(default)s)")
+    if steps:
+        train.add_argument("--steps", type=positive, default=steps, help="optimizer steps (default: %(default)s)")
+    else:
+        train.add_argument("--epochs", type=positive, default=epochs, help="(default: %(default)s)")
     train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
     train.add_argument("--lr", type=float, default=lr, help="learning rate (default: %(default)s)")
 
@@ -103,6 +117,15 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         if options.accelerator == "auto" and torch.backends.mps.is_available():
             options.accelerator = "cpu"  # Lightning would choose a Mac's GPU, which cannot stream
     return options
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Report what is wrong with a user's model or data in one line, without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
 
 
 class Losses(L.Callback):
