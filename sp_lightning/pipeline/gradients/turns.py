@@ -97,7 +97,9 @@ class Turns:
             with without_torch_function(), torch.no_grad():
                 for target, arrived in own:
                     target.copy_(arrived)
-            sums.add(parts, anew, share, measures)
+            sums.add(parts, anew, share)
+            if is_over and sums.ends:
+                sums.measure_norms(measures)
             if is_over:
                 sums.pass_on(number)
 
@@ -149,10 +151,11 @@ class Turns:
         if processes is None or processes.machines == 1:
             return
         if processes.box.is_keeper:
-            found = {weight.name: (sums, number) for _, sums in self._summed for weight, number in sums.index.items()}
-            places = {name: sums.places[number] for name, (sums, number) in found.items()}
-            own = [weight.name for _, sums in self._summed for weight in sums.present()]
-            for name in processes.add_up_machines(places, own):
-                sums, number = found[name]
-                sums.note_sum(number, measures)
+            everything = [sums for _, sums in self._summed]
+            places = {name: place for sums in everything for name, place in zip(sums.names, sums.places, strict=True)}
+            own = {weight.name for sums in everything for weight in sums.present()}
+            names = set(processes.add_up_machines(places, own))
+            for sums in everything:
+                sums.note_present(names.intersection(sums.names) - own)
+                sums.measure_norms(measures)
         processes.box.meet()

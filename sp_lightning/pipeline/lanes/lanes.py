@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+_BRIEFLY = 0.02  # seconds
+
 
 class Lane(enum.Enum):
     """One of the resources that work side by side."""
@@ -98,7 +100,7 @@ class Ticket(ABC):
         """Block the calling thread until the copy or job is done; raise its exception if it failed."""
 
     def join_briefly(self) -> None:
-        """Block until it is done; if other processes have to come first, for a moment."""
+        """Block until it is done; if other processes may have to come first, for a moment."""
         self.join()
 
     @property
@@ -135,6 +137,11 @@ class Job(Ticket):
                 pass
         if self.error is not None:
             raise self.error
+
+    @override
+    def join_briefly(self) -> None:
+        if not self.done and self._under_way.acquire(timeout=_BRIEFLY):
+            self._under_way.release()
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
