@@ -117,9 +117,7 @@ class LoRALM(CausalLM):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen base out of the checkpoint."""
-        trainable = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trainable}
+        recipe.leave_out_frozen(self, checkpoint)
 
 
 def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import functools
 import io
+import json
 import random
 from http import HTTPStatus
 from pathlib import Path
@@ -18,13 +19,32 @@ from torch.utils.data import Dataset
 
 
 def read_text(path: str | None) -> str:
-    """Return the text of a file, or of Python's reference manual."""
+    """Return the text of a file, of the `.txt` files in a folder, or of Python's reference manual."""
     if path is not None:
-        return Path(path).read_text(encoding="utf-8")
+        files = sorted(Path(path).glob("*.txt")) if Path(path).is_dir() else [Path(path)]
+        return "\n".join(file.read_text(encoding="utf-8") for file in files)
     # CPython ships these chapters as a module; `help("if")` prints from it.
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
+
+
+def read_examples(path: str) -> list[tuple[Path, str]]:
+    """Return images and what to answer, from lines such as `{"image": "a.png", "text": "a"}`; they lie beside it."""
+    pairs = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line)
+            pairs.append((Path(path).parent / example["image"], example["text"]))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{path}, line {number}: not {{"image": FILE, "text": ANSWER}}') from None
+        if not pairs[-1][0].is_file():
+            raise ValueError(f"{path}, line {number}: no image {pairs[-1][0]}")
+    if len(pairs) < 2:
+        raise ValueError(f"{path}: {len(pairs)} examples, where one is for validation and others to learn from")
+    return pairs
 
 
 def zen_of_python() -> str:
