@@ -103,7 +103,12 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_training(
-    parser: argparse.ArgumentParser, *, steps: int | None = None, epochs: int | None = None, batch_size: int, lr: float
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    batch_size: int,
+    lr: float | list[float],
 ) -> None:
     """Add the options of a training run, counted in steps or in epochs, with a script's own defaults."""
     train = parser.add_argument_group("training")
@@ -113,7 +118,8 @@ def add_training(
         often = f"default: {steps}" if steps else "instead of --hours"
         train.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps ({often})")
     train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
-    train.add_argument("--lr", type=float, default=lr, help="learning rate (default: %(default)s)")
+    many = "+" if isinstance(lr, list) else None
+    train.add_argument("--lr", type=float, nargs=many, default=lr, help="learning rate (default: %(default)s)")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -153,6 +159,18 @@ def leave_out_frozen(module: L.LightningModule, checkpoint: dict[str, Any]) -> N
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     state = checkpoint["state_dict"]
     checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
+
+
+def memory(trainer: L.Trainer) -> str:
+    """Return what the model takes at the moment, on the device and on the host."""
+    assert trainer.lightning_module is not None
+    count = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
+    if (pipeline := getattr(trainer.strategy, "pipeline", None)) is None:
+        return f"{count} parameters, none of which streams"
+    plan = pipeline.summary()
+    on_device, on_host = plan.device_bytes, plan.host_bytes + plan.host_gradient_bytes + plan.optimizer_bytes
+    sizes = f"weights take {on_device / 2**20:.2f} MiB of the device, and {on_host / 2**20:.2f} MiB of the host"
+    return f"{count} parameters; {sizes} with gradients and optimizer state"
 
 
 class Losses(L.Callback):
