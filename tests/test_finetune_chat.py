@@ -36,23 +36,23 @@ def logits(model: torch.nn.Module, tokens: torch.Tensor, **inputs: torch.Tensor)
 
 
 @pytest.fixture
-def file(tmp_path):
+def file():
     """A file of chats with two questions each, none of them asked twice."""
     words = [f"{first} %s{last}" for first in ("a", "the") for last in "?!.:;,-="]
     turns = [turn(question % animal, sound) for question in words for animal, sound in SAYS.items()]
     random.shuffle(turns)
     lines = [json.dumps({"messages": [*one, *other]}) for one, other in zip(turns[::2], turns[1::2], strict=True)]
-    (tmp_path / "chats.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
-    return str(tmp_path / "chats.jsonl")
+    Path("chats.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
+    return "chats.jsonl"
 
 
 @pytest.fixture(params=["full", "lora", "qlora"])
-def how(request, tmp_path) -> dict[str, str]:
+def how(request) -> dict[str, str]:
     """What is trained, and of which model."""
     if request.param == "qlora":
         pytest.importorskip("bitsandbytes")
-    save(ChatLM(layers=2), make_chat_tokenizer(None), str(tmp_path / "base"))
-    return {"train": request.param, "model": str(tmp_path / "base")}
+    save(ChatLM(layers=2), make_chat_tokenizer(None), "base")
+    return {"train": request.param, "model": "base"}
 
 
 def test_answers_are_learned(capsys, file):
@@ -88,12 +88,11 @@ SIZE = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 1}
 
 
+CONFIGS = [GPT2Config(**SIZE), LlamaConfig(**SIZE), Gemma3TextConfig(**SIZE, **WINDOW, head_dim=8)]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "config",
-    [GPT2Config(**SIZE), LlamaConfig(**SIZE, intermediate_size=16), Gemma3TextConfig(**SIZE, **WINDOW, head_dim=8)],
-    ids=lambda config: config.model_type,
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_a_chat_does_not_see_the_others_of_its_row(file, config, attention):
     """Its logits are those of the chat alone."""
     data = ChatData(file)
