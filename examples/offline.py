@@ -11,6 +11,7 @@ import functools
 import io
 import json
 import random
+from http import HTTPStatus
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -51,6 +52,30 @@ def zen_of_python() -> str:
     with contextlib.redirect_stdout(io.StringIO()):
         import this
     return codecs.decode(this.s, "rot13")
+
+
+def chats_about_http() -> list[list[dict[str, str]]]:
+    """Return chats in which users ask for the meaning of HTTP's status codes, in varied words; none asks twice."""
+    words = ["What does {} mean?", "What is {}?", "Explain {}.", "Tell me about {}."]
+    names = ["HTTP {}", "status {}", "code {}", "the answer {}"]
+    told = [
+        [
+            {"role": "user", "content": question.format(name.format(status.value))},
+            {"role": "assistant", "content": status.phrase},
+        ]
+        for status in HTTPStatus
+        if 400 <= status < 410
+        for question in words
+        for name in names
+    ]
+    rng = random.Random(0)
+    rng.shuffle(told)
+    chats = []
+    while told:
+        turns = rng.randint(1, 3)
+        chats.append([message for turn in told[:turns] for message in turn])
+        told = told[turns:]
+    return chats
 
 
 @functools.cache
