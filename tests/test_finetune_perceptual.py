@@ -8,15 +8,19 @@ from pathlib import Path
 
 import finetune_perceptual
 import pytest
+import recipe
 import torch
 from PIL import Image
 
-STEPS = 40
+STEPS = 75
 
 
-def test_it_learns_to_see_and_only_what_is_trained_goes_back(capsys, caplog):
-    arguments = ["--accelerator=cpu", f"--steps={STEPS}", "--lr=1e-2"]
-    assert not finetune_perceptual.main([*arguments, "--save=trained.ckpt"])
+def test_it_learns_to_see_and_only_what_is_trained_goes_back(capsys, caplog, monkeypatch):
+    kept = [recipe.Losses(), recipe.Losses()]
+    runs = iter(kept)
+    monkeypatch.setattr(recipe, "Losses", lambda: next(runs))
+    arguments = ["--accelerator=cpu", "--lr=5e-3"]
+    assert not finetune_perceptual.main([*arguments, f"--steps={STEPS}", "--save=trained.ckpt"])
     output = capsys.readouterr().out
     trained, share = re.search(r"(\d+) of \d+ parameters are trained, (\S+)% are frozen", output).groups()
     assert float(share) > 99
@@ -26,9 +30,8 @@ def test_it_learns_to_see_and_only_what_is_trained_goes_back(capsys, caplog):
     assert last < 0.3 * first
     assert before < 5
     assert after > 20
-    numbers = r"first \S+, last \S+|before .*"
-    assert not finetune_perceptual.main([*arguments, "--strategy=auto"])
-    assert re.findall(numbers, capsys.readouterr().out) == re.findall(numbers, output)
+    assert not finetune_perceptual.main([*arguments, "--steps=15", "--strategy=auto"])
+    assert kept[0].values[:15] == kept[1].values
     saved = torch.load("trained.ckpt", weights_only=True)["state_dict"]
     assert saved.keys() == {"token", "projection.weight", "projection.bias"}
     assert sum(weight.numel() for weight in saved.values()) == int(trained)
