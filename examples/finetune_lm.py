@@ -34,9 +34,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -66,6 +68,7 @@ class CausalLM(L.LightningModule):
         generation: Arguments for transformers' `generate` in prediction.
         weights: A checkpoint of this module, with the same sizes, to start from.
         optimizer: One of `OPTIMIZERS`: AdamW, by how it keeps masters and moments (docs/host_memory.md).
+        four_bit: Load the hub model with 4-bit linear layers of bitsandbytes, as a frozen base of adapters.
 
     """
 
@@ -80,11 +83,12 @@ class CausalLM(L.LightningModule):
         generation: dict[str, Any] | None = None,
         weights: str | None = None,
         optimizer: str = "adamw",
+        four_bit: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         if model is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).train()
+            self.model = load(model, getattr(torch, dtype), four_bit).train()
             if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
                 raise ValueError(f"{model} scales its logits, which the loss of this example does not")
         else:
@@ -110,15 +114,18 @@ class CausalLM(L.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean loss of predicting each token from those before it."""
         (tokens,) = batch
-        # the value of `self.model(input_ids=tokens, labels=tokens).loss`, without all logits in memory at once
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma's
-        loss = sp_lightning.chunked_cross_entropy(
-            hidden, head.weight, tokens, bias=head.bias, softcap=softcap, shift=True
-        )
+        loss = self.loss(tokens, tokens)
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return `self.model(input_ids=tokens, labels=labels).loss`, without all logits in memory at once."""
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+        head = self.model.get_output_embeddings()
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma's
+        return sp_lightning.chunked_cross_entropy(
+            hidden, head.weight, labels, bias=head.bias, softcap=softcap, shift=True
+        )
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the tokens that transformers' `generate` appends to each prompt."""
@@ -126,8 +133,25 @@ class CausalLM(L.LightningModule):
         return tokens[:, batch["input_ids"].shape[1] :]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over all weights."""
-        return OPTIMIZERS[self.hparams["optimizer"]](self.parameters(), lr=self.hparams["lr"])
+        """Return AdamW over the weights that are trained."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=self.hparams["lr"])
+
+
+def load(model: str, dtype: torch.dtype, four_bit: bool) -> PreTrainedModel:
+    """Return a hub model on the CPU, with 4-bit linear layers of bitsandbytes if asked for."""
+    if not four_bit:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, quantization_config=bits, device_map="cpu")
+    for layer in loaded.modules():
+        layer.support_avx512bf16_for_cpu = False  # or validation on a CPU would round its scales to bf16, for good
+    return loaded
 
 
 def make_tokenizer(model: str | None) -> PreTrainedTokenizerBase:
@@ -190,27 +214,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3)
     add_model_and_text(parser)
     parser.add_argument("--save", metavar="FILE", help="write a checkpoint when training is over")
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="how AdamW keeps what it knows (default: %(default)s)"
-    )
+    add_optimizer(parser)
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
-    if options.optimizer != "adamw" and options.precision != "bf16-true":
-        parser.error(f"--optimizer {options.optimizer} is for bf16 weights: add --precision bf16-true")
+    check_optimizer(parser, options)
     return options
 
 
 def add_model_and_text(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model and its training text."""
-    data = parser.add_argument_group("model and text")
+    data = add_model(parser)
+    data.add_argument(
+        "--text", type=recipe.file, metavar="FILE", help="UTF-8 text to learn (default: Python's reference manual)"
+    )
+    data.add_argument("--length", type=recipe.positive, default=64, help="tokens in a chunk (default: %(default)s)")
+    data.add_argument("--stride", type=recipe.positive, help="tokens from chunk to chunk (default: --length)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options for the model, and return their group, for those for its data."""
+    data = parser.add_argument_group("model and data")
     data.add_argument(
         "--model", metavar="NAME", help="a causal language model from the Hugging Face hub, or its folder"
     )
     data.add_argument(
-        "--text", type=recipe.file, metavar="FILE", help="UTF-8 text to learn (default: Python's reference manual)"
-    )
-    data.add_argument(
-        "--weights", type=recipe.file, metavar="FILE", help="a checkpoint written by --save, to start from"
+        "--weights", type=recipe.file, metavar="FILE", help="a checkpoint of finetune_lm.py --save, to start from"
     )
     data.add_argument(
         "--dtype",
@@ -218,12 +246,24 @@ def add_model_and_text(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="storage dtype of the weights (default: %(default)s)",
     )
-    data.add_argument("--length", type=recipe.positive, default=64, help="tokens in a chunk (default: %(default)s)")
-    data.add_argument("--stride", type=recipe.positive, help="tokens from chunk to chunk (default: --length)")
     for name, size, what in [("layers", 12, "blocks"), ("hidden", 128, "width"), ("heads", 4, "heads")]:
         data.add_argument(
             f"--{name}", type=recipe.positive, default=size, help=f"{what}, without --model (default: %(default)s)"
         )
+    return data
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the optimizer."""
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="how AdamW keeps what it knows (default: %(default)s)"
+    )
+
+
+def check_optimizer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Report an optimizer that the weights' dtype is not for."""
+    if options.optimizer != "adamw" and options.precision != "bf16-true":
+        parser.error(f"--optimizer {options.optimizer} is for bf16 weights: add --precision bf16-true")
 
 
 def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ Without it, Pillow draws numbers to learn from, so nothing is downloaded.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import lightning as L
 import recipe
 import torch
-from offline import WrittenNumbers
+from offline import WrittenNumbers, read_examples
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,7 +49,28 @@ TEMPLATE = (
 IGNORED = -100
 
 
-class VisionLM(L.LightningModule):
+class Answers(L.LightningModule):
+    """What learns to answer questions about images; how it reads them, `answer_logits` says."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Return the mean loss of the answers' tokens."""
+        loss = F.cross_entropy(self.answer_logits(batch).float().flatten(0, 1), batch["answers"].flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log the share of answers that are correct in every token."""
+        answers = batch["answers"]
+        right = (self.answer_logits(batch).argmax(-1) == answers) | (answers == IGNORED)
+        self.log("val_accuracy", right.all(1).float().mean(), prog_bar=True, batch_size=len(answers))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW over the trainable weights, with the same kernel under every strategy."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.hparams["lr"], fused=True)
+
+
+class VisionLM(Answers):
     """A vision-language model: tiny and random, or one from the Hugging Face hub.
 
     Args:
@@ -74,23 +94,6 @@ class VisionLM(L.LightningModule):
         """Return the logits for each position of the answers, given all tokens before it."""
         places = batch["answers"].shape[1]
         return self.model(**batch["inputs"], use_cache=False, logits_to_keep=places + 1).logits[:, :-1]
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the mean loss of the answers' tokens."""
-        loss = F.cross_entropy(self.answer_logits(batch).float().flatten(0, 1), batch["answers"].flatten())
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Log the share of answers that are correct in every token."""
-        answers = batch["answers"]
-        right = (self.answer_logits(batch).argmax(-1) == answers) | (answers == IGNORED)
-        self.log("val_accuracy", right.all(1).float().mean(), prog_bar=True, batch_size=len(answers))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over the trainable weights, with the same kernel under every strategy."""
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, lr=self.hparams["lr"], fused=True)
 
 
 def tiny_processor() -> LlavaProcessor:
@@ -156,8 +159,7 @@ class ImagesAndTexts(L.LightningDataModule):
         self.train: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(count, digits, SIDE)
         self.val: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(256, digits, SIDE, first=count)
         if examples is not None:
-            lines = [json.loads(line) for line in Path(examples).read_text(encoding="utf-8").splitlines() if line]
-            pairs = [(Path(examples).parent / line["image"], line["text"]) for line in lines]
+            pairs = read_examples(examples)
             held_out = max(1, len(pairs) // 10)
             self.train, self.val = pairs[:-held_out], pairs[-held_out:]
 
@@ -207,7 +209,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
     parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
-    parser.add_argument("--examples", type=recipe.file, metavar="FILE", help="JSON lines with image and text")
+    parser.add_argument("--examples", type=recipe.examples, metavar="FILE", help="JSON lines with image and text")
     parser.add_argument("--question", default="Number?", help="question about each image (default: %(default)s)")
     parser.add_argument("--freeze", nargs="*", metavar="WORD", help="do not train weights whose names contain WORD")
     parser.add_argument(

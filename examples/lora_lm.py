@@ -47,16 +47,25 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> None:
-    """Freeze a model, and add an adapter to each of its linear layers except the head."""
+    """Freeze a model, and add an adapter to each of its linear layers, 4-bit ones too, except the head."""
     model.requires_grad_(False)
     layers = {
-        name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layers to adapt: try peft, which knows other kinds")
     for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Adapted(layer, rank, alpha))
+        model.set_submodule(name, Adapted(layer, rank, alpha))
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add the update of each adapter to its layer's weight, and put the layer in its place again."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Adapted):
+            update = module.up.weight.float() @ module.down.weight.float() * module.scale
+            module.base.weight.copy_(module.base.weight.float() + update)
+            model.set_submodule(name, module.base)
 
 
 class LoRALM(CausalLM):
@@ -108,9 +117,15 @@ class LoRALM(CausalLM):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen base out of the checkpoint."""
-        trainable = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trainable}
+        recipe.leave_out_frozen(self, checkpoint)
+
+
+def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options for the adapters' size, and return their group."""
+    adapters = parser.add_argument_group("adapters")
+    adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
+    adapters.add_argument("--alpha", type=float, default=16, help="strength times rank (default: %(default)s)")
+    return adapters
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -118,9 +133,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=60, batch_size=8, lr=1e-2)
     add_model_and_text(parser)
-    adapters = parser.add_argument_group("adapters")
-    adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
-    adapters.add_argument("--alpha", type=float, default=16, help="strength times rank (default: %(default)s)")
+    adapters = add_rank(parser)
     adapters.add_argument("--peft", action="store_true", help="use the adapters of the peft package")
     adapters.add_argument("--save", metavar="FILE", help="write the adapters when training is over")
     options = recipe.parse(parser, arguments)

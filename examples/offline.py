@@ -9,7 +9,9 @@ import codecs
 import contextlib
 import functools
 import io
+import json
 import random
+from http import HTTPStatus
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -17,13 +19,32 @@ from torch.utils.data import Dataset
 
 
 def read_text(path: str | None) -> str:
-    """Return the text of a file, or of Python's reference manual."""
+    """Return the text of a file, of the `.txt` files in a folder, or of Python's reference manual."""
     if path is not None:
-        return Path(path).read_text(encoding="utf-8")
+        files = sorted(Path(path).glob("*.txt")) if Path(path).is_dir() else [Path(path)]
+        return "\n".join(file.read_text(encoding="utf-8") for file in files)
     # CPython ships these chapters as a module; `help("if")` prints from it.
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
+
+
+def read_examples(path: str) -> list[tuple[Path, str]]:
+    """Return images and what to answer, from lines such as `{"image": "a.png", "text": "a"}`; they lie beside it."""
+    pairs = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line)
+            pairs.append((Path(path).parent / example["image"], example["text"]))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{path}, line {number}: not {{"image": FILE, "text": ANSWER}}') from None
+        if not pairs[-1][0].is_file():
+            raise ValueError(f"{path}, line {number}: no image {pairs[-1][0]}")
+    if len(pairs) < 2:
+        raise ValueError(f"{path}: {len(pairs)} examples, where one is for validation and others to learn from")
+    return pairs
 
 
 def zen_of_python() -> str:
@@ -31,6 +52,30 @@ def zen_of_python() -> str:
     with contextlib.redirect_stdout(io.StringIO()):
         import this
     return codecs.decode(this.s, "rot13")
+
+
+def chats_about_http() -> list[list[dict[str, str]]]:
+    """Return chats in which users ask for the meaning of HTTP's status codes, in varied words; none asks twice."""
+    words = ["What does {} mean?", "What is {}?", "Explain {}.", "Tell me about {}."]
+    names = ["HTTP {}", "status {}", "code {}", "the answer {}"]
+    told = [
+        [
+            {"role": "user", "content": question.format(name.format(status.value))},
+            {"role": "assistant", "content": status.phrase},
+        ]
+        for status in HTTPStatus
+        if 400 <= status < 410
+        for question in words
+        for name in names
+    ]
+    rng = random.Random(0)
+    rng.shuffle(told)
+    chats = []
+    while told:
+        turns = rng.randint(1, 3)
+        chats.append([message for turn in told[:turns] for message in turn])
+        told = told[turns:]
+    return chats
 
 
 @functools.cache

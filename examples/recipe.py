@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from offline import read_examples
 
 import sp_lightning
 
@@ -48,6 +51,31 @@ def folder(text: str) -> str:
     return text
 
 
+def new_folder(text: str) -> str:
+    """Parse the name of a folder that can be made, or exists."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: a file, not a folder")
+    return text
+
+
+def texts(text: str) -> str:
+    """Parse the name of a file, or of a folder with text in it."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
+    if Path(text).is_dir() and not any(Path(text).glob("*.txt")):
+        raise argparse.ArgumentTypeError(f"{text}: no .txt file in this folder")
+    return text
+
+
+def examples(text: str) -> str:
+    """Parse the name of a file of images and answers, all of whose images exist."""
+    try:
+        read_examples(file(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options for devices, precision and streaming; each script adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,12 +102,24 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_training(parser: argparse.ArgumentParser, *, steps: int, batch_size: int, lr: float) -> None:
-    """Add the options of a training run, with a script's own defaults."""
+def add_training(
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    batch_size: int,
+    lr: float | list[float],
+) -> None:
+    """Add the options of a training run, counted in steps or in epochs, with a script's own defaults."""
     train = parser.add_argument_group("training")
-    train.add_argument("--steps", type=positive, default=steps, help="optimizer steps (default: %(default)s)")
+    if epochs:
+        train.add_argument("--epochs", type=positive, default=epochs, help="(default: %(default)s)")
+    else:
+        often = f"default: {steps}" if steps else "instead of --hours"
+        train.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps ({often})")
     train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
-    train.add_argument("--lr", type=float, default=lr, help="learning rate (default: %(default)s)")
+    many = "+" if isinstance(lr, list) else None
+    train.add_argument("--lr", type=float, nargs=many, default=lr, help="learning rate (default: %(default)s)")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,6 +145,34 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     return options
 
 
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Report what is wrong with a user's model or data in one line, without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+
+
+def leave_out_frozen(module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Keep only trained weights in a checkpoint that is about to be saved."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    state = checkpoint["state_dict"]
+    checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
+
+
+def memory(trainer: L.Trainer) -> str:
+    """Return what the model takes at the moment, on the device and on the host."""
+    assert trainer.lightning_module is not None
+    count = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
+    if (pipeline := getattr(trainer.strategy, "pipeline", None)) is None:
+        return f"{count} parameters, none of which streams"
+    plan = pipeline.summary()
+    on_device, on_host = plan.device_bytes, plan.host_bytes + plan.host_gradient_bytes + plan.optimizer_bytes
+    sizes = f"weights take {on_device / 2**20:.2f} MiB of the device, and {on_host / 2**20:.2f} MiB of the host"
+    return f"{count} parameters; {sizes} with gradients and optimizer state"
+
+
 class Losses(L.Callback):
     """Records the loss of every step and the total training time."""
 
@@ -126,5 +194,7 @@ class Losses(L.Callback):
 
     def __str__(self) -> str:
         """Return the first and the last loss, and the time, in one line."""
+        if not self.values:
+            return "Loss: no step was taken"
         first, last = self.values[0], self.values[-1]
         return f"Loss: first {first:.4f}, last {last:.4f} ({len(self.values)} steps in {self.seconds:.1f} s)"

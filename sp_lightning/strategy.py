@@ -106,7 +106,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             keep_averages_on_host(trainer.callbacks, self.lightning)
         super().setup_environment()
         self.setup_processes()
-        if trainer is not None and self.replicas is not None and self.replicas.box is not None:
+        if trainer is not None and self.processes is not None:
             average_in_one_process(trainer, self.follows, self.lightning)
 
     @contextmanager
@@ -131,15 +131,15 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         assert self.model is not None
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        materialize(self.model, self.lightning)
+        materialize(self.model, self.follows, self.lightning)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            passes = trainer.accumulate_grad_batches == 1 and all(plan.gradients_pass for _, plan in self._plans())
-            is_shared = self.replicas is not None and self.replicas.sums_in_box
-            check_optimizer_memory(self.optimizers, passes, 1 if is_shared else self.num_processes, self.lightning)
+            passes = not self.is_distributed and trainer.accumulate_grad_batches == 1
+            passes &= all(plan.gradients_pass for _, plan in self._plans())
+            check_optimizer_memory(self.optimizers, passes, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())
 
@@ -157,7 +157,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
                 self.root_device,
                 options=self.options,
                 planner=AutoPlanner(self._narrator.measured),
-                replicas=self.replicas,
+                processes=self.processes,
             )
 
     @override
@@ -226,9 +226,12 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        materialize(self._module, self.lightning)  # loading into a meta tensor does nothing but warn
-        if not self.follows or self.pipeline is None:
-            super().load_model_state_dict(checkpoint, strict)
+        materialize(self._module, self.follows, self.lightning)  # loading into a meta tensor does nothing but warn
+        if self.follows:  # its weights are those of the first process
+            weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+            others = {name: value for name, value in checkpoint["state_dict"].items() if name not in weights}
+            checkpoint, strict = {**checkpoint, "state_dict": others}, False
+        super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()
             self.barrier()  # before any process uses them
@@ -280,7 +283,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and process groups cannot leave this process
-        return {**super().__getstate__(), "pipeline": None, "_stepping": None, "replicas": None}
+        return {**super().__getstate__(), "pipeline": None, "_stepping": None, "processes": None}
 
     @classmethod
     @override

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.box import SharedMemory
 from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 
@@ -152,6 +154,7 @@ class SimulatedBackend(Backend):
 
     def __init__(self, up: float, down: float, host: float) -> None:
         super().__init__(torch.device("cpu"), False, Worker("unused"))
+        self.downloaded = SimulatedTicket(self, 0.0, 0.0)  # the last copy to the host
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
@@ -183,7 +186,8 @@ class SimulatedBackend(Backend):
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         copy_memory(target, source)
-        return self._run(Lane.DOWN, source.nbytes / self._rates[Lane.DOWN], [self._free[Lane.COMPUTE]])
+        self.downloaded = self._run(Lane.DOWN, source.nbytes / self._rates[Lane.DOWN], [self._free[Lane.COMPUTE]])
+        return self.downloaded
 
     def work(
         self,
@@ -272,6 +276,7 @@ def ends_so_far(tickets: Iterable[Ticket]) -> list[float]:
 
 WIDTH = 64
 UNIT_BYTES = 4 * WIDTH * WIDTH  # of a `TimedBlock` of that width: nothing is lost to alignment
+ADD_BYTES = 2 * UNIT_BYTES  # what adding its gradient to a sum reads and writes
 STEP_BYTES = 3 * UNIT_BYTES  # what a step of it reads and writes: a gradient, and weights twice
 
 
@@ -299,3 +304,43 @@ class TimedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # the output's node is the first that backward runs, so the time passes before the gradient is there
         return _Timed.apply(self.linear(x), self.backend, *self.seconds)
+
+
+class SimulatedProcesses(Processes):
+    """The first of several processes; what the others do to shared memory takes the host's time at the same moments."""
+
+    def __init__(self, count: int, backend: SimulatedBackend) -> None:
+        self.count, self.machines = count, 1
+        self.averages = self.trains = True
+        self.passes = 0
+        self.box = SimulatedBox(count, backend)  # type: ignore[assignment]
+
+    def broadcast_module(self, module: nn.Module) -> None: ...
+    def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
+    def begin_optimizer_step(self, optimizer: Any) -> None: ...
+
+
+class SimulatedBox:
+    rank, is_keeper, failure = 0, True, None
+
+    def __init__(self, count: int, backend: SimulatedBackend) -> None:
+        self.count, self.backend = count, backend
+
+    def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
+        return SimulatedMemory(self, names, torch.zeros(nbytes, dtype=torch.uint8), torch.zeros((), dtype=torch.int64))
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own] * self.count
+
+    def meet(self, steps: int = 0) -> None: ...
+
+
+class SimulatedMemory(SharedMemory):
+    """Memory for sums: the others add as much as the first when their gradients have landed, as its own have."""
+
+    def reached(self, number: int) -> Ticket:
+        added: dict[int, Ticket] = vars(self).setdefault("added", {})
+        if number not in added:
+            others = (self.box.count - 1) * ADD_BYTES if number else 0
+            added[number] = self.box.backend.work(lambda: None, [self.box.backend.downloaded], others)
+        return added[number]

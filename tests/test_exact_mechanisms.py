@@ -399,6 +399,7 @@ def test_a_copy_of_an_attached_module_is_plain(duplicate: Callable[[nn.Module], 
         clone = duplicate(run.model)
         part = duplicate(run.model.blocks[1])
         assert {type(module) for module in (*clone.modules(), *part.modules())} == plain_types
+        assert {type(parameter) for parameter in (*clone.parameters(), *part.parameters())} == {nn.Parameter}
         Run(clone, run.trace).normal_step("the copy", sgd(clone))
         run.note("a part", part(run.rows(3)))
         run.normal_step("the original", sgd(run.model), seed=1)
@@ -446,7 +447,13 @@ def one_row(model: nn.Module, values: list[Tensor]) -> None:
     model.blocks[0].up.weight.data[7] = values[2][7]
 
 
-@pytest.mark.parametrize("edit", [copy_data, assign_data, copy_no_grad, one_row])
+def one_element(model: nn.Module, values: list[Tensor]) -> None:
+    """An edit that no sample shows; torch counts it."""
+    with torch.no_grad():
+        model.blocks[0].up.weight[-1, -1] = values[2][-1, -1]
+
+
+@pytest.mark.parametrize("edit", [copy_data, assign_data, copy_no_grad, one_row, one_element])
 @pytest.mark.parametrize("k", [2, 4])
 def test_weights_edited_between_steps_are_seen(edit: Callable[[nn.Module, list[Tensor]], None], k: int) -> None:
     """What stayed on the device must not be used when the host weights have other values now."""

@@ -240,8 +240,12 @@ TINY = {
     "finetune_lm": ["--model.layers=4", "--model.hidden=32", "--trainer.strategy.k=3"],
     "finetune_lm_compact": ["--model.layers=4", "--model.hidden=32"],
     "lora_lm": ["--model.layers=4", "--model.hidden=32"],
+    "finetune_chat": ["--model.layers=2"],
     "finetune_vlm": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
+    "finetune_perceptual": ["--data.batch_size=4", "--data.count=8"],
+    "pretrain": ["--model.layers=2", "--model.hidden=32"],
     "finetune_vision": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
+    "pseudo_to_real": ["--model.layers=4", "--model.hidden=32", "--trainer.callbacks.steps=1"],
     "generate": ["--model.layers=4", "--model.hidden=32", "--model.generation.max_new_tokens=2"],
 }
 

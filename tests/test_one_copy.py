@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
+from sp_lightning.trainer.host_memory import materialize
 
 from .lightning_modules import Base, fit, streamed, trainer
 from .processes import in_processes, new_process
@@ -40,8 +41,8 @@ def train(shared: bool) -> tuple[int, int]:
     """Train a model of 32 MiB, and return what it takes of this process's memory, and how often it stepped a unit."""
     x, before = torch.randn(2, WIDTH), pss()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
-    replicas = Replicas(on_this_machine=dist.get_world_size()) if shared else None
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1), replicas=replicas)
+    processes = Processes(dist.get_world_size()) if shared else None
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1), processes=processes)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         pipeline.meet_processes()
@@ -67,9 +68,19 @@ def one_copy() -> None:
     assert together[1] == steps == 2 * 8
 
 
+def no_copy_of_a_model_from_the_meta_device() -> None:
+    """The first process fills it, and the others take next to nothing for it."""
+    with torch.device("meta"):
+        model = nn.Linear(4 * WIDTH, 4 * WIDTH)  # so large that it has pages of its own
+    before, follows = pss(), dist.get_rank() > 0
+    materialize(model, follows, SuperpipelineStrategy.lightning)
+    taken = pss() - before
+    assert taken < 8 * MIB if follows else taken > 63 * MIB, f"{taken / MIB:.1f} MiB"
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_memory(count: int) -> None:
-    in_processes([one_copy], count)
+    in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count)
 
 
 # ------------------------------------------------------------------------------------------------------------ writes

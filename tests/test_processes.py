@@ -104,8 +104,16 @@ def refused_optimizers() -> None:
             fit(trainer(streamed(), devices=2), module)
 
 
+def two_machines() -> None:
+    """Of two processes each, which exchange sums of gradients between the first ones; only rounding differs."""
+    rank = dist.get_rank()
+    os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
+    assert_as_ddp(Descends, num_nodes=2, gradient_clip_val=0.1, compare=assert_close_trace)
+
+
 def test_ways_of_training() -> None:
     in_processes([as_it_comes, mixed_precision, options, compact_optimizers, refused_optimizers])
+    in_processes([two_machines], count=4)
 
 
 # --------------------------------------------------------------------------------------------------------- modules
@@ -437,7 +445,7 @@ def test_launched_by(launcher: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"process (\d) of 2: (-?\d+\.\d{6})", done.stdout)
     assert sorted(rank for rank, _ in lines) == ["0", "1"]
-    assert len({total for _, total in lines}) == 1, "replicas have trained apart"
+    assert len({total for _, total in lines}) == 1, "processes have trained apart"
 
 
 @pytest.mark.parametrize("launched", [1, 2])

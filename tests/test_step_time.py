@@ -15,7 +15,19 @@ from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, Lane, Machine, SimulatedBackend, Span, TimedBlock
+from .simulated import (
+    ADD_BYTES,
+    MACHINES,
+    STEP_BYTES,
+    UNIT_BYTES,
+    WIDTH,
+    Lane,
+    Machine,
+    SimulatedBackend,
+    SimulatedProcesses,
+    Span,
+    TimedBlock,
+)
 from .zoo.blocks import Chain
 
 UNITS = 60
@@ -45,15 +57,19 @@ def train(
     k: int,
     k_prime: int = 1,
     steps: int = 3,
+    devices: int = 1,
 ) -> Measured:
     """Train on the simulated device; milliseconds are its seconds."""
     backend = SimulatedBackend(UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, STEP_BYTES / machine.step)
     model = Chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))
-    pipe = Pipeline(model, "cpu", options=PipelineOptions(k, k_prime, units=[TimedBlock]), backend=backend)
+    options = PipelineOptions(k, k_prime, units=[TimedBlock])
+    processes = SimulatedProcesses(devices, backend) if devices > 1 else None
+    pipe = Pipeline(model, "cpu", options=options, backend=backend, processes=processes)
     optimizer = SGD(model.parameters(), lr=1e-3)
     for step in range(2 + steps):
         if step == 2:  # the order of the units is known
             begin = backend.now
+        pipe.meet_processes()
         loss = model(torch.ones(1, WIDTH)).sum()
         with pipe.optimizers.stepping_in_backward(optimizer):
             loss.backward()
@@ -74,6 +90,22 @@ def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
     at_best, lanes = max(expected.values()), {lane.value: round(seconds) for lane, seconds in expected.items()}
     print(f"\n{name} (k={k}, k'={k_prime}): {lanes} ms; a step takes {measured.time:.1f} ms, at best {at_best:.1f}")
     assert measured.time <= 1.1 * at_best
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_four_devices_take_as_long_as_the_busiest_lane(name):
+    """Each has links of its own. They share the host, where each adds its gradients, and one steps.
+
+    Where that is as busy as the links, it is behind when backward ends, and has the first units left, which forward
+    needs first: with few places, units that were stepped cannot be sent meanwhile.
+    """
+    machine, k = MACHINES[name], 4
+    measured, expected = train(machine, k, devices=4), busy_times(machine, k)
+    expected[Lane.HOST] += 4 * UNITS * machine.step * ADD_BYTES / STEP_BYTES
+    assert measured.busy == pytest.approx(expected, rel=0.05)
+    at_best, lanes = max(expected.values()), {lane.value: round(seconds) for lane, seconds in expected.items()}
+    print(f"\n{name}: {lanes} ms; a step of four devices takes {measured.time:.1f} ms, at best {at_best:.1f}")
+    assert measured.time <= (1.25 if name == "sending is the slowest" else 1.1) * at_best
 
 
 @pytest.mark.parametrize("k", [8, 30, 60])

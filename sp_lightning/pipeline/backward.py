@@ -150,8 +150,10 @@ class BackwardPass:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
+        if self.running:
+            self._stream.abandon_pass()
         self._optimizers.abandon()  # before the memory that it reads is given to anybody else
-        self._stream.abandon(in_pass=self.running)
+        self._stream.abandon()
         self.running = False
 
     def _end(self) -> None:

@@ -16,8 +16,8 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
@@ -66,20 +66,20 @@ class Engine:
         options: PipelineOptions,
         backend: Backend,
         planner: Planner,
-        replicas: Replicas | None,
+        processes: Processes | None,
     ) -> None:
         self.module = module
         self.device = device
         self.options = options
         self.backend = backend
-        self.replicas = replicas
+        self.processes = processes
         # whether processes have one sum of gradients; from attach on, also while one arranges units in an evaluation
-        self._sums_gradients = replicas is not None and replicas.sums_in_box
+        self._sums_gradients = processes is not None and processes.trains
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
         # the host memory that masters lie in
-        self.memory = HostMemory(backend, None if replicas is None else replicas.box)
+        self.memory = HostMemory(backend, None if processes is None else processes.box)
         self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.pool = HostPool(backend)
@@ -87,7 +87,7 @@ class Engine:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
-        self.optimizers = Optimizers(self.at_work, replicas, options.overlap_optimizer)
+        self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.planner = planner
         self._is_arranged = False
 
@@ -100,9 +100,7 @@ class Engine:
             ValueError: If an option does not fit the module or the available memory.
             torch.OutOfMemoryError: If what should live on the device does not fit.
         """
-        self.arrangement = Arrangement(
-            self.module, self.options, self.learned, self.memory, self.backend, autocast, self.replicas
-        )
+        self.arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend, autocast)
         self._install()
         self._is_arranged = True
         self.stats.arrangements += 1
@@ -123,7 +121,7 @@ class Engine:
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
         self.stream = GradientStream(
-            arrangement.all_units, self.window, self.landing, self.replicas, self._sums_gradients
+            arrangement.all_units, self.window, self.landing, self.processes, self._sums_gradients
         )
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
@@ -207,7 +205,7 @@ class Engine:
         if torch.is_grad_enabled():
             with without_torch_function():
                 learned.note_trained(arrangement.parameters)
-        if learned.has_news and self.replicas is not None and self.replicas.box is not None:
+        if learned.has_news and self.processes is not None:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()
         plan = self.planner.before_step(self, torch.is_grad_enabled())
@@ -216,9 +214,9 @@ class Engine:
 
     def meet(self) -> None:
         """Meet the other processes, before the first step after one that changed weights."""
-        box, learned = None if self.replicas is None else self.replicas.box, self.learned
-        if box is None:
+        if self.processes is None:
             return
+        box, learned = self.processes.box, self.learned
         with self.at_work:
             edited: list[str] = []
             refused = None
@@ -318,22 +316,17 @@ class Engine:
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         # not after `torch.autograd.grad`, which may run in some processes only
         on_device = self.arrangement.unmanaged.values()
-        if self.replicas is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
+        if self.processes is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
             self.end_pass()
         self.relax_guard()
 
     def end_pass(self) -> None:
         """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""
-        replicas = self.replicas
-        if replicas is None or not replicas.trains:
+        processes = self.processes
+        if processes is None or not processes.trains:
             return
         with self.at_work:
-            replicas.passes += 1
-            self.stream.end_pass(replicas.averages)
-            if replicas.averages:
-                self.settle()
-                if self._sums_gradients:
-                    replicas.average(self.arrangement.unmanaged, {})
-                    return
-                landed = {id(each.weight.master): each for each in self.stream.of.values() if each.host is not None}
-                replicas.average(dict(self.module.named_parameters()), landed)
+            processes.passes += 1
+            self.stream.end_pass(processes.averages)
+            if processes.averages:
+                processes.average_on_device(self.arrangement.unmanaged)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.engine import Engine, Planner
-from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
@@ -44,14 +44,14 @@ class Pipeline:
         options: The options; the defaults work.
         backend: Allocates and copies memory; by default the backend for the device.
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
-        replicas: The other processes that train the same model: gradients are averaged with theirs.
+        processes: All processes that train the same model, if there are others: gradients are averaged with theirs.
 
     Attributes:
         module: The module.
         device: The device that forward and backward run on.
         backend: Allocates and copies memory.
         options: The options.
-        replicas: The other processes; None if there are none.
+        processes: All processes that train the model; None if there are no others.
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
 
@@ -73,23 +73,23 @@ class Pipeline:
         options: PipelineOptions | None = None,
         backend: Backend | None = None,
         planner: Planner | None = None,
-        replicas: Replicas | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.module = module
-        self.replicas = replicas
+        self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         _check_parameters(module)
         move_parameters(weights_on_accelerators(module), HOST)
-        if replicas is not None:
-            replicas.broadcast_module(module)
-        # the one that steps for all of them has all cores
-        processes = 1 if replicas is None or replicas.owns_shared else replicas.on_this_machine
-        self.backend = backend or make_backend(self.device, self.options.host_threads, processes, self.options.debug)
+        share_cores = 1  # among how many the machine's cores are divided; not for the one that steps for all of them
+        if processes is not None:
+            processes.broadcast_module(module)
+            share_cores = 1 if processes.box.is_keeper else processes.box.count
+        self.backend = backend or make_backend(self.device, self.options.host_threads, share_cores, self.options.debug)
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner or Planner(), replicas)
+        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner or Planner(), processes)
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._calls = Calls(engine)
         try:
@@ -98,9 +98,8 @@ class Pipeline:
             engine.memory.keep([])
             self.backend.close()
             raise
-        if replicas is not None and replicas.share_all:
-            for parameter in self.arrangement.unmanaged.values():  # which are not in the memory that is shared
-                replicas.broadcast(parameter)
+        if processes is not None:  # these are not in the memory that is shared
+            processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())
@@ -125,9 +124,9 @@ class Pipeline:
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
         """Open a scope around a backward pass that runs in all processes, even if it reaches no weight in this one."""
-        before = None if self.replicas is None else self.replicas.passes
+        before = None if self.processes is None else self.processes.passes
         yield
-        if self.replicas is not None and self.replicas.passes == before:
+        if self.processes is not None and self.processes.passes == before:
             self._engine.end_pass()
 
     def meet_processes(self) -> None:

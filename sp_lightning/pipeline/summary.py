@@ -30,8 +30,8 @@ class Summary:
         # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
         kept = engine.memory.nbytes_for("gradients") + engine.memory.nbytes_for("sums")
         self.host_gradient_bytes = engine.landing.nbytes() + kept
-        box = None if engine.replicas is None else engine.replicas.box
-        self.devices = 1 if box is None else box.count  # that share this memory, but for buffers of each
+        # devices that share this memory, but for buffers of each
+        self.devices = 1 if engine.processes is None else engine.processes.box.count
         self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
         self.host_activation_bytes = engine.pool.held
         self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights

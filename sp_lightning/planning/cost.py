@@ -95,6 +95,7 @@ class Workload:
     outside_bytes: int = 0  # saved outside of units elsewhere
     reserve_bytes: int = 0  # of the device that must stay free beside weights, gradients and activations
     on_device_bytes: int = 0  # of the units that live on the device, with gradients and optimizer state
+    sum_bytes: int = 0  # of the host, in which several devices add gradients up
 
     @property
     def everything(self) -> tuple[UnitWork, ...]:
@@ -198,10 +199,10 @@ def gradient_bytes(workload: Workload) -> int:
 
 
 def landing_bytes(workload: Workload, k_prime: int) -> int:
-    """Return the host memory for gradients: for few of them where they are stepped as they come, else for all."""
+    """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
     gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
-    passing = workload.stepping == "in backward"
-    return sum(gradients[: few_buffers(len(gradients), k_prime)] if passing else gradients)
+    passing = workload.stepping == "in backward" or workload.sum_bytes > 0
+    return workload.sum_bytes + sum(gradients[: few_buffers(len(gradients), k_prime)] if passing else gradients)
 
 
 def peak(ways: Sequence[Way], turn: int = 0) -> int:

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.cost import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of, ways_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -188,13 +188,14 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     units = tuple(
         _work(unit, last if unit is division.units[-1] else given, machine, vocabulary) for unit in division.units
     )
+    weights = [weight for unit in division.all_units() for weight in unit.weights]
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
-    stepping: Stepping = "in backward" if given.devices == 1 else "under forward"
     workload = Workload(
         units=units,
         resident=_work(division.resident, given, machine, vocabulary),
-        stepping=stepping if any(unit.step_bytes for unit in units) else None,
+        stepping="in backward" if any(unit.step_bytes for unit in units) else None,
+        sum_bytes=sum(w.nbytes for w in weights if w.master.requires_grad) if given.devices > 1 else 0,
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),  # and gradients
     )
     return workload, machine
@@ -227,8 +228,8 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
-    # of several devices, each adds its gradients to a sum in the masters' dtype, which waits where gradients would
-    added, sums = (given.devices * (gradients + 2 * masters), masters - gradients) if given.devices > 1 else (0, 0)
+    # of several devices, each adds its gradients to a sum in the masters' dtype, which is what is read in the step
+    added = given.devices * (gradients + 2 * masters) + masters - gradients if given.devices > 1 else 0
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))
@@ -240,8 +241,8 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     ways = ways_of(work, [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)], forward, machine)
     return replace(
         work,
-        step_bytes=2 * (masters + state) + gradients + sums + stepped + added,
+        step_bytes=2 * (masters + state) + gradients + stepped + added,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
         bytes_on_device=weights + masters + state + copies if given.resident_optimizer and trained else 0,
-        host_bytes=weights + state + copies + sums,
+        host_bytes=weights + state + copies,
     )

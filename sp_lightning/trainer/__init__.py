@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline, Replicas
+from sp_lightning.pipeline import Pipeline, Processes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -94,7 +94,7 @@ class StrategyPart(ParallelStrategy):
     lightning: ClassVar[Namespace]
     pipeline: Pipeline | None  # while a module that has parameters is attached
     # the engine's handle to all processes, once the process group exists; None if there is only one
-    replicas: Replicas | None
+    processes: Processes | None
 
     @property
     def _module(self) -> LightningModule:
@@ -104,4 +104,4 @@ class StrategyPart(ParallelStrategy):
     @property
     def follows(self) -> bool:
         """Whether another process of this machine owns the weights and the optimizer's state."""
-        return self.replicas is not None and self.replicas.follows
+        return self.processes is not None and not self.processes.box.is_keeper

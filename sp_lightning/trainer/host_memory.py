@@ -19,11 +19,17 @@ _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
 _PASSING = 0.2  # the part of all gradients that lies on the host at once, if each is stepped as it comes
 
 
-def materialize(module: nn.Module, lightning: Namespace) -> None:
+def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
     filled by the first one in `named_modules`.
+
+    Args:
+        module: The module.
+        follows: Whether this process gets its weights from another one: it fills them, as random numbers go on from
+            there, but lets go of the memory.
+        lightning: The Lightning that runs.
 
     Raises:
         MisconfigurationException: If a module with meta tensors has no `reset_parameters`.
@@ -44,6 +50,8 @@ def materialize(module: nn.Module, lightning: Namespace) -> None:
             _give_memory(tensor)
         assert reset is not None
         reset()
+        for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
+            parameter.data = torch.empty_like(parameter)  # which takes nothing before it is written to
 
 
 def _give_memory(tensor: Tensor) -> None:
@@ -96,9 +104,7 @@ def _wait_for_all(trainer: Any, _: Any) -> None:
     trainer.strategy.barrier()
 
 
-def check_optimizer_memory(
-    optimizers: Sequence[Optimizer], gradients_pass: bool, processes: int, lightning: Namespace
-) -> None:
+def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool, lightning: Namespace) -> None:
     """Refuse, before the first step makes them, gradients and optimizer state that do not fit into host memory.
 
     If memory runs out, the system ends the process without an error.
@@ -106,7 +112,6 @@ def check_optimizer_memory(
     Args:
         optimizers: The optimizers.
         gradients_pass: Whether gradients are stepped as they come, and never wait for all others.
-        processes: How many processes of this machine need as much.
         lightning: The Lightning that runs.
 
     Raises:
@@ -115,14 +120,14 @@ def check_optimizer_memory(
     free = available_host_memory()
     share = _PASSING if gradients_pass else 1.0
     trained = sum(_trained_bytes(group) for optimizer in optimizers for group in optimizer.param_groups)
-    gradients = int(processes * share * trained)
-    state = processes * sum(map(_state_bytes, optimizers))
+    gradients = int(share * trained)
+    state = sum(map(_state_bytes, optimizers))
     if free is None or not state or gradients + state <= free:
         return
     names = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
     if len(names) == 1:
-        advice = _next_rung(names[0], optimizers, share, processes, free) or advice
+        advice = _next_rung(names[0], optimizers, share, free) or advice
     lightning.check(
         False,
         f"{' and '.join(names)} would keep {readable_bytes(state)} of state in host memory, beside "
@@ -130,14 +135,14 @@ def check_optimizer_memory(
     )
 
 
-def _next_rung(name: str, optimizers: Sequence[Optimizer], share: float, processes: int, free: int) -> str | None:
+def _next_rung(name: str, optimizers: Sequence[Optimizer], share: float, free: int) -> str | None:
     """Name the most exact way to keep masters and moments that fits, if there is one."""
     trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     numbers, masters = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
     for way in more_compact(Assumptions(optimizer=name)) if name in COMPACT else ():
         weights_and_gradients = int((1 + share) * torch.bfloat16.itemsize * numbers)
-        needed = processes * (weights_and_gradients + way.state_bytes(numbers, masters))
-        if needed <= free + processes * masters:
+        needed = weights_and_gradients + way.state_bytes(numbers, masters)
+        if needed <= free + masters:
             return (
                 f"`precision='bf16-true'` with `sp_lightning.optim.{way.optimizer_words}` takes "
                 f"{readable_bytes(needed)} in all, weights included, and fits."

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Replicas
+from sp_lightning.pipeline import Pipeline, Processes
 from sp_lightning.trainer import StrategyPart
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class ProcessesMixin(StrategyPart):
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.num_nodes = 1
-        self.replicas = None
+        self.processes = None
         self._buffers_due = False
 
     @property
@@ -106,11 +106,8 @@ class ProcessesMixin(StrategyPart):
         self.lightning.init_process_group(
             self.cluster_environment, self.process_group_backend or on_device, timeout=self.timeout
         )
-        if self.replicas is None:
-            on_host = None
-            if dist.get_backend() != "gloo":
-                on_host = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
-            self.replicas = Replicas(on_host, self.num_processes, self.timeout or default_pg_timeout)
+        if self.processes is None:
+            self.processes = Processes(self.num_processes, self.timeout or default_pg_timeout)
 
     @contextmanager
     @override
@@ -119,49 +116,49 @@ class ProcessesMixin(StrategyPart):
 
         Lightning does so around all micro-batches of a step but the last one.
         """
-        replicas = self.replicas
-        if replicas is None:
+        processes = self.processes
+        if processes is None:
             yield
             return
-        averaged, replicas.averages = replicas.averages, False
+        averaged, processes.averages = processes.averages, False
         try:
             yield
         finally:
-            replicas.averages = averaged
+            processes.averages = averaged
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Open a scope for an evaluation step, whose backward passes are each process's own, as in DDP."""
-        replicas = self.replicas
-        if replicas is None:
+        processes = self.processes
+        if processes is None:
             yield
             return
-        trained, replicas.trains = replicas.trains, False
+        trained, processes.trains = processes.trains, False
         try:
             yield
         finally:
-            replicas.trains = trained
+            processes.trains = trained
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
         self._buffers_due = trains
-        if self.replicas is not None:
-            self.replicas.trains = trains
+        if self.processes is not None:
+            self.processes.trains = trains
 
     def weights_may_change(self) -> None:
         """Note that callbacks of a fit are about to write to weights, or have, besides the optimizer."""
-        self._buffers_due |= self.replicas is not None and self.replicas.trains
+        self._buffers_due |= self.processes is not None and self.processes.trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
         """Have all processes see what the first has changed, in the first step after one that changed weights.
 
         Its buffers are sent to the others, as in DDP.
         """
-        if self.replicas is not None:
+        if self.processes is not None:
             if self._buffers_due:
-                self.replicas.share_buffers(pipeline.module)
+                self.processes.broadcast(pipeline.module.buffers())
                 pipeline.meet_processes()
-            self._buffers_due = torch.is_grad_enabled() and self.replicas.averages and self.replicas.trains
+            self._buffers_due = torch.is_grad_enabled() and self.processes.averages and self.processes.trains
 
     @property
     def _is_connected(self) -> bool:

@@ -103,8 +103,8 @@ class StepsMixin(StrategyPart):
         by_value = clips and trainer.gradient_clip_algorithm == "value"
         scales = getattr(self.precision_plugin, "scaler", None) is not None
         reasons = self._hindrances(automatic)
-        if pipeline.replicas is not None:
-            reasons.append("gradients are averaged when backward has ended")
+        if pipeline.processes is not None and pipeline.processes.machines > 1:
+            reasons.append("sums of gradients of several machines are complete when backward has ended")
         is_off = pipeline.options.overlap_optimizer is False
         if clips and not by_value:
             reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,25 @@ def half_frozen() -> nn.Module:
         block.requires_grad_(False)
     model.blocks[3].up.requires_grad_(False)
     return model
+
+
+class TopK(torch.autograd.Function):
+    """Computes with the largest of the weights, and trains more of them (Top-KAST)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, computes: float, trains: float) -> Tensor:
+        size = weight.abs()
+        ctx.save_for_backward(size >= size.quantile(1 - trains))
+        return weight * (size >= size.quantile(1 - computes))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+class SparseLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, TopK.apply(self.weight, 0.2, 0.5), self.bias).tanh()
 
 
 class Unused(Chain):
@@ -311,6 +331,7 @@ CASES = [
     Case("weight-gradient-penalty", lambda: chain(3), rows, backward=weight_gradient_penalty, streams=False),
     Case("lora", lora, rows, autocast=True, lightning=True),
     Case("half-frozen", half_frozen, rows),
+    Case("top-k", lambda: Chain(SparseLinear(WIDTH, WIDTH) for _ in range(5)), rows, autocast=True, lightning=True),
     Case("unused-parameters", Unused, rows, lightning=True),
     Case(
         "stochastic-depth",

@@ -1,20 +1,20 @@
 """What a forward that runs again in backward is promised: the contract of `torch.utils.checkpoint`, and no more.
 
 Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. Buffers are,
-too, and move once, so that BatchNorm counts a batch once. All else that a forward may change (attributes, lists, a
-key/value cache that it is given) is looked at, not simulated: where something of it differs after a call, the forward
-does not run again. A look goes a few levels deep, at no more than so many objects, and only in the first calls of a
-member.
+too, and move once, so that BatchNorm counts a batch once. What else a forward may change is not simulated: where an
+attribute, or what lies in it, differs after one of the first calls of a member, or where it is given an object such as
+a key/value cache, the forward does not run again.
 """
 
 from __future__ import annotations
 
+import enum
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from types import ModuleType
 from typing import Any
 
@@ -27,11 +27,10 @@ from torch.utils import _pytree as pytree
 from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
-_LEVELS = 5  # below an object: two caches in one, a cache, its list of layers, a layer, the tensors in it
-_MOST = 1024  # objects in one
+_MOST = 1024  # parts of an attribute that are looked at
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
-# modules of objects that are not looked into; what lies in a namespace is a user's
+# packages of objects that do not change; what lies in a namespace is a user's
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names} - {"argparse", "types"}
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
@@ -56,7 +55,8 @@ class Inputs:
         self._require_grad = {key: tensor.requires_grad for key, tensor in given.items()}
         self.tensors = [tensor.detach() for tensor in given.values()]  # without weights, which stand for themselves
         self.packed: list[Packed] = []  # what holds these, once they are packed
-        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]  # a cache, say
+        # what is given that may change, as a cache does
+        self.changeable = next((type(leaf).__name__ for leaf in leaves if _is_users(leaf)), None)
         # that a user has set, and that a second tensor would not have
         self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
 
@@ -138,11 +138,10 @@ def _copy(buffer: Tensor) -> Tensor:
 
 
 class Look:
-    """A look at the attributes of modules, and at objects among a call's arguments, before a forward."""
+    """A look at the attributes of modules, and at the parts that they have, before a forward."""
 
-    def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._objects = objects
         self._seen: list[Any] = []  # held, so that no other object gets the identity of one
         self._before = self._read()
 
@@ -158,27 +157,17 @@ class Look:
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:
                     seen[number, f"changes its attribute {name!r}"] = self._picture(value)
-        for number, value in enumerate(self._objects):
-            what = f"is given a {type(value).__name__!r}, which may change (if it is a cache, set `use_cache=False`)"
-            picture = seen[-1 - number, what] = self._picture(value)
-            if any(issubclass(kind, Tensor) for kind, *_ in picture):
-                picture.append(object())  # with tensors in it, it always differs
         return seen
 
     def _picture(self, value: Any) -> list[Any]:
-        """Return what can be compared of an object and what it holds, a few levels deep, with versions of tensors."""
-        objects = list(islice(_walk(value), _MOST))
+        """Return what can be compared of an object, its parts, and theirs, with versions of tensors."""
+        parts = list(islice(_parts(value), _MOST))
+        objects = [value, *parts, *islice(chain.from_iterable(map(_parts, parts)), _MOST)]
         self._seen += objects
         return [
             (type(each), each if isinstance(each, _PLAIN) else isinstance(each, tuple) or id(each), _version(each))
             for each in objects
         ]
-
-
-def _walk(value: Any, levels: int = _LEVELS) -> Iterator[Any]:
-    yield value
-    for part in _parts(value) if levels else ():
-        yield from _walk(part, levels - 1)
 
 
 def _other_random_numbers() -> list[Any]:
@@ -193,10 +182,13 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
-    # attributes of users' own objects, unlike those of a logger or a process group
+    return vars(value).values() if _is_users(value) else ()
+
+
+def _is_users(value: Any) -> bool:
+    """Tell whether it is an object of a user's, or of a library's, unlike a logger or a process group."""
     is_users = (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
-    is_open = is_users and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Tensor)
-    return vars(value).values() if is_open else ()
+    return is_users and hasattr(value, "__dict__") and not isinstance(value, type | enum.Enum | nn.Module | Tensor)
 
 
 def _version(value: Any) -> int:

@@ -72,7 +72,7 @@ class UnitCall:
         self._bytes_before = self._held = 0  # bytes that were held as it was entered, and with its inputs
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
-        self._look = Look(modules if shared.looks[member.name] < _LOOKS else [], self._inputs.objects)
+        self._look = Look(modules if shared.looks[member.name] < _LOOKS else [])
         self._surroundings = Surroundings(shared.backend.device, modules)
         self._state = self._state_of_module()
         self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
@@ -141,6 +141,8 @@ class UnitCall:
             return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self._alive()):
             return "saves a nested tensor"  # its shape cannot be compared: it has none, or a new one each time
+        if (given := self._inputs.changeable) is not None:
+            return f"is given a {given!r}, which may change (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
         if self._state_of_module() != self._state:

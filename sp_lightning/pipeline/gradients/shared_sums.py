@@ -40,11 +40,12 @@ class SharedSums:
         self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
         self._norms = tensor_in(memory.bytes, at_norms, norms, torch.float32)
         self._places = set(map(id, self.places))
+        self.names = [weight.name for weight in weights]
         self.index = {weight: number for number, weight in enumerate(weights)}
         self.is_over = False  # whether this process's turn in the present pass is over, or will be after its last job
 
     def present(self) -> dict[Weight, tuple[Tensor, Tensor | None]]:
-        """Return the sums that there are, each with its norm if that was measured when its last part was added."""
+        """Return the sums that there are, each with its norm if that was measured."""
         found: dict[Weight, tuple[Tensor, Tensor | None]] = {}
         known = zip(self.index, self.places, self._norms.unbind(), self._present.tolist(), strict=True)
         for (weight, place, norm, is_present), is_unknown in zip(known, self._norms.isnan().tolist(), strict=True):
@@ -60,9 +61,9 @@ class SharedSums:
         """Return a ticket that is done when it is this process's turn in the present pass."""
         return self._memory.reached(self._memory.begun * self._box.count + self._box.rank)
 
-    def everyone(self) -> Ticket:
-        """Return a ticket that is done when all processes have had their turn in the passes that have ended here."""
-        return self._memory.reached(self._memory.begun * self._box.count)
+    def complete(self) -> Ticket:
+        """Return a ticket that is done when all processes have had their turn in the present pass."""
+        return self._memory.reached((self._memory.begun + 1) * self._box.count)
 
     @property
     def is_partial(self) -> bool:
@@ -89,14 +90,13 @@ class SharedSums:
         """Whether this process's turn comes first in every pass."""
         return self._box.is_keeper
 
-    def add(self, gradients: Iterable[tuple[int, Tensor]], anew: Iterable[int], share: float, measure: bool) -> None:
+    def add(self, gradients: Iterable[tuple[int, Tensor]], anew: Iterable[int], share: float) -> None:
         """Add this process's part, in its turn.
 
         Args:
             gradients: Gradients by the numbers of their weights.
             anew: Numbers of weights whose sums begin anew with this pass.
             share: What each gradient is multiplied by.
-            measure: Whether to measure norms.
         """
         with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
             for number in anew:
@@ -108,4 +108,18 @@ class SharedSums:
                 else:
                     target.copy_(gradient).mul_(share)
                     self._present[number] = True
-                self._norms[number] = torch.linalg.vector_norm(target, dtype=target.dtype) if measure else torch.nan
+
+    @property
+    def ends(self) -> bool:
+        """Whether this process's turn comes last in every pass."""
+        return self._box.rank == self._box.count - 1
+
+    def measure_norms(self, is_wanted: bool) -> None:
+        """Measure the norms of the sums, which have all their parts now, or forget those of earlier ones."""
+        for norm, place, is_present in zip(self._norms, self.places, self._present.tolist(), strict=True):
+            norm.fill_(torch.linalg.vector_norm(place, dtype=place.dtype) if is_wanted and is_present else torch.nan)
+
+    def note_present(self, names: Iterable[str]) -> None:
+        """Note that there are sums for these weights now, from other machines."""
+        for name in names:
+            self._present[self.names.index(name)] = True

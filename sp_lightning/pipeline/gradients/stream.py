@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.turns import Turns
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Shipment, State, UnitGradients, refusal
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
@@ -51,7 +51,7 @@ class GradientStream:
         units: Sequence[Unit],
         window: Window,
         landing: LandingBuffers,
-        replicas: Replicas | None,
+        processes: Processes | None,
         is_summed: bool,
     ) -> None:
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
@@ -66,7 +66,8 @@ class GradientStream:
         self._landing = landing
         landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
-        self._turns = Turns(self._units, window.backend, replicas)  # to add to sums that other processes have, too
+        self._has_others = processes is not None
+        self._turns = Turns(self._units, window.backend, processes)  # to add to sums that other processes have, too
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -76,7 +77,7 @@ class GradientStream:
         unit = gradient.unit
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
-        if unit.sums is not None:
+        if self._has_others:
             unit.check_sum(gradient, self._turns.is_own_pass)
         if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self._send(unit, is_last=False)
@@ -124,15 +125,18 @@ class GradientStream:
             layout = GradientLayout([gradient.weight for gradient in gradients], dtypes)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], tensors)
+        taker = self.taker if is_last and is_hidden else None
+        if taker is not None and not taker.wants(unit):
+            taker = None
         if unit.sums is not None and not self._turns.is_own_pass:
             buffer = self._landing.take(layout.nbytes, patient=True)
             ticket = self._download(unit, layout, staging, buffer)
             shipment = Shipment(unit, gradients, buffer.views(layout)[0], ticket, buffer)
-            self._turns.add(unit, unit.sums, shipment, is_last and is_hidden, self.measures_norms)
+            is_over = is_last and is_hidden and taker is None
+            shipment = self._turns.add(unit, unit.sums, shipment, is_over, self.measures_norms)
+            if taker is not None:
+                taker.take(shipment)
             return
-        taker = self.taker if is_last and is_hidden else None
-        if taker is not None and not taker.wants(unit):
-            taker = None
         has_norms = self.measures_norms and layout.norm_dtype is not None
         passes = is_new and taker is not None and not taker.keeps_gradients
         if is_new and is_hidden and layout is unit.kept_as and not passes:
@@ -209,6 +213,10 @@ class GradientStream:
         """End a pass of the processes that share sums of gradients; these may be complete with it."""
         self._turns.end_pass(averages, self.measures_norms)
 
+    def pass_on(self, unit: UnitGradients) -> None:
+        """Let other processes go on with a unit that is to be stepped, if its sums are theirs, too."""
+        self._turns.pass_on(unit, self._window.copies_of([unit.unit.group]))
+
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""
         if shipment.buffer is not None:
@@ -243,10 +251,13 @@ class GradientStream:
             for hook in post_accumulate_hooks(master):
                 hook(master)
 
-    def abandon(self, in_pass: bool = False) -> None:
-        """Forget what has come in a backward pass that an exception has ended, if it was one."""
-        if in_pass and not self._turns.is_own_pass:
+    def abandon_pass(self) -> None:
+        """Have other processes not wait for this one's part of a backward pass that an exception has ended."""
+        if not self._turns.is_own_pass:
             self.end_pass(averages=False)
+
+    def abandon(self) -> None:
+        """Forget what has come in a backward pass that an exception has ended, if it was one."""
         for unit in self._units:
             with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
                 unit.wait()

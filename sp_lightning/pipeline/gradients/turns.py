@@ -7,15 +7,16 @@ a part of them, and the user has the sum. What was shown of a sum before is take
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.gradients.unit_gradients import Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 
 
@@ -25,20 +26,20 @@ class Turns:
     Args:
         units: The gradients of all units.
         backend: Has the thread that adds.
-        replicas: The processes; None if this is the only one.
+        processes: The processes; None if this is the only one.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], backend: Backend, replicas: Replicas | None) -> None:
+    def __init__(self, units: Sequence[UnitGradients], backend: Backend, processes: Processes | None) -> None:
         self._summed = [(unit, unit.sums) for unit in units if unit.sums is not None]
         self._backend = backend
-        self._replicas = replicas
+        self._processes = processes
 
     @property
     def is_own_pass(self) -> bool:
         """Whether the backward pass is this process's own, as in evaluation."""
-        return self._replicas is None or not self._replicas.trains
+        return self._processes is None or not self._processes.trains
 
-    def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> None:
+    def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> Shipment:
         """Have the thread add what is on its way when it is this process's turn.
 
         Args:
@@ -58,6 +59,22 @@ class Turns:
                 gradient.host = sums.places[sums.index[gradient.weight]]
                 parts.append((sums.index[gradient.weight], arrived))
         self._take_turn(unit, sums, own, parts, is_over, measures, shipment)
+        assert unit.ticket is not None
+        return Shipment(unit, shipment.gradients, [sums.places[number] for number, _ in parts], unit.ticket, None)
+
+    def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> None:
+        """Let the others have their turn, and a step its way, when this process needs nothing of a unit any more.
+
+        Args:
+            unit: The gradients of a unit.
+            after: Copies of its weights, which are still read.
+        """
+        if (sums := unit.sums) is None or self.is_own_pass:
+            return
+        sums.is_over = True
+        assert unit.ticket is not None
+        self._backend.work(partial(sums.pass_on, sums.number), [unit.ticket, *after])
+        unit.ticket = sums.complete()
 
     def _take_turn(
         self,
@@ -69,10 +86,10 @@ class Turns:
         measures: bool,
         shipment: Shipment | None = None,
     ) -> None:
-        assert self._replicas is not None
+        assert self._processes is not None
         ended, unit.anew = unit.anew, []
         anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
-        share, number, sums.is_over = 1 / self._replicas.count, sums.number, is_over
+        share, number, sums.is_over = 1 / self._processes.count, sums.number, is_over
         buffer = None if shipment is None else shipment.buffer
         tickets = unit.ticket, None if shipment is None else shipment.ticket
 
@@ -80,7 +97,9 @@ class Turns:
             with without_torch_function(), torch.no_grad():
                 for target, arrived in own:
                     target.copy_(arrived)
-            sums.add(parts, anew, share, measures)
+            sums.add(parts, anew, share)
+            if is_over and sums.ends:
+                sums.measure_norms(measures)
             if is_over:
                 sums.pass_on(number)
 
@@ -105,12 +124,17 @@ class Turns:
                 seen = [(number, weight.master.grad) for weight, number in sums.index.items()] if averages else []
                 self._take_turn(unit, sums, [], [(n, g) for n, g in seen if g is not None], True, measures)
         for unit, sums in self._summed:
-            if averages:
+            if averages and unit.state is not State.CONSUMED:
                 unit.wait()  # raises what has gone wrong here
+            unit.ticket = sums.complete()
             sums.end_pass(is_partial=not averages)
-            unit.ticket = sums.everyone()
-        for unit, sums in self._summed if averages else ():
+        if not averages:
+            return
+        left = [(unit, sums) for unit, sums in self._summed if unit.state is not State.CONSUMED]
+        for unit, _ in left:
             unit.wait()
+        self._add_up_machines(measures)
+        for unit, sums in left:
             present = sums.present()
             for gradient in unit.gradients:
                 if gradient.weight in present:
@@ -120,3 +144,18 @@ class Turns:
                     if gradient.is_seen:
                         unit.show(gradient)
             unit.forget([])
+
+    def _add_up_machines(self, measures: bool) -> None:
+        """Add the sums up with those of other machines, if there are any, in one process of each."""
+        processes = self._processes
+        if processes is None or processes.machines == 1:
+            return
+        if processes.box.is_keeper:
+            everything = [sums for _, sums in self._summed]
+            places = {name: place for sums in everything for name, place in zip(sums.names, sums.places, strict=True)}
+            own = {weight.name for sums in everything for weight in sums.present()}
+            names = set(processes.add_up_machines(places, own))
+            for sums in everything:
+                sums.note_present(names.intersection(sums.names) - own)
+                sums.measure_norms(measures)
+        processes.box.meet()

@@ -102,15 +102,6 @@ class Gradient:
             )
         master.grad = None
 
-    def replace(self, value: Tensor) -> None:
-        """Have this value, in the master's dtype, in place of what has landed on the host."""
-        assert self.host is not None
-        if self.host.dtype != value.dtype:
-            self.host = self.unit.room_for(self, value.dtype)
-        self.host.copy_(value)
-        if self.norm is not None:
-            self.norm = torch.linalg.vector_norm(value)
-
 
 IS_TRAINED = attrgetter("weight.master.requires_grad")
 
@@ -196,15 +187,14 @@ class UnitGradients:
         Raises:
             RuntimeError: If it may not.
         """
-        assert self.sums is not None
         gradient.take_look_back()
-        number = self.sums.index.get(gradient.weight)
-        if is_own_pass and gradient.host is not None and self.sums.has(gradient.host):
+        sums = self.sums
+        if is_own_pass and sums is not None and gradient.host is not None and sums.has(gradient.host):
             raise RuntimeError(
                 f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training step "
                 "are added up. Take it by `torch.autograd.grad`."
             )
-        if not is_own_pass and (number is None or self.sums.is_over):
+        if not is_own_pass and (sums is None or sums.is_over or gradient.weight not in sums.index):
             raise RuntimeError(
                 f"Weight {gradient.weight.name!r} got a gradient that the processes of this machine cannot add up: it "
                 "was frozen when they last met, or has had its gradient already in this backward pass."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -38,11 +37,14 @@ class Box:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        if sys.platform != "linux":
+            raise OSError("Several processes share the model's memory in a way that only Linux has. Use one device.")
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.is_keeper = self.rank == 0
         self._group = group
         self._timeout = timeout.total_seconds()
         self.failure: RuntimeError | None = None  # why the others cannot be waited for any more
+        self._look = 0.0  # when to look next whether all live
         self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}/stat") for process in self.gather(os.getpid())]
@@ -81,7 +83,13 @@ class Box:
                     f"Processes 0 and {index} of this machine arrange their weights differently: {wanted[:1]} and "
                     f"{others[:1]} come next. Freeze, add or convert the same weights in all processes."
                 )
-        memory = torch.from_file(place, shared=True, size=size, dtype=torch.uint8)
+        try:
+            memory = torch.from_file(place, shared=True, size=size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OSError(
+                "The processes of this machine cannot share memory: they have to run in one container, as one user, or "
+                f"as machines of one device each (`num_nodes`). {error}"
+            ) from error
         self._close_file()
         self._open = file
         return SharedMemory(self, names, memory[:nbytes], memory[-_COUNTER_BYTES:][:8].view(torch.int64))
@@ -124,28 +132,22 @@ class Box:
                 self.failure = RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
                 raise self.failure
 
-    def wait_for(self, counter: Tensor, value: int) -> None:
-        """Block until others have counted so far.
+    def wait_briefly(self, since: float) -> None:
+        """Give the others a moment, and note whether they have failed.
 
-        Raises:
-            RuntimeError: If another process has ended, or they do not come to it in time.
+        Args:
+            since: The moment at which this began to wait for them.
         """
-        until = time.monotonic() + self._timeout
-        look = 0.0
-        while int(counter) < value:
-            if self.failure is not None:
-                raise self.failure
-            now = time.monotonic()
-            if now >= look:
-                look = now + _LOOK_FOR_OTHERS
-                self._check_alive()
-            if now > until:
-                self.failure = RuntimeError(
-                    f"Process {self.rank} of this machine has waited for the others for {self._timeout:.0f} s. One of "
-                    "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
-                )
-                raise self.failure
-            time.sleep(_PAUSE)
+        now = time.monotonic()
+        if now >= self._look:
+            self._look = now + _LOOK_FOR_OTHERS
+            self._check_alive()
+        if now > since + self._timeout:
+            self.failure = RuntimeError(
+                f"Process {self.rank} of this machine has waited for the others for {self._timeout:.0f} s. One of "
+                "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
+            )
+        time.sleep(_PAUSE)
 
 
 def has_ended(status: Path) -> bool:
@@ -189,42 +191,22 @@ class _Reached(Ticket):
         self._box = box
         self._counter = counter
         self._number = number
+        self._since: float | None = None  # when somebody began to wait for it
 
     @override
     def join(self) -> None:
-        self._box.wait_for(self._counter, self._number)
+        while not self.done:
+            self.join_briefly()
+        if int(self._counter) < self._number and self._box.failure is not None:
+            raise self._box.failure
+
+    @override
+    def join_briefly(self) -> None:
+        if not self.done:
+            self._since = self._since or time.monotonic()
+            self._box.wait_briefly(self._since)
 
     @property
     @override
     def done(self) -> bool:
         return self._box.failure is not None or int(self._counter) >= self._number
-
-
-def find_box(on_this_machine: int, timeout: timedelta) -> Box | None:
-    """Find the processes of this machine; None if there is one only, or if their memory cannot be shared.
-
-    Args:
-        on_this_machine: How many there are; their ranks follow each other.
-        timeout: How long one waits for the others.
-    """
-    if on_this_machine == 1 or sys.platform != "linux":
-        return None
-    group, _ = dist.new_subgroups(on_this_machine, timeout=timeout, backend="gloo")
-    failed = ""
-    box = None
-    try:
-        box = Box(group, timeout)
-        box.share(1, [])
-    except (OSError, RuntimeError) as error:
-        failed = str(error)
-    everyones: list[Any] = [None] * on_this_machine
-    dist.all_gather_object(everyones, failed, group=group)
-    if box is not None and not any(everyones):
-        box.meet()
-        return box
-    warnings.warn(
-        f"The processes of this machine cannot share memory ({next(filter(None, everyones))}), so each has masters "
-        "and optimizer state of its own.",
-        stacklevel=2,
-    )
-    return None

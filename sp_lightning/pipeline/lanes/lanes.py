@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+_BRIEFLY = 0.02  # seconds
+
 
 class Lane(enum.Enum):
     """One of the resources that work side by side."""
@@ -97,6 +99,10 @@ class Ticket(ABC):
     def join(self) -> None:
         """Block the calling thread until the copy or job is done; raise its exception if it failed."""
 
+    def join_briefly(self) -> None:
+        """Block until it is done; if other processes may have to come first, for a moment."""
+        self.join()
+
     @property
     @abstractmethod
     def done(self) -> bool:
@@ -131,6 +137,11 @@ class Job(Ticket):
                 pass
         if self.error is not None:
             raise self.error
+
+    @override
+    def join_briefly(self) -> None:
+        if not self.done and self._under_way.acquire(timeout=_BRIEFLY):
+            self._under_way.release()
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
@@ -176,7 +187,8 @@ class Worker:
 
     A job is ready when all tickets that it comes after are done. Of the ready ones, the lowest rank runs first, and
     among equals the one submitted first. If none is ready, the thread waits for the tickets of the one submitted first:
-    copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for.
+    copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for. Other
+    processes may wait for a job that comes later: it looks at the others in between.
     """
 
     def __init__(
@@ -245,4 +257,4 @@ class Worker:
                 oldest = self._jobs[0]
             for ticket in oldest.after:
                 with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for that
-                    ticket.join()
+                    ticket.join_briefly()

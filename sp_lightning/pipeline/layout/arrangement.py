@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.gradients.averaging import Replicas
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.box import Box
 from sp_lightning.pipeline.layout.memory import WindowPlan, check_host_memory, choose_device_layout
@@ -133,7 +132,6 @@ class Arrangement:
         memory: HostMemory,
         backend: Backend,
         autocast: torch.dtype | None = None,
-        replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
         # whether torch compiles the module or parts of it
@@ -169,8 +167,7 @@ class Arrangement:
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
-        at_once = 1 if memory or replicas is None or replicas.sums_in_box else replicas.on_this_machine
-        check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"), at_once)
+        check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"))
         self.groups: list[Group] = []  # all groups, resident ones included
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory

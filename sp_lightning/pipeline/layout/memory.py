@@ -180,13 +180,12 @@ def sent_bytes(weights: Iterable[Weight]) -> int:
     return lay_out([weight.compute_bytes for weight in weights])[1]
 
 
-def check_host_memory(units: Sequence[Unit], present: int, at_once: int) -> None:
+def check_host_memory(units: Sequence[Unit], present: int) -> None:
     """Check that the host has memory for gradients and for copies of weights.
 
     Args:
         units: All units.
         present: Bytes for these that are there already.
-        at_once: How many processes take as much of the same host's memory at this moment.
 
     Raises:
         ValueError: If it has not.
@@ -198,11 +197,9 @@ def check_host_memory(units: Sequence[Unit], present: int, at_once: int) -> None
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     needed = max(0, coming + copies - present) + moving
     free = available_host_memory()
-    if free is not None and needed * at_once > free:
-        each = f" in each of {at_once} processes" if at_once > 1 else ""
+    if free is not None and needed > free:
         raise ValueError(
-            f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
+            f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
             f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
-            f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
-            f"{', or train on fewer devices (`Trainer(devices=1)`)' if at_once > 1 else ''}."
+            f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
         )

@@ -61,6 +61,8 @@ class GroupSteps:
     def __init__(self, window: Window, stream: GradientStream) -> None:
         self.window = window
         self.stream = stream
+        # groups that were stepped in backward, for which other processes count the step that is still to be taken
+        self.counted: set[Group] = set()
         # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
         self.fused = window.backend.device.type != "cpu"
 
@@ -138,17 +140,21 @@ class GroupSteps:
             # weights made resident are in groups that do not wait for this one's step
             self.finish([group])
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, group: Group, plan: Plan) -> None:
         """Have the thread wait until another process has stepped weights that this one has, too."""
-        for group in plan.groups:
+        counted = self._count(group, plan)
+        if counted:
             weights = {weight for weight in group.weights if self.stream.of[weight] in plan.gradients}
-            stepped = [memory.reached(number) for memory, number in self._count(group, plan)]
+            stepped = [memory.reached(number) for memory, number in counted]
             self._submit(group, partial(_note_stepped, group, weights), weights, stepped)
 
     def end(self, plan: Plan) -> None:
-        """Tell the processes that have the same weights that an optimizer has stepped them by its own code."""
+        """Count a step that the processes with the same weights take in another way, or not at all."""
         for group in plan.groups:
-            self._end(group, self._count(group, plan))
+            if group.is_followed:
+                self.follow(group, plan)
+            else:
+                self._end(group, self._count(group, plan))
 
     def _end(self, group: Group, counted: Sequence[tuple[SharedMemory, int]]) -> None:
         if counted:
@@ -157,8 +163,10 @@ class GroupSteps:
             memory.reach(number)
 
     def _count(self, group: Group, plan: Plan) -> list[tuple[SharedMemory, int]]:
-        """Count a step of weights that other processes have, too, whether or not it changes them."""
-        counted = []
+        """Count a step of weights that other processes have, too, whether or not it changes them; once."""
+        counted: list[tuple[SharedMemory, int]] = []
+        if group in self.counted:
+            return counted
         for segment in group.segments:
             memory = segment.memory.shared
             if memory is not None and any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
@@ -224,12 +232,13 @@ class EarlyStep:
         self._shipments: list[Shipment] = []
         # those whose state this step makes; it stands in the order in which torch would make it
         trained = [(g, optimizer.param_groups[number]) for g, number in plan.gradients.items() if IS_TRAINED(g)]
-        self._new = [g for g, settings in trained if makes_state(optimizer, g.weight.master, settings)]
-        optimizer.state.update({g.weight.master: {} for g in self._new})
+        self.new = [g for g, settings in trained if makes_state(optimizer, g.weight.master, settings)]
+        optimizer.state.update({g.weight.master: {} for g in self.new})
 
     def wants(self, unit: UnitGradients) -> bool:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""
-        if unit.unit.group.resident:
+        group = unit.unit.group
+        if group.resident or (unit.sums is not None and group.apart):  # the latter cannot wait for other processes
             return False
         return all(g in self.plan.gradients and not g.weight.lowered_leaves for g in unit.trained)
 
@@ -263,9 +272,15 @@ class EarlyStep:
         arrived = {g: tensor for s in shipments for g, tensor in zip(s.gradients, s.arrived, strict=True)}
         for gradient in arrived:
             gradient.scaling = self._scaling
-        buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
-        self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
-        if not arrived.keys().isdisjoint(self._new):
+        for shipment in shipments:
+            self._steps.stream.pass_on(shipment.unit)
+        if group.is_followed:
+            self._steps.follow(group, self.plan)
+        else:
+            buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
+            self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
+        self._steps.counted.add(group)
+        if not (group.is_followed or arrived.keys().isdisjoint(self.new)):
             self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
         for unit in [shipment.unit for shipment in shipments]:
             unit.state = State.CONSUMED
@@ -277,18 +292,20 @@ class EarlyStep:
 
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
+        self._steps.counted.clear()
         for unit in self.stepped:
             unit.state = State.HELD if self.keeps_gradients else State.EMPTY
-        for weight in [gradient.weight for gradient in self._new]:
+        for weight in [gradient.weight for gradient in self.new]:
             if not self.optimizer.state.get(weight.master):
                 self.optimizer.state.pop(weight.master, None)  # it got no gradient
 
     def abandon(self) -> None:
         """Finish, and warn if not all weights have been stepped: the optimizer's `step()` will not be called."""
+        self._steps.end(self.plan)
         self.finish()
         trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
         stepped = sum(len(unit.trained) for unit in self.stepped)
-        if stepped < trained:
+        if 0 < stepped < trained:
             warnings.warn(
                 f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
                 f"step, {trained - stepped} have not. Continue from a checkpoint, or train with "

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.averaging import Replicas
+from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
@@ -58,9 +58,9 @@ class Afterwards(enum.Enum):
 class Optimizers(Clipping):
     """The services of a pipeline to the optimizers of its weights."""
 
-    def __init__(self, at_work: EngineAtWork, replicas: Replicas | None, overlaps: bool | str) -> None:
+    def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
         super().__init__(at_work)
-        self._replicas = replicas
+        self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -120,8 +120,10 @@ class Optimizers(Clipping):
             self._steps.window.write_back_all()  # to the masters that are stepped
             if self._early is not None:
                 self._early.check(optimizer, plan, why_not)
-            if self._replicas is not None:
-                self._replicas.begin_optimizer_step(optimizer)
+            if self._processes is not None:
+                # another process may write to masters; those that are stepped already are sent after that
+                self._steps.window.finish_copies(set(self._steps.window.groups) - self._steps.counted)
+                self._processes.begin_optimizer_step(optimizer)
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
                 self._steps.stream.show_all()
@@ -139,9 +141,7 @@ class Optimizers(Clipping):
             by_unit = bool(self._taken_out)
             self.restore_param_groups()
             plan = self._plan_of(optimizer)
-            if self._follows:
-                self._steps.follow(plan)
-            elif by_unit:
+            if by_unit and not self._follows:
                 self._step(optimizer, plan)
             else:
                 self._steps.end(plan)
@@ -159,7 +159,7 @@ class Optimizers(Clipping):
     @property
     def _follows(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""
-        return self._replicas is not None and self._replicas.follows
+        return self._processes is not None and not self._processes.box.is_keeper
 
     def _accept(self, optimizer: Optimizer) -> bool:
         """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.
@@ -247,22 +247,33 @@ class Optimizers(Clipping):
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
         """
-        is_averaged = self._replicas is not None and self._replicas.trains  # when backward has ended
-        if self._overlaps is False or self._early is not None or is_averaged or why_not_by_unit(optimizer) is not None:
+        early = self._early_step(optimizer, clamp) if self._early is None else None
+        if early is None:
             yield
             return
-        with self._at_work:
-            keeps_gradients = self.afterwards is not Afterwards.DROPPED
-            early = EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
         self._early = self._steps.stream.taker = early
         try:
             yield
         finally:
             self._steps.stream.taker = None
-            if not early.stepped:
-                self._early = None
-                with self._at_work:
-                    early.finish()
+        if not early.stepped:  # after an exception other processes may have stepped some
+            self._early = None
+            with self._at_work:
+                early.finish()
+
+    def _early_step(self, optimizer: Optimizer, clamp: float | None) -> EarlyStep | None:
+        """Return the step that may begin in backward; None if it may not."""
+        processes, keeps_gradients = self._processes, self.afterwards is not Afterwards.DROPPED
+        if self._overlaps is False or why_not_by_unit(optimizer) is not None:
+            return None
+        if processes is not None and (keeps_gradients or not processes.sums_are_complete):
+            return None
+        with self._at_work:
+            early = EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
+            if processes is not None and early.new and not self._follows:
+                early.finish()  # it would wait for the first step of each unit, while others may wait for this process
+                return None
+        return early
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""

@@ -57,6 +57,11 @@ class Group:
         self.being_stepped: Ticket | None = None
         self.apart: list[Group] = []  # groups of single weights of it, which were made resident
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether another process owns and steps its masters, and this one has them, too."""
+        return any(segment.is_followed for segment in self.segments)
+
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory."""
         self.place, begin = place, 0

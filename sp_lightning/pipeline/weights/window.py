@@ -329,7 +329,7 @@ class Window:
                 twin.note_unchanged()
                 return
             assert not weight.lowered, "what writes to a weight gets it as it is"
-            if any(segment.is_followed for segment in weight.unit.group.segments):
+            if weight.unit.group.is_followed:
                 raise written_by_follower(weight)
             weight.master.copy_(arrived)  # as torch counts it
         twin.note_unchanged()

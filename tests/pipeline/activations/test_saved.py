@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations.memory import HostPool, Meter
@@ -44,23 +43,6 @@ def scene() -> Iterator[Scene]:
     assert top_saved_tensor_hooks() is None
 
 
-@pytest.mark.parametrize(
-    "use", [lambda x, w: x @ w, lambda x, w: x @ w.t(), lambda x, w: nn.functional.linear(x, w), lambda x, w: x * w[0]]
-)
-def test_backward_asks_for_a_weight_before_it_reads_it(scene: Scene, use: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """As the Parameter or as a view of it; the slot may hold something else in between."""
-    x = torch.full((1, 3), 2.0, requires_grad=True)
-    with scene.saved.pushed():
-        y = use(x, scene.twin.parameter)
-    scene.twin.data.untyped_storage().fill_(255)  # given away
-    reload = lambda twin: twin.data.untyped_storage().copy_(scene.placed.weights[0].host.untyped_storage())  # noqa: E731
-    scene.bring_for_backward = lambda twin: (scene.required.append(twin), reload(twin), None)[2]
-    y.sum().backward()
-    assert scene.required
-    assert set(scene.required) == {scene.twin}
-    assert not x.grad.isnan().any()
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
@@ -71,13 +53,6 @@ def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     memory = weak_storage(y)
     del y
     assert memory.expired()
-
-
-def test_without_gradients_there_is_nothing_to_save(scene: Scene) -> None:
-    with torch.no_grad():
-        assert isinstance(scene.saved.pushed(), nullcontext)
-    with torch.inference_mode():
-        assert isinstance(scene.saved.pushed(), nullcontext)
 
 
 class Log:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 
 from ...helpers import Trace, frozen, note_gradients, note_state
 from ...zoo.blocks import WIDTH, Block
@@ -48,34 +48,39 @@ def train(
     clip: float | None = None,
     device: str = "cpu",
     on_a_machine: int | None = None,
+    in_backward: bool = False,
 ) -> Trace:
     """Three steps with data of each process's own; without options in a plain loop.
 
-    The optimizer's state is compared in the first process: of those that share weights, no other has it.
+    The optimizer's state is compared in the first process: of those that share weights, no other has it. Gradients are
+    not looked at if units are stepped in backward.
     """
     trace: Trace = {}
-    torch.manual_seed(0 if options is None else dist.get_rank())  # replicas take the first one's weights
+    torch.manual_seed(0 if options is None else dist.get_rank())  # others take the first one's weights
     model = build()
     if options is None:
         model.to(device)
     optimizer = make_optimizer(model)
-    replicas = Replicas(on_this_machine=on_a_machine or dist.get_world_size())
-    pipeline = None if options is None else Pipeline(model, device, options=options, replicas=replicas)
+    processes = Processes(on_a_machine or dist.get_world_size())
+    pipeline = None if options is None else Pipeline(model, device, options=options, processes=processes)
     generator = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
     for step in range(3):
         if pipeline is not None:
             pipeline.meet_processes()
         for micro in range(accumulate):
-            replicas.averages = micro == accumulate - 1  # of their sum
-            with nullcontext() if pipeline is None else pipeline.step():
+            processes.averages = micro == accumulate - 1  # of their sum
+            is_last = in_backward and micro == accumulate - 1
+            early = pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and is_last else nullcontext()
+            with early, nullcontext() if pipeline is None else pipeline.step():
                 loss = model(batch(generator).to(device)).square().mean()
                 with nullcontext() if pipeline is None else pipeline.in_all_processes():
                     loss.backward()
             trace[f"step {step} / loss {micro}"] = frozen(loss)
         if pipeline is None:
             average_gradients(model)
-        note_gradients(trace, f"step {step}", dict(model.named_parameters()))
+        if not in_backward:
+            note_gradients(trace, f"step {step}", dict(model.named_parameters()))
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

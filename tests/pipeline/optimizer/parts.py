@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Stats
 
@@ -97,6 +97,14 @@ def adam(model: nn.Module) -> Optimizer:
 
 def momentum(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def by_kind(model: nn.Module) -> Optimizer:
+    """Biases without weight decay, as everyone does."""
+    decayed, others = (
+        [p for name, p in model.named_parameters() if name.endswith(kind)] for kind in ("weight", "bias")
+    )
+    return AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0, "lr": 0.1}])
 
 
 def autocast_step(model: nn.Module, optimizer: Optimizer) -> None:

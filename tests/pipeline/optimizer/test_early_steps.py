@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
@@ -20,6 +20,7 @@ from .parts import (
     X,
     adam,
     attached,
+    by_kind,
     chain,
     check_story,
     everything,
@@ -36,7 +37,6 @@ def train_in_backward(
     steps: int = 3,
     loss_of: Callable[[nn.Module], Tensor] = lambda model: model(X).square().mean(),
     before: Callable[[nn.Module], Any] = lambda model: None,
-    autocast: bool = False,
     first: int = 1,
     **options: Any,
 ) -> list[Any]:
@@ -44,8 +44,7 @@ def train_in_backward(
     for number in range(steps + 1):
         optimizer.zero_grad()
         before(model)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = loss_of(model)
+        loss = loss_of(model)
         in_backward = nullcontext()
         if pipeline is not None and number >= first:
             in_backward = pipeline.optimizers.stepping_in_backward(optimizer, **options)
@@ -76,34 +75,6 @@ def test_units_are_stepped_while_backward_runs(k: int, k_prime: int, make: Calla
     stats = check_in_backward(make, k=k, k_prime=k_prime)
     assert stats.steps_in_backward == 3 * 5
     assert stats.overlapped_steps == 4 * 5
-
-
-@pytest.mark.parametrize("k_prime", [1, 2])
-def test_lowered_gradients_are_stepped_while_backward_runs(k_prime: int) -> None:
-    """They pass through: no memory of the model's size is made for them, unless somebody may ask."""
-    stats = check_in_backward(adam, {"autocast": True}, k=4, k_prime=k_prime)
-    assert stats.steps_in_backward == 3 * 5
-
-
-def test_clipping_by_value_in_backward() -> None:
-    """As `clip_grad_value_` between backward and step."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = momentum(model)
-        for number in range(4):
-            optimizer.zero_grad()
-            loss = model(X).square().mean()
-            in_backward = nullcontext()
-            if pipeline is not None and number:
-                in_backward = pipeline.optimizers.stepping_in_backward(optimizer, clamp=0.002)
-            with in_backward:
-                loss.backward()
-            clip = nn.utils.clip_grad_value_ if pipeline is None else pipeline.optimizers.clip_grad_value
-            clip(model.parameters(), 0.002)
-            optimizer.step()
-        return everything(model, optimizer)[:10]
-
-    assert check_story(story).steps_in_backward == 3 * 5
 
 
 class Partly(nn.Module):
@@ -267,17 +238,7 @@ def test_units_that_are_not_stepped_in_backward(why: str) -> None:
 
 def test_param_groups_are_stepped_in_backward_by_their_own_settings() -> None:
     """Also where both have weights of one unit."""
-
-    def make(model: nn.Module) -> Optimizer:
-        named = [*model.named_parameters()]
-        return AdamW(
-            [
-                {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.3},
-                {"params": [p for name, p in named if "bias" in name], "weight_decay": 0, "lr": 0.1},
-            ]
-        )
-
-    assert check_in_backward(make).steps_in_backward == 3 * 5
+    assert check_in_backward(by_kind).steps_in_backward == 3 * 5
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in-a-step", "bare"])

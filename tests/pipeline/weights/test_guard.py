@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_lightning.pipeline.outside import Guard
-from sp_lightning.pipeline.weights.guard import EngineAtWork, optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import place
@@ -67,13 +65,6 @@ def scene() -> Iterator[Scene]:
     made.guard.remove()
     assert {type(made.w), type(made.b)} == {nn.Parameter}
     assert not optimizer_steps.depth
-
-
-@pytest.fixture
-def unsettled(scene: Scene) -> Scene:
-    """Between steps, with work under way."""
-    scene.guard.in_step = scene.guard.window.settled = False
-    return scene
 
 
 # -------------------------------------------------------------------------------------------------------- in a step
@@ -218,67 +209,6 @@ def test_masters_are_masters_while_an_optimizer_steps(scene: Scene) -> None:
     assert (scene.w + 1).eq(3).all()
 
 
-def test_the_engine_reads_masters_itself(scene: Scene) -> None:
-    at_work = EngineAtWork()
-    with at_work:
-        with at_work:
-            assert (scene.w + 1).eq(2).all()
-        assert at_work
-        assert (scene.w + 1).eq(2).all()
-    assert not at_work
-    assert scene.owner.served == scene.owner.looked_at == []
-
-
-# ----------------------------------------------------------------------------------------------------- between steps
-
-LOOKS: list[Callable[[Scene], Any]] = [
-    lambda s: s.w + 1,
-    lambda s: s.w.detach(),
-    lambda s: s.w.data,
-    lambda s: s.w.tolist(),
-    lambda s: s.w.add_(1),
-    lambda s: s.w.data_ptr(),
-    lambda s: torch.stack([s.w, s.w]),
-    lambda s: copy.deepcopy(s.w),
-    lambda s: pickle.dumps(s.w),
-    lambda s: {s.w: "an optimizer's state"}[s.w],
-    lambda s: repr(s.w),
-]
-
-
-@pytest.mark.parametrize("look", LOOKS)
-@torch.no_grad()
-def test_an_access_waits_before_it_sees_anything(unsettled: Scene, look: Callable[[Scene], Any]) -> None:
-    look(unsettled)
-    assert set(unsettled.owner.looked_at) == {"unit.0"}
-    assert unsettled.owner.served == []
-    unsettled.owner.looked_at.clear()
-    unsettled.guard.window.settled = True
-    look(unsettled)
-    assert unsettled.owner.looked_at == []
-
-
-METADATA: list[Callable[[Scene], Any]] = [
-    lambda s: (s.w.shape, s.w.dtype, s.w.device, s.w.requires_grad, s.w.is_leaf, s.w.numel(), s.w.is_floating_point()),
-    lambda s: s.w.requires_grad_(False),
-    lambda s: s.w.register_hook(print),
-    lambda s: module_of(s).zero_grad(),
-]
-
-
-def module_of(scene: Scene) -> nn.Module:
-    module = nn.Linear(3, 3)
-    module.weight, module.bias = scene.w, scene.b
-    return module
-
-
-@pytest.mark.parametrize("look", METADATA)
-def test_metadata_waits_for_nothing(unsettled: Scene, look: Callable[[Scene], Any]) -> None:
-    """An unfinished step does not change it: loggers and schedulers ask for it between steps."""
-    look(unsettled)
-    assert unsettled.owner.looked_at == []
-
-
 @pytest.mark.parametrize("in_step", [True, False])
 def test_gradients_are_asked_for(scene: Scene, in_step: bool) -> None:
     """Only that one, and whether it is read or replaced."""
@@ -288,20 +218,3 @@ def test_gradients_are_asked_for(scene: Scene, in_step: bool) -> None:
     del scene.w.grad
     assert scene.owner.gradients == ["unit.0 read", "unit.0 dropped", "unit.0 dropped"]
     assert scene.owner.looked_at == []
-
-
-# ------------------------------------------------------------------------------------------------------------ copies
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-@pytest.mark.parametrize("in_step", [True, False])
-def test_copies_are_ordinary(scene: Scene, in_step: bool, duplicate: Callable[[Any], Any]) -> None:
-    """With the master's values; what a plain Parameter keeps of attributes is kept; one object stays one."""
-    scene.guard.in_step = in_step
-    plain = nn.Parameter(torch.ones(3, 3))
-    plain.tag = scene.w.tag = "here"  # type: ignore[attr-defined]
-    first, second = duplicate([scene.w, scene.w])
-    assert first is second
-    assert type(first) is nn.Parameter
-    assert vars(first) == vars(duplicate(plain))
-    assert torch.equal(first, plain)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,37 +60,6 @@ def test_lowered_weights_are_sent_as_copies() -> None:
     assert torch.equal(sent(segment, 0), segment.weights[0].master.detach().bfloat16())
 
 
-def write(tensor: Tensor) -> None:
-    with torch.no_grad():
-        tensor.view(-1)[-1] += 1
-
-
-def copy_data(tensor: Tensor) -> None:
-    tensor.data.copy_(tensor.data + 1)
-
-
-def new_memory(tensor: Tensor) -> None:
-    tensor.data = tensor.data + 1
-
-
-@pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("edit", [write, copy_data, new_memory])
-@pytest.mark.parametrize("shape", [(40, 30), (64, 3, 3, 3), (7,), (), (1, 1000)], ids=str)
-def test_every_edit_of_a_master_is_noticed_and_sent(
-    shape: tuple[int, ...], edit: Callable[[Tensor], None], lowered: torch.dtype | None
-) -> None:
-    """`.data` edits do not move the version counter: a sample tells."""
-    segment = segment_of(torch.randn(9, 9), torch.randn(shape), lowered=lowered)
-    sent(segment, 1)
-    segment.take_sample()
-    segment.check()
-    assert segment.epoch == 0
-    edit(segment.weights[1].master)
-    segment.check()
-    assert segment.epoch == 1
-    assert torch.equal(sent(segment, 1), segment.weights[1].master.detach().to(lowered or torch.float32))
-
-
 def test_an_average_that_is_swapped_in_leaves_the_weights_as_they_are() -> None:
     """`backup = p.data; p.data = average; ...; p.data = backup`."""
     segment = segment_of(torch.ones(5))
@@ -113,41 +80,6 @@ def test_a_conversion_in_a_step_is_an_error() -> None:
     segment.weights[0].master.data = torch.ones(5, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="Convert the module between steps"):
         segment.check()
-
-
-def test_a_step_changes_what_is_sent() -> None:
-    """The step writes the copies of what it steps; those beside it are brought up to date if they are not."""
-    segment = segment_of(torch.zeros(5), torch.zeros(5), lowered=torch.bfloat16)
-    stepped, beside = segment.weights
-    segment.note_change()
-    segment.refresh_copies({stepped})
-    stepped.host.add_(1)
-    copy = segment.copies[0]
-    assert copy is not None
-    copy.copy_(stepped.host)
-    segment.note_stepped()
-    assert segment.epoch == 1
-    assert torch.equal(sent(segment, 0), torch.ones(5, dtype=torch.bfloat16))
-    assert torch.equal(sent(segment, 1), beside.host.bfloat16())
-    segment.check()
-    assert segment.epoch == 1
-
-
-def test_masters_that_stay_together_do_not_move() -> None:
-    """From one arrangement to the next; those that do not are given other memory, and theirs is released."""
-    memory = host_memory()
-    first = segment_of(torch.randn(5), torch.randn(3))
-    memory.keep([first])
-    places = [weight.host.data_ptr() for weight in first.weights]
-    second = again(first.weights, lowered=torch.bfloat16, memory=memory)
-    assert [weight.host.data_ptr() for weight in second.weights] == places
-    memory.keep([second])
-    values = second.weights[0].host.clone()
-    alone = again(second.weights[:1], memory=memory)
-    assert alone.weights[0].host.data_ptr() != places[0]
-    assert torch.equal(alone.weights[0].host, values)
-    memory.keep([alone])
-    assert not second.memory.bytes.numel()
 
 
 def test_tensors_in_memory_made_under_inference_mode_can_train() -> None:

@@ -50,24 +50,6 @@ class Scene:
         self.groups[index].segments[0].edited = True  # type: ignore[attr-defined]
 
 
-def test_an_absent_group_is_a_miss() -> None:
-    scene = Scene(4, 2)
-    scene.window.bring(scene.groups[0])
-    assert scene.backend.said("upload", "wait") == ["upload", "wait"]
-    assert scene.groups[0].residency is Residency.READABLE
-    assert (scene.stats.misses, scene.stats.loads, scene.stats.bytes_to_device) == (1, 1, 4)
-
-
-def test_a_copy_that_failed_has_not_come() -> None:
-    """Nor has it for whoever asks again."""
-    scene = Scene(2, 2)
-    scene.backend.fail_next("upload", OSError("the bus is gone"))
-    for _ in range(2):
-        with pytest.raises(OSError, match="the bus is gone"):
-            scene.window.bring(scene.groups[0])
-        assert scene.groups[0].residency is not Residency.READABLE
-
-
 def test_computing_waits_once_for_a_copy() -> None:
     """And again for the next one."""
     scene = Scene(2, 2)
@@ -80,83 +62,12 @@ def test_computing_waits_once_for_a_copy() -> None:
     assert scene.backend.said("wait") == ["wait", "wait"]
 
 
-def test_a_loaded_group_is_not_loaded_again() -> None:
-    """The first user of a prefetched group must not read before the copy."""
-    scene = Scene(4, 2)
-    scene.window.bring(scene.groups[0])
-    scene.window.prefetch()
-    scene.backend.calls.clear()
-    scene.window.bring(scene.groups[1])
-    assert scene.backend.said("upload", "wait")[:1] == ["wait"]
-    assert scene.stats.misses == 1
-
-
-def test_a_prefetched_group_is_not_readable_before_a_wait() -> None:
-    """debug=True stands on this."""
-    scene = Scene(4, 2)
-    scene.window.prefetch()
-    assert scene.loaded() == [0, 1]
-    assert scene.groups[0].residency is not Residency.READABLE
-    scene.window.bring(scene.groups[0])
-    assert scene.groups[0].residency is Residency.READABLE
-
-
 def test_an_evicted_place_is_poisoned() -> None:
     """A read of a slot that was given away shows as NaN."""
     scene = Scene(2, 1)
     scene.window.bring(scene.groups[0])
     scene.window._evict(scene.groups[0])
     assert Scene.bytes_of(scene.groups[0]) == {0xFF}
-
-
-def test_a_prefetch_does_not_evict_groups_in_use() -> None:
-    scene = Scene(4, 2)
-    for index in (0, 1):
-        scene.window.bring(scene.groups[index])
-        scene.groups[index].users += 1
-    scene.order.visit(1, Pass.INFERENCE)
-    scene.window.prefetch()
-    assert scene.loaded() == [0, 1]
-
-
-def test_a_prefetch_does_not_evict_groups_that_are_used_sooner() -> None:
-    """After 0 comes 1, then 2 (in slot 0); 3 (in slot 1) must not push out 1."""
-    scene = Scene(4, 2)
-    scene.window.bring(scene.groups[1])
-    scene.order.visit(0, Pass.INFERENCE)
-    scene.window.prefetch()
-    assert scene.loaded() == [1, 2]
-
-
-def test_a_prefetch_does_not_evict_groups_that_backward_reads() -> None:
-    """No call is inside of it, its nodes run all the same."""
-    scene = Scene(4, 1)
-    scene.window.bring(scene.groups[2])
-    scene.order.visit(2, Pass.BACKWARD)
-    scene.window.prefetch(in_use=[scene.groups[2]])
-    assert scene.loaded() == [2]
-    scene.window.prefetch()
-    assert scene.loaded() == [1]
-
-
-def test_a_prefetch_looks_at_all_that_comes_until_a_place_is_taken() -> None:
-    """It stops at the first group that has no room: what comes later must not push out what comes sooner."""
-    scene = Scene(6, 3)
-    scene.groups[1].users = 1
-    scene.window.bring(scene.groups[1])
-    scene.order.visit(1, Pass.INFERENCE)
-    scene.window.prefetch()
-    assert scene.loaded() == [1, 2, 3]
-
-
-def test_a_group_is_blocked_if_its_slot_is_in_use() -> None:
-    scene = Scene(4, 2)
-    scene.window.bring(scene.groups[0])
-    assert not scene.window.is_blocked(scene.groups[2])
-    scene.groups[0].users = 1
-    assert scene.window.is_blocked(scene.groups[2])
-    assert not scene.window.is_blocked(scene.groups[1])
-    assert not scene.window.is_blocked(scene.groups[0])
 
 
 def test_a_group_in_use_is_never_evicted() -> None:
@@ -167,19 +78,6 @@ def test_a_group_in_use_is_never_evicted() -> None:
     with pytest.raises(RuntimeError, match=r"larger `k`.*`resident`"):
         scene.window.bring(scene.groups[1])
     assert scene.loaded() == [0]
-
-
-def test_stale_bytes_are_not_readable() -> None:
-    """Between the finding that masters changed and the reload, a read must show when debugging."""
-    scene = Scene(4, 2)
-    for index in (0, 1):
-        scene.window.bring(scene.groups[index])
-    scene.groups[0].users = 1
-    scene.order.visit(3, Pass.INFERENCE)
-    scene.change(1)
-    scene.window.suspect_all()
-    scene.window._verify(scene.groups[1])
-    assert scene.groups[1].residency is Residency.ABSENT
 
 
 # ------------------------------------------------------------------------------------------- while masters are stepped

@@ -1,6 +1,8 @@
-"""Two processes that share a device: their gradients are averaged there, and leave as averages."""
+"""Two processes that share a device, and host memory, in which they add gradients up."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ pytestmark = pytest.mark.gpu
 def on_the_device() -> None:
     """Closely, as the reference is stepped on the device; through gloo, as NCCL refuses processes that share one."""
     device = str(torch.accelerator.current_accelerator())
-    for accumulate in (1, 2):
-        assert_averages_closely(accumulate=accumulate, device=device)
+    for accumulate, in_backward in product((1, 2), (False, True)):
+        assert_averages_closely(accumulate=accumulate, device=device, in_backward=in_backward)
 
 
 def test_two_processes_on_one_device() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.pipeline.torch_private import parts_of
 
-from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients, note_state
+from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
 from ...processes import in_processes
 from ...random_graphs import Example, examples
 from ...zoo.blocks import WIDTH, Block
@@ -67,7 +66,7 @@ def random_graphs() -> None:
             debug=True,
         )
         accumulate, clip = example.plan.accumulate, example.plan.clip
-        assert_averages(example.model, options, accumulate=accumulate, clip=clip)
+        assert_averages(example.model, options, accumulate=accumulate, clip=clip, in_backward=clip is None)
 
 
 def test_random_graphs() -> None:
@@ -108,6 +107,29 @@ def four() -> None:
     """With more than two processes, the order of sums is another one; of two machines each has one copy."""
     for on_a_machine in (1, 2, 4):
         assert_averages_closely(on_a_machine=on_a_machine)
+
+
+def in_backward() -> None:
+    """Units are stepped when all processes have added their gradients, from the second step on: state is there."""
+    model = chain()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with attached(model, on_a_machine=2) as pipeline:
+        for _ in range(3):
+            pipeline.meet_processes()
+            with pipeline.optimizers.stepping_in_backward(optimizer):
+                model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+        assert pipeline.stats.steps_in_backward == 4 * (3 if dist.get_rank() else 2)
+
+
+def traffic_of_two_machines() -> None:
+    """One process of each sends the sums of all."""
+    model = chain()
+    with attached(model, on_a_machine=2) as pipeline:
+        for _ in range(2):
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+        sums = 2 * sum(weight.nbytes for weight in model.parameters())
+        assert pipeline.processes.bytes_to_other_machines == (0 if dist.get_rank() % 2 else sums)
 
 
 class Tied(nn.Module):
@@ -175,27 +197,21 @@ def accumulation() -> None:
 
 
 def a_pass_of_one_process_alone() -> None:
-    """It is not averaged, nobody waits for it, and hooks see it, also between micro-batches."""
-    if dist.get_rank() == 0:
-        return
-    traces = []
-    with mock.patch.object(Replicas, "broadcast_module"):  # takes all processes
-        for streamed in (False, True):
-            torch.manual_seed(0)
-            model, replicas = Hooked(), Replicas()
-            pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), replicas=replicas) if streamed else None
-            replicas.averages = False
-            optimizer = SGD(model.parameters(), lr=0.1)
+    """As in evaluation: it is not averaged, nobody waits for it, and hooks see it."""
+    torch.manual_seed(0)
+    model, plain = Hooked(), Hooked()
+    plain.load_state_dict(model.state_dict())
+    with attached(model) as pipeline:
+        pipeline.processes.trains = False
+        if dist.get_rank():
             for _ in range(2):
-                model(torch.randn(5, WIDTH)).square().mean().backward()
-            trace: Trace = {}
-            note_gradients(trace, "step", dict(model.named_parameters()))
-            optimizer.step()
-            note_state(trace, "end", model, [optimizer])
-            traces.append(trace)
-            if pipeline is not None:
-                pipeline.detach()
-    assert_same_trace(*traces)
+                x = torch.randn(5, WIDTH)
+                for each in (model, plain):
+                    each(x).square().mean().backward()
+            traces: list[Trace] = [{}, {}]
+            for trace, each in zip(traces, (plain, model), strict=True):
+                note_gradients(trace, "step", dict(each.named_parameters()))
+            assert_same_trace(*traces)
 
 
 class Elsewhere(nn.Module):
@@ -218,7 +234,7 @@ def quantized_weights_of_the_first() -> None:
     """Integers and scales, each as it is."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(Int8Linear(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
-    Pipeline(model, "cpu", replicas=Replicas()).detach()
+    Pipeline(model, "cpu", processes=Processes(1)).detach()
     parts = [part for weight in model.parameters() for part in parts_of(weight)]
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, [part.tolist() for part in parts])
@@ -230,9 +246,9 @@ def buffers_of_the_first() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
     model[2].register_buffer("odd", torch.arange(3, dtype=torch.uint8) + dist.get_rank())
-    pipeline = Pipeline(model, "cpu", replicas=Replicas())
+    pipeline = Pipeline(model, "cpu", processes=Processes(1))
     model(torch.randn(5, WIDTH) + dist.get_rank())
-    pipeline.replicas.share_buffers(pipeline.module)
+    pipeline.processes.broadcast(model.buffers())
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, {name: buffer.clone() for name, buffer in model.named_buffers()})
     assert_same_trace(*everyones)
@@ -247,6 +263,7 @@ def test_single_things() -> None:
             hooks_on_weights,
             mixed_dtypes,
             accumulation,
+            in_backward,
             a_pass_of_one_process_alone,
             other_units,
             quantized_weights_of_the_first,
@@ -256,15 +273,15 @@ def test_single_things() -> None:
 
 
 def test_more_than_two() -> None:
-    in_processes([four], count=4)
+    in_processes([four, traffic_of_two_machines], count=4)
 
 
 # ----------------------------------------------------------------------------------------------- what cannot be right
 
 
 @contextmanager
-def attached(model: nn.Module) -> Iterator[Pipeline]:
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), replicas=Replicas())
+def attached(model: nn.Module, on_a_machine: int = 1) -> Iterator[Pipeline]:
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), processes=Processes(on_a_machine))
     try:
         yield pipeline
     finally:
@@ -273,12 +290,12 @@ def attached(model: nn.Module) -> Iterator[Pipeline]:
 
 def other_models() -> None:
     with pytest.raises(ValueError, match="have built different models; the first difference is in"):
-        Pipeline(chain(2 + dist.get_rank()), "cpu", replicas=Replicas())
+        Pipeline(chain(2 + dist.get_rank()), "cpu", processes=Processes(1))
 
 
 def no_shape_yet() -> None:
     with pytest.raises(ValueError, match=r"Parameter 'weight' has no shape yet"):
-        Pipeline(nn.LazyLinear(3), "cpu", replicas=Replicas())
+        Pipeline(nn.LazyLinear(3), "cpu", processes=Processes(1))
 
 
 def other_numbers_of_steps() -> None:

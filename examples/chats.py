@@ -1,0 +1,116 @@
+"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+Message = dict[str, str]
+Text = tuple[list[int], list[int]]  # tokens, and the same as labels, with IGNORED for what is not learned
+
+
+def read_chats(path: str) -> Iterator[tuple[str, list[Message]]]:
+    """Yield the chats of a file of JSON lines, each with its place."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{path}, line {number}"
+            if line.strip():
+                try:
+                    messages = json.loads(line)["messages"]
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{place}: not JSON: {error.msg}") from None
+                except (TypeError, KeyError):
+                    raise ValueError(f'{place}: a chat without "messages"') from None
+                check(place, messages)
+                yield place, messages
+
+
+def check(place: str, messages: object) -> None:
+    """Report what is not a chat to learn from."""
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    ):
+        raise ValueError(f'{place}: "messages" must be a list of messages with "role" and "content", which are texts')
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{place}: no message of the assistant to learn from")
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Return the tokens that ask for the next answer."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Iterator[Text]:
+    """Yield tokens and labels of a chat: each answer is learned after just the tokens that will ask for it.
+
+    A chat is one text, unless the template writes its earlier turns otherwise than its last, as those do that leave out
+    old thoughts: then a new text begins, in which only later answers are learned.
+
+    Raises:
+        ValueError: If the template has no place for a message.
+
+    """
+    try:
+        written = tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens: list[int] = []
+        labels: list[int] = []
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked = prompt(tokenizer, messages[:turn])
+                answered = tokenizer.apply_chat_template(messages[: turn + 1], return_dict=True)["input_ids"]
+                if shared(tokens, asked) < len(tokens):
+                    yield tokens, labels
+                    labels = []
+                start = max(1, shared(asked, answered))  # the first token comes after that of another chat
+                tokens, labels = answered, labels[:start] + [IGNORED] * (start - len(labels)) + answered[start:]
+            elif message["content"].strip() not in written:
+                raise ValueError(f"the chat template leaves out messages of the role {message['role']!r}")
+        yield tokens, labels
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses it: {error}") from None
+
+
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return with how many equal tokens two texts begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def pack(texts: list[Text], length: int) -> list[list[Text]]:
+    """Divide texts into rows of at most `length` tokens: the longest first, each where it leaves the least room."""
+    rows: list[list[Text]] = []
+    room: list[tuple[int, int]] = []  # what is left of each row, in order of size
+    for text in sorted(texts, key=lambda text: -len(text[0])):
+        place = bisect_left(room, (len(text[0]), 0))
+        if place == len(room):
+            rows.append([])
+            room.append((length, len(rows) - 1))
+        left, row = room.pop(place)
+        rows[row].append(text)
+        insort(room, (left - len(text[0]), row))
+    return rows
+
+
+def batch(rows: list[list[Text]], length: int, padding: int) -> dict[str, Tensor]:
+    """Return the tokens, labels and positions of rows.
+
+    Positions begin again with each text. By that transformers knows, if it gets no attention mask, that it is another
+    one, and lets no token attend to those of the texts before.
+    """
+    positions = torch.arange(length).repeat(len(rows), 1)
+    tokens, labels = torch.full_like(positions, padding), torch.full_like(positions, IGNORED)
+    for index, row in enumerate(rows):
+        end = 0
+        for text in row:
+            start, end = end, end + len(text[0])
+            tokens[index, start:end], labels[index, start:end] = torch.tensor(text)
+            positions[index, end:] = torch.arange(length - end)
+    return {"tokens": tokens, "labels": labels, "positions": positions}
