@@ -18,24 +18,23 @@ from sp_lightning.optim.layout import (
     State,
     check_parameter,
     count_in,
-    flat,
     laid_like,
     make_state,
-    moment_memory,
     read_master,
-    weight_memory,
 )
 from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import NO_SCALING, Scaling
+from sp_lightning.optim.rules import NO_SCALING, Memory, Rule, Scaling
 
 
 class HostOptimizer(Optimizer):
     """An optimizer over fp32 and bf16 parameters in host memory."""
 
     first: ClassVar[str]
-    second: ClassVar[str | None] = None
+    second: ClassVar[str] = ""  # none
 
     def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, moments: str) -> None:
+        if find_spec("numba") is None:
+            raise ImportError(f'{type(self).__name__} needs numba: pip install "sp-lightning[fast]"')
         super().__init__(params, {**defaults, "master": master, "moments": moments, "maximize": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -54,11 +53,6 @@ class HostOptimizer(Optimizer):
         names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
             check_parameter(p, name, group["master"])
-            if find_spec("numba") is None and not self._torch_can_step(p, group):
-                raise ImportError(
-                    f"{type(self).__name__} over {p.dtype} with master={group['master']!r} and "
-                    f'moments="{group["moments"]}" needs numba: pip install "sp-lightning[fast]"'
-                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -74,11 +68,8 @@ class HostOptimizer(Optimizer):
         for group, params in groups:
             states = [self.state[p] for p in params]
             steps = self.count_steps(group, params, states)
-            if find_spec("numba") is None:
-                self.step_by_torch(group, params)
-            else:
-                stepped = zip(params, states, steps, strict=True)
-                passes += [self.pass_of(group, p, p.grad, state, step) for p, state, step in stepped]
+            stepped = zip(params, states, steps, strict=True)
+            passes += [self.pass_of(group, p, p.grad, state, step) for p, state, step in stepped]
         run(passes)
         increment_version([p for _, params in groups for p in params])
         return loss
@@ -93,36 +84,18 @@ class HostOptimizer(Optimizer):
 
     @classmethod
     def pass_of(
-        cls,
-        group: dict[str, Any],
-        p: Tensor,
-        gradient: Tensor,
-        state: State,
-        step: float,
-        scaling: Scaling = NO_SCALING,
-        copy: Tensor | None = None,
-    ) -> Pass:
-        """Return the pass of a step that steps a parameter.
-
-        Args:
-            group: The param group.
-            p: The parameter.
-            gradient: Its gradient.
-            state: Its state.
-            step: The number of the step.
-            scaling: What is done to the gradient before.
-            copy: A bf16 copy of the parameter to write.
-        """
-        weight, low, lowered = weight_memory(p, state)
+        cls, group: dict[str, Any], p: Tensor, gradient: Tensor, state: State, step: float,
+        scaling: Scaling = NO_SCALING, copy: Tensor | None = None,
+    ) -> Pass:  # fmt: skip
+        """Return the pass that steps a parameter and writes a bf16 copy, after its gradient is scaled."""
+        low, first, second = state.get("master", state.get("low")), state.get(cls.first), state.get(cls.second)
+        if any(kept is not None and kept.stride() != p.stride() for kept in (low, first, second)):
+            raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
+        scales = state.get(f"{cls.first}_scale"), state.get(f"{cls.second}_scale")
         is_random = group.get("master") == "split24" or group.get("moments", "fp32") != "fp32"
         return Pass(
             cls.rule(group, step),
-            weight,
-            low,
-            laid_like(gradient, p),
-            moment_memory(p, state, cls.first),
-            moment_memory(p, state, cls.second),
-            lowered if copy is None else copy,
+            Memory(p, low, laid_like(gradient, p), first, second, copy, *scales),
             scaling._replace(factor=-scaling.factor) if group["maximize"] else scaling,
             seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF if is_random else None,
         )
@@ -132,19 +105,12 @@ class HostOptimizer(Optimizer):
     @classmethod
     def moments_of(cls, group: dict[str, Any]) -> list[str]:
         """Return the names of the moments that a parameter has."""
-        return [name for name in (cls.first, cls.second) if name is not None]
+        return [name for name in (cls.first, cls.second) if name]
 
     @classmethod
-    def rule(cls, group: dict[str, Any], step: float) -> Any:
+    def rule(cls, group: dict[str, Any], step: float) -> Rule:
         """Return the numbers of an update, as the kernels take them; steps are counted from one."""
         raise NotImplementedError
-
-    def step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Step fp32 parameters with fp32 moments by torch's fused kernel; their steps are counted."""
-        raise NotImplementedError
-
-    def _torch_can_step(self, p: Tensor, group: dict[str, Any]) -> bool:
-        return p.dtype == torch.float32 and group["moments"] == "fp32"
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
@@ -184,7 +150,7 @@ class HostOptimizer(Optimizer):
             from sp_lightning.optim.kernels import read_moment
 
             value = torch.empty_like(p, dtype=torch.float32)
-            read_moment((flat(state[name]), flat(state[f"{name}_scale"])), flat(value))
+            read_moment(*_coded(state, name), name == self.second, value.data_ptr(), value.numel())
         return value.abs() if name == self.second else value.clone()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -233,8 +199,8 @@ class HostOptimizer(Optimizer):
             if value.is_floating_point() and not state[name].is_floating_point():
                 from sp_lightning.optim.kernels import write_moment
 
-                value = laid_like(value.float(), p)
-                write_moment((flat(state[name]), flat(state[f"{name}_scale"])), flat(value))
+                value = laid_like(value.float().sqrt() if name == self.second else value.float(), p)
+                write_moment(*_coded(state, name), name == self.second, value.data_ptr(), value.numel())
             else:
                 state[name].copy_(value)
         if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
@@ -243,3 +209,7 @@ class HostOptimizer(Optimizer):
 
 
 _FLOAT = torch.tensor(0.0)
+
+
+def _coded(state: State, name: str) -> tuple[int, int]:
+    return state[name].data_ptr(), state[f"{name}_scale"].data_ptr()

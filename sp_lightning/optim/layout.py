@@ -64,6 +64,8 @@ def make_state(p: Tensor, master: str | None, moments: str, names: Sequence[str]
             state[f"{name}_scale"] = torch.zeros(-(-p.numel() // GROUP))
         else:
             state[name] = torch.zeros_like(p, dtype=torch.float32 if moments == "fp32" else torch.bfloat16)
+    if "momentum_buffer" in state:
+        state["momentum_buffer"].neg_()  # -0, to which a first gradient is added as if it were copied
     return state
 
 
@@ -80,31 +82,6 @@ def count_in(states: Sequence[State]) -> list[float]:
 def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that lies in memory as `like` does: itself, or a copy."""
     return tensor if tensor.stride() == like.stride() else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-
-
-def flat(tensor: Tensor) -> Any:
-    """Return the memory of a tensor as a flat array; bf16 as its bits."""
-    tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-Moment = None | Tensor | tuple[Tensor, Tensor]
-
-
-def moment_memory(p: Tensor, state: State, name: str | None) -> Moment:
-    """Return a moment of a parameter, in codes with their scales, if it has one."""
-    if name is None or name not in state:
-        return None
-    scale = state.get(f"{name}_scale")
-    moment = laid_like(state[name], p)
-    return moment if scale is None else (moment, scale)
-
-
-def weight_memory(p: Tensor, state: State) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return masters, their low bits, and the bf16 copy to write."""
-    if "master" in state:
-        return laid_like(state["master"], p), None, p
-    return p, laid_like(state["low"], p) if "low" in state else None, None
 
 
 def read_master(p: Tensor, state: State) -> Tensor:

@@ -8,6 +8,7 @@ kernels have those of torch's fused ones. Torch's may round otherwise on another
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -20,19 +21,20 @@ from sp_lightning.optim.host import HostOptimizer
 from sp_lightning.optim.layout import State, count_in, fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
 from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import NO_SCALING, ONE, Scaling
+from sp_lightning.optim.rules import INFINITY, NO_SCALING, ONE, Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
     torch.optim.SGD: SGD,
 }
-_TRIED: dict[type[HostOptimizer], list[dict[str, Any]]] = {
-    AdamW: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
-    Adam: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
-    SGD: [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {}],
-}
-_STEP = 3.0
+_TRIED: dict[type[Optimizer], list[dict[str, Any]]] = {
+    torch.optim.AdamW: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
+    torch.optim.Adam: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
+    torch.optim.SGD: [
+        {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {},
+    ],
+}  # fmt: skip
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
 
 
@@ -60,16 +62,20 @@ class OnePass:
     """Steps weights of one param group, each in one pass over its memory."""
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+        self._type: Any = type(optimizer)
         self._settings = settings
         self._is_ours = isinstance(optimizer, HostOptimizer)
         # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
         self._cls: type[HostOptimizer] | None = None
-        if find_spec("numba") is None:
-            return
         if isinstance(optimizer, HostOptimizer):
             self._cls = type(optimizer)
-        elif settings.get("fused", False) and not settings.get("amsgrad") and not settings["maximize"]:
-            self._cls = _OURS.get(type(optimizer))  # torch would run its fused kernel
+        elif (
+            find_spec("numba")
+            and settings.get("fused", False)
+            and not settings.get("amsgrad")
+            and not settings["maximize"]
+        ):
+            self._cls = _OURS.get(self._type)  # torch would run its fused kernel
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
@@ -78,7 +84,7 @@ class OnePass:
         if self._is_ours:
             return True
         dtype, moments = work.weight.dtype, [work.state.get(name) for name in self._cls.moments_of(self._settings)]
-        return has_torchs_bits(self._cls, dtype) and all(_lies_like(work.weight, each, dtype) for each in moments)
+        return has_torchs_bits(self._type, dtype) and all(_lies_like(work.weight, each, dtype) for each in moments)
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
@@ -99,11 +105,8 @@ def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: to
     """Return what is done to gradients of weights of a dtype: at most two factors, one after the other, and a limit."""
     if len(factors) > 2:
         return None
-    if not factors and limit is None:
-        return NO_SCALING
-    first, then = [*([np.float32(float(factor)) for factor in factors] or [ONE]), None][:2]
-    most = None if limit is None else np.float32(torch.tensor(limit, dtype=dtype).item())
-    return Scaling(first, then, most, in_bf16=True if dtype == torch.bfloat16 else None)
+    first, then = [*(np.float32(float(factor)) for factor in factors), ONE, ONE][:2]
+    return Scaling(first, then, INFINITY if limit is None else np.float32(torch.tensor(limit, dtype=dtype).item()))
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
@@ -116,41 +119,32 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
     )
 
 
-def has_torchs_bits(cls: type[HostOptimizer], dtype: torch.dtype) -> bool:
-    """Try whether an optimizer's kernels and torch's fused ones round alike on this CPU, over weights of a dtype."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if (cls, dtype) not in _FOUND:
-        random = torch.Generator().manual_seed(0)
-        _FOUND[cls, dtype] = all(
-            _agree(cls, options, torch.randn(4, size, generator=random).to(dtype))
-            for options in _TRIED[cls]
-            for size in _SIZES
-        )
-    return _FOUND[cls, dtype]
+@cache
+def has_torchs_bits(cls: Any, dtype: torch.dtype) -> bool:
+    """Try whether an optimizer's fused kernels and ours round alike on this CPU, over weights of a dtype."""
+    random = torch.Generator().manual_seed(0)
+    return dtype in (torch.float32, torch.bfloat16) and all(
+        _agree(cls, options, torch.randn(4, size, generator=random).to(dtype))
+        for options in _TRIED[cls]
+        for size in _SIZES
+    )
 
 
-_FOUND: dict[tuple[type[HostOptimizer], torch.dtype], bool] = {}
-
-
-def _agree(cls: type[HostOptimizer], options: dict[str, Any], values: Tensor) -> bool:
+def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> bool:
     """Make the same step in both ways."""
     value, gradient, *moments = values
-    weights = [nn.Parameter(value.clone()) for _ in range(2)]
-    optimizer = cls(weights, **options)
-    settings = optimizer.param_groups[0]
-    for weight in weights:
-        weight.grad = gradient.bfloat16().to(value.dtype)
-        optimizer.state[weight] = state = {"step": torch.tensor(_STEP)}
-        state |= {name: m.abs() for name, m in zip(optimizer.moments_of(settings), moments, strict=False)}
-    copy = torch.empty_like(value, dtype=torch.bfloat16) if value.dtype == torch.float32 else None
-    theirs, ours = weights
-    with torch.no_grad():
-        optimizer.step_by_torch(settings, [theirs])
-    run([cls.pass_of(settings, ours, gradient.bfloat16(), optimizer.state[ours], _STEP, copy=copy)])
-    pairs = zip(optimizer.state[theirs].values(), optimizer.state[ours].values(), strict=True)
+    gradient = gradient.bfloat16()
+    theirs, ours = (nn.Parameter(value.clone()) for _ in range(2))
+    optimizer, own = cls([theirs], fused=True, **options), _OURS[cls]  # type: ignore[call-arg]  # all of these have it
+    settings, copy = optimizer.param_groups[0], torch.empty_like(gradient) if value.dtype == torch.float32 else None
+    theirs.grad = gradient.to(value.dtype)
+    names = own.moments_of(settings)
+    states = [{name: m.abs() for name, m in zip(names, moments, strict=False)} for _ in range(2)]
+    optimizer.state[theirs] = states[0] | {"step": torch.tensor(2.0)}
+    optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks that others have for steps
+    run([own.pass_of(settings, ours, gradient, states[1], 3.0, copy=copy)])
     return (
         torch.equal(theirs, ours)
         and (copy is None or torch.equal(copy, ours.bfloat16()))
-        and all(torch.equal(*pair) for pair in pairs)
+        and all(torch.equal(optimizer.state[theirs][name], states[1][name]) for name in names)
     )

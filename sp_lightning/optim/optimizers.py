@@ -1,15 +1,14 @@
-"""The optimizers: their arguments, the numbers of their update, and torch's own kernel where numba is not there."""
+"""The optimizers: their arguments, and the numbers of their update."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.optim.host import HostOptimizer
-from sp_lightning.optim.rules import AdamRule, LionRule, SgdRule
+from sp_lightning.optim.rules import ADAM, LION, MOMENTUM, NESTEROV, Rule
 
 
 class AdamW(HostOptimizer):
@@ -49,27 +48,18 @@ class AdamW(HostOptimizer):
 
     @classmethod
     @override
-    def rule(cls, group: dict[str, Any], step: float) -> AdamRule:
-        return AdamRule.make(group, step, cls.decoupled)
-
-    @override
-    def step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        states = [self.state[p] for p in params]
-        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        kernel(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
+    def rule(cls, group: dict[str, Any], step: float) -> Rule:
+        lr, (beta1, beta2), weight_decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
+        return Rule.of(
+            ADAM,
+            lr=lr / (1 - beta1**step),
+            decay=1 - lr * weight_decay if cls.decoupled else 1,
+            penalty=0 if cls.decoupled else weight_decay,
+            first_rate=1 - beta1,
+            second_decay=beta2,
+            second_rate=1 - beta2,
+            correction=math.sqrt(1 - beta2**step),
             eps=group["eps"],
-            amsgrad=False,
-            maximize=group["maximize"],
         )
 
 
@@ -122,30 +112,18 @@ class SGD(HostOptimizer):
 
     @classmethod
     @override
-    def rule(cls, group: dict[str, Any], step: float) -> SgdRule:
-        return SgdRule.make(group, is_first_step=step == 1)
-
-    @override
-    def step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for p in params:
-            state = self.state[p]
-            assert p.grad is not None
-            torch._fused_sgd_(
-                [p],
-                [p.grad],
-                [state["momentum_buffer"]] if group["momentum"] != 0 else [],
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=float(group["lr"]),
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                is_first_step=bool(state["step"] == 1),
-            )
+    def rule(cls, group: dict[str, Any], step: float) -> Rule:
+        return Rule.of(
+            NESTEROV if group["nesterov"] else MOMENTUM,
+            lr=group["lr"],
+            penalty=group["weight_decay"],
+            first_decay=group["momentum"],
+            first_rate=1 if step == 1 else 1 - group["dampening"],  # it begins with the gradient
+        )
 
 
 class Lion(HostOptimizer):
-    """Lion (arXiv 2302.06675), with `master` and `moments` as `AdamW` has them. It needs numba."""
+    """Lion (arXiv 2302.06675), with `master` and `moments` as `AdamW` has them."""
 
     first = "exp_avg"
 
@@ -163,8 +141,14 @@ class Lion(HostOptimizer):
 
     @classmethod
     @override
-    def rule(cls, group: dict[str, Any], step: float) -> LionRule:
-        return LionRule.make(group)
-
-    def _torch_can_step(self, p: Tensor, group: dict[str, Any]) -> bool:
-        return False
+    def rule(cls, group: dict[str, Any], step: float) -> Rule:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        return Rule.of(
+            LION,
+            lr=lr,
+            decay=1 - lr * float(group["weight_decay"]),
+            first_decay=beta1,
+            first_rate=1 - beta1,
+            second_decay=beta2,
+            second_rate=1 - beta2,
+        )

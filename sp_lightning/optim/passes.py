@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import BLOCK, Moment, fills_memory, flat
-from sp_lightning.optim.rules import Scaling
+from sp_lightning.optim.layout import BLOCK, fills_memory
+from sp_lightning.optim.rules import INFINITY, MOMENTUM, NO_SCALING, Kind, Memory, Rule, Scaling
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
 _ONE_AT_A_TIME = threading.Lock()  # the threads that numba has where there is no OpenMP serve one caller at a time
@@ -26,51 +26,41 @@ _ONE_AT_A_TIME = threading.Lock()  # the threads that numba has where there is n
 class Pass(NamedTuple):
     """The update of one weight, whose tensors all lie alike in memory."""
 
-    rule: Any
-    weight: Tensor
-    low: Tensor | None
-    gradient: Tensor
-    first: Moment
-    second: Moment
-    lowered: Tensor | None
-    scaling: Scaling = Scaling()
+    rule: Rule
+    memory: Memory
+    scaling: Scaling = NO_SCALING
     seed: int | None = None  # of random rounding; None for rounding to the nearest
 
     @property
-    def memory(self) -> tuple[Moment, ...]:
-        """What the kernel reads and writes."""
-        return self.weight, self.low, self.gradient, self.first, self.second, self.lowered
-
-    def addresses(self) -> Iterator[int]:
-        """Yield two addresses for each of these: of a tensor, or of codes and their scales."""
-        for each in self.memory:
-            codes, scales = each if isinstance(each, tuple) else (each, None)
-            yield 0 if codes is None else codes.data_ptr()
-            yield 0 if scales is None else scales.data_ptr()
+    def kind(self) -> Kind:
+        """What kernel it takes."""
+        rule, memory, scaling, seed = self
+        operations = 2 if scaling.then != 1 or scaling.limit != INFINITY else int(scaling.factor != 1)
+        widths = (0 if each is None else each.itemsize for each in memory[:6])
+        return Kind(rule.update, bool(rule.penalty != 0), operations, seed is not None, *widths)
 
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights, on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
-    alike: dict[Any, list[Pass]] = {}
+    alike: dict[tuple[Kind, Rule, Scaling, int | None], list[Memory]] = {}
     for each in passes:
-        kinds = tuple(_kind(memory) for memory in each.memory)
-        alike.setdefault((each.rule, each.scaling, each.seed, kinds), []).append(each)
-    for (rule, scaling, seed, kinds), of_kind in alike.items():
-        _run_alike(rule, scaling, seed, kinds, of_kind)
+        alike.setdefault((each.kind, each.rule, each.scaling, each.seed), []).append(each.memory)
+    for (kind, rule, scaling, seed), of_kind in alike.items():
+        _run_alike(kind, rule, scaling, seed or 0, of_kind)
 
 
-def _run_alike(rule: Any, scaling: Scaling, seed: int | None, kinds: tuple[Any, ...], passes: Sequence[Pass]) -> None:
+def _run_alike(kind: Kind, rule: Rule, scaling: Scaling, seed: int, memory: Sequence[Memory]) -> None:
     import numpy as np
 
-    from sp_lightning.optim.kernels import step_shares  # numba takes its time
+    from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
 
-    ranges, begins = _share([each.weight.numel() for each in passes], torch.get_num_threads())
+    ranges, begins = _share([each.weight.numel() for each in memory], torch.get_num_threads())
     if not ranges:
         return
-    addresses = np.array([[*each.addresses()] for each in passes], dtype=np.int64)
-    numbers = np.array(ranges, dtype=np.int64), np.array(begins, dtype=np.int64)
+    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in each] for each in memory]
+    arrays = (np.array(rows, dtype=np.int64) for rows in (addresses, ranges, begins))
     with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
-        step_shares(rule, tuple(map(_empty, kinds)), addresses, *numbers, scaling, seed)
+        step_shares(kernel_of(kind), rule, scaling, *arrays, seed)
 
 
 @contextmanager
@@ -122,20 +112,6 @@ def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int
     return ranges, begins if begins[-1] == len(ranges) else [*begins, len(ranges)]
 
 
-def _kind(memory: Moment) -> Any:
-    if isinstance(memory, tuple):
-        return tuple(map(_kind, memory))
-    return None if memory is None else memory.dtype
-
-
-@cache
-def _empty(kind: Any) -> Any:
-    """Return empty memory of a kind, by whose type the kernel is chosen."""
-    if isinstance(kind, tuple):
-        return tuple(map(_empty, kind))
-    return None if kind is None else flat(torch.empty(0, dtype=kind))
-
-
 def add(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, which may be in another dtype, to a sum of gradients."""
     count = total.numel()
@@ -146,7 +122,4 @@ def add(total: Tensor, gradient: Tensor) -> None:
         for part, added in zip(*parts, strict=True):
             part.add_(added)  # it is cast in the cache
     else:
-        from sp_lightning.optim.kernels import add_bits
-
-        with _on_threads(max(1, min(torch.get_num_threads(), count // _LEAST))):
-            add_bits(flat(total), flat(gradient))
+        run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])

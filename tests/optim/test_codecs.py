@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import GROUP, read_master
+from sp_lightning.optim.passes import Pass, run
+from sp_lightning.optim.rules import MOMENTUM, Memory, Rule
 
 pytest.importorskip("numba")
 HALF = 1 << 16
@@ -30,12 +32,8 @@ def every_kind() -> list[Tensor]:
 
 def step(lr: float, weight: Tensor, low: Tensor, gradient: Tensor, second: Tensor | None) -> None:
     """A step of plain SGD by the kernel."""
-    from sp_lightning.optim.passes import Pass, run
-    from sp_lightning.optim.rules import SgdRule
-
-    group = {"lr": lr, "weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False}
-    seed = 1 if low.dtype == torch.uint8 else None
-    run([Pass(SgdRule.make(group, True), weight, low, gradient, None, second, None, seed=seed)])
+    memory = Memory(weight, low, gradient, None, second, None)
+    run([Pass(Rule.of(MOMENTUM, lr=lr), memory, seed=1 if low.dtype == torch.uint8 else None)])
 
 
 @pytest.mark.parametrize("has_sign", [True, False])
@@ -75,9 +73,10 @@ def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     from sp_lightning.optim.kernels import read_moment, write_moment
 
     moment = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
-    memory, back = tuple(each.numpy() for each in moment), torch.empty_like(value)
-    write_moment(memory, value.numpy())
-    read_moment(memory, back.numpy())
+    back, addresses, is_second = torch.empty_like(value), [each.data_ptr() for each in moment], codes == torch.uint8
+    given = value.sqrt() if is_second else value
+    write_moment(*addresses, is_second, given.data_ptr(), value.numel())
+    read_moment(*addresses, is_second, back.data_ptr(), value.numel())
     return *moment, back
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from sp_lightning.optim import of_torch, passes
 from sp_lightning.optim.of_torch import OnePass, Work, has_torchs_bits, scaling_of
-from sp_lightning.optim.rules import AdamRule
 
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -59,7 +58,7 @@ def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, kept, dtype)
         assert torch.equal(theirs, ours)
         for name, value in reference.state[theirs].items():
             assert value is None or torch.equal(value, optimizer.state[ours][name]), name
-    if cls is torch.optim.SGD and not has_torchs_bits(of_torch.SGD, kept):
+    if cls is torch.optim.SGD and not has_torchs_bits(cls, kept):
         assert passes == 0  # up to torch 2.13 its kernel leaves weights in half precision as they are
     else:
         assert passes == (4 if options.get("momentum") is None and cls is torch.optim.SGD else 3)
@@ -113,14 +112,15 @@ def test_gradients_add_up(dtype, numba, threads, monkeypatch):
 
 
 def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):
-    monkeypatch.setattr(of_torch, "_FOUND", {})
-    make = AdamRule.make.__func__
+    has_torchs_bits.cache_clear()
+    rule_of = of_torch.AdamW.rule
 
-    def otherwise(cls, group, step, decoupled):
-        rule = make(cls, group, step, decoupled)
-        return rule._replace(step_size=rule.step_size * (1 + 2**-22))
+    def otherwise(group, step):
+        rule = rule_of(group, step)
+        return rule._replace(lr=rule.lr * (1 + 2**-22))
 
-    monkeypatch.setattr(AdamRule, "make", classmethod(otherwise))
-    assert not has_torchs_bits(of_torch.AdamW, torch.float32)
+    monkeypatch.setattr(of_torch.AdamW, "rule", otherwise)
+    assert not has_torchs_bits(torch.optim.AdamW, torch.float32)
     monkeypatch.undo()
-    assert has_torchs_bits(of_torch.AdamW, torch.float32)
+    has_torchs_bits.cache_clear()
+    assert has_torchs_bits(torch.optim.AdamW, torch.float32)
