@@ -611,7 +611,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
     monkeypatch.setattr(HostBackend, "memory", lambda self: memory_with(nbytes))
 
 
-@pytest.mark.parametrize("room", [0, 20_000, 100_000, 10**9])
+@pytest.mark.parametrize("room", [0, 100_000, 10**9])
 @pytest.mark.parametrize(
     "name", ["gpt2-tied", "vit", "siamese", "stochastic-depth", "two-graphs", "checkpoint-inside-plain"]
 )

@@ -9,11 +9,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import plugins
 from lightning.pytorch.plugins import MixedPrecision, Precision
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.trainer import namespace
-from sp_lightning.trainer.precision import HostGradScaler, host_precision, host_scaler
+from sp_lightning.trainer.precision import host_precision, host_scaler
 
 from .lightning_modules import Base, assert_same_training, fit, streamed, trainer
 
@@ -37,29 +37,6 @@ def test_16_mixed_is_bit_equal(accumulate, clip):
         return {"plugins": plugin, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
 
     assert_same_training(Base, arguments=arguments)
-
-
-def test_16_mixed_skips_steps_that_overflow():
-    plugins: list[MixedPrecision] = []
-
-    def arguments() -> dict[str, Any]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, backoff_factor=0.1)
-        plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
-        return {"plugins": plugins[-1]}
-
-    class Large(Base):
-        def loss(self, batch: Any) -> Tensor:
-            return super().loss(batch) * 1e4
-
-    trace = assert_same_training(Large, arguments=arguments)
-    plain, *ours = (plugin.scaler for plugin in plugins)
-    assert not isinstance(plain, HostGradScaler)
-    for scaler in ours:
-        assert isinstance(scaler, HostGradScaler)
-        assert plain.state_dict() == scaler.state_dict()
-    assert plain.get_scale() < 2.0**16, "nothing overflowed"
-    steps = trace["end / optimizer 0 / 0 / step / 0"]
-    assert 0 < steps < trace["global step"], "no step was skipped"
 
 
 def test_scalers_of_a_users_own_class():

@@ -104,14 +104,16 @@ def test_weights_under_autocast(name: str, calls_before: int) -> None:
     assert_same_story(partial(train, autocast=True), partial(writers, WRITES[name], calls_before=calls_before))
 
 
-def test_data_that_is_only_read() -> None:
+@pytest.mark.parametrize("look", [lambda weight: weight.data.norm(), lambda weight: weight.data.clamp_(-100, 100)])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_data_that_is_only_read_or_within_its_limits(look: Write, activations: str) -> None:
     """Costs no copy."""
 
     def story(run: Run) -> None:
         train(run)
         assert run.pipe is None or run.pipe.stats.write_backs == 0
 
-    assert_same_story(story, partial(writers, lambda weight: weight.data.norm()))
+    assert_same_story(story, partial(writers, look), activations=activations)
 
 
 def test_a_forward_gives_no_weight_other_memory() -> None:
@@ -131,17 +133,6 @@ def test_a_forward_gives_no_weight_other_memory() -> None:
         model.blocks[1].assigns = True
         with pytest.raises(RuntimeError, match=r"weight 'blocks.1.up.weight' other memory.*`weight.data.copy_"):
             model(Run.rows(0))
-
-
-def test_writes_that_change_nothing() -> None:
-    """A weight within its limits is not written back."""
-
-    def story(run: Run) -> None:
-        train(run)
-        if run.pipe is not None:
-            assert run.pipe.stats.write_backs == 0
-
-    assert_same_story(story, partial(writers, lambda weight: weight.data.clamp_(-100, 100)), activations="recompute")
 
 
 class ChecksPoint(nn.Module):

@@ -33,41 +33,6 @@ def layers(count: int = 4) -> nn.Sequential:
 attached = partial(helpers.attached, units=nn.Linear)  # each linear layer is a unit
 
 
-def data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-
-
-def in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-
-
-def load(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()})
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("edit", [data, in_place, load])
-def test_edits_while_a_graph_is_alive_are_seen(edit: Callable[[nn.Module], None], k: int) -> None:
-    """A kept loss must not make the next forward use old weights."""
-    x = torch.ones(1, 8)
-
-    def story(model: nn.Module) -> list[Tensor]:
-        kept = [model(x)]
-        for _ in range(2):
-            edit(model)
-            kept.append(model(x))
-        return [output.detach() for output in kept]
-
-    torch.manual_seed(0)
-    expected = story(layers())
-    torch.manual_seed(0)
-    with attached(model := layers(), k=k):
-        assert all(map(torch.equal, story(model), expected))
-
-
 class FailingOptimizer(SGD):
     """An optimizer whose step is interrupted."""
 

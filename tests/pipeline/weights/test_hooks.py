@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.graphs import (
-    before_backward,
-    run_hooks,
-)
+from sp_lightning.pipeline.weights.graphs import before_backward
 
 
 def test_backward_announces_itself_before_it_runs() -> None:
@@ -86,13 +83,6 @@ def test_a_view_of_a_view_that_a_custom_function_returns() -> None:
     assert order == ["announced", "function"]
 
 
-def test_leaves_and_constants_announce_nothing() -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    before_backward([torch.ones(1), leaf], lambda _: pytest.fail("announced"), since=1, now=1)
-    (2 * leaf).backward()
-    assert leaf.grad == 2
-
-
 def test_outputs_of_one_node_announce_once() -> None:
     """`chunk` makes several views of one result."""
     count: list[int] = []
@@ -112,11 +102,3 @@ def test_a_node_belongs_to_the_call_that_made_it() -> None:
     before_backward([y], lambda _: order.append("hands through"), since=3, now=3)
     y.sum().backward()
     assert order == ["inner", "around"]
-
-
-def test_hooks_run_in_order_and_may_only_look() -> None:
-    """What one returns is what the next one gets."""
-    seen: list[Tensor] = []
-    changed = run_hooks([lambda gradient: gradient * 2, seen.append, lambda gradient: gradient + 1], torch.ones(3))
-    assert changed.tolist() == [3.0, 3.0, 3.0]
-    assert [each.tolist() for each in seen] == [[2.0, 2.0, 2.0]]
