@@ -42,20 +42,15 @@ def check_parameter(p: Tensor, name: str, master: str | None) -> None:
         )
 
 
-def master_of(p: Tensor, master: str | None) -> str | None:
-    """Return the kind of master that a parameter has: "auto" is the exact one that takes the fewest bytes."""
-    if p.dtype == torch.float32:
-        return None  # it is its own
-    return "split" if master == "auto" else master
-
-
 def make_state(p: Tensor, master: str | None, moments: str, names: Sequence[str]) -> State:
     """Return the state of a parameter before its first step."""
     state: State = {"step": torch.tensor(0.0)}
-    kind = master_of(p, master)
-    if kind == "fp32":
+    kind = "split" if master == "auto" else master  # the exact one that takes the fewest bytes
+    if p.dtype == torch.float32 or kind is None:
+        pass  # it is its own
+    elif kind == "fp32":
         state["master"] = p.detach().float()
-    elif kind is not None:
+    else:
         state["low"] = torch.zeros_like(p, dtype=_LOW[kind])
     for name in names:
         if moments == "int8":

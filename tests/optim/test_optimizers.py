@@ -32,6 +32,7 @@ def pair(dtype, sizes=SIZES):
 def give_gradients(plain, ours, factor=1.0):
     for p, own in zip(plain, ours, strict=True):
         own.grad = torch.randn(p.shape).mul(1e-2).to(own.dtype)
+        own.grad.view(-1)[1] = -0.0  # a first momentum has its sign
         p.grad = own.grad.float().clone()
         if factor != 1:  # as clip_grad_norm_ does, to a gradient in fp32
             p.grad.mul_(factor)
