@@ -116,24 +116,21 @@ def nearest(bits: Any) -> Any:
 
 
 @jit
-def key_of(seed: Any) -> Any:
-    """Return 32 random bits."""
+def key_at(seed: Any, index: Any) -> Any:
+    """Return the key of `noise` from an element on: the same on any number of threads, and when resumed."""
     x = U32(U32(seed) ^ U32(0x9E3779B9))
     x = U32(U32(x ^ (x >> U32(16))) * U32(0x7FEB352D))
     x = U32(U32(x ^ (x >> U32(15))) * U32(0x846CA68B))
-    return U32(x ^ (x >> U32(16)))
+    return noise(U32(x ^ (x >> U32(16))), index)
 
 
 @jit
 def noise(key: Any, i: Any) -> Any:
-    """Return 32 bits for rounding an element at random: with a random key each is uniform, neighbours spread evenly.
-
-    They are the same on any number of threads, and when resumed.
-    """
+    """Return 32 bits for rounding an element at random: with a random key each is uniform, neighbours spread evenly."""
     return U32(key + U32(i) * U32(0x9E3779B9))
 
 
-# ---------------------------------------------------------------------------------------------- numbers and masters
+# --------------------------------------------------------------------------------- gradients, numbers and masters
 
 
 @jit
@@ -151,6 +148,23 @@ def store(address: Any, width: Any, i: Any, value: Any, is_random: Any, key: Any
         bits = plain_bits(value)
         rounded = U32(bits + (noise(key, i) >> U32(16))) if is_random else nearest(bits)
         write(address, i, U16(rounded >> U32(16)))
+
+
+@jit
+def scaled(g: Any, scaling: Any, operations: Any, in_bf16: Any) -> Any:
+    """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
+    if operations > 0:
+        g = _times(g, scaling.factor, in_bf16)
+    if operations > 1:
+        g = _times(g, scaling.then, in_bf16)
+        g = scaling.limit if g > scaling.limit else (-scaling.limit if g < -scaling.limit else g)
+    return g
+
+
+@jit
+def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
+    g = g * factor
+    return float_of(nearest(plain_bits(g)) & U32(0xFFFF0000)) if in_bf16 else g
 
 
 @jit

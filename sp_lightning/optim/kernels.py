@@ -27,15 +27,13 @@ from sp_lightning.optim.codecs import (
     float_of,
     fma,
     jit,
-    key_of,
+    key_at,
     load,
     load_moment,
     load_weight,
-    nearest,
-    noise,
     pack,
-    plain_bits,
     read,
+    scaled,
     space,
     store,
     store_weight,
@@ -50,23 +48,6 @@ LANES = 8
 
 
 # --------------------------------------------------------------------------------------------------- rules of updates
-
-
-@jit
-def _scaled(g: Any, scaling: Any, operations: Any, in_bf16: Any) -> Any:
-    """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
-    if operations > 0:
-        g = _times(g, scaling.factor, in_bf16)
-    if operations > 1:
-        g = _times(g, scaling.then, in_bf16)
-        g = scaling.limit if g > scaling.limit else (-scaling.limit if g < -scaling.limit else g)
-    return g
-
-
-@jit
-def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
-    g = g * factor
-    return float_of(nearest(plain_bits(g)) & U32(0xFFFF0000)) if in_bf16 else g
 
 
 @jit
@@ -122,20 +103,15 @@ def _part(kind: Any, row: Any, start: Any) -> Any:
 
 
 @jit
-def _key_at(seed: Any, start: Any) -> Any:
-    return noise(key_of(seed), start)
-
-
-@jit
 def _step_block(kind: Any, rule: Any, scaling: Any, at: Any, size: Any, tail: Any, seed: Any, start: Any) -> None:
     has_sign = kind.second > 1  # to keep a tie in, see [Note: ties]
-    keys = _key_at(seed, start), _key_at(seed ^ 0x55555555, start), _key_at(seed ^ 0x33333333, start)
+    keys = key_at(seed, start), key_at(seed ^ 0x55555555, start), key_at(seed ^ 0x33333333, start)
     staged = space(), space()
     m_scale = read(at.first_scale, 0, F32(0)) if kind.first == 1 else F32(0)
     v_scale = read(at.second_scale, 0, F32(0)) if kind.second == 1 else F32(0)
     for i in range(size):
         g = load(at.gradient, kind.gradient, i)
-        g = _scaled(g, scaling, kind.operations, kind.weight == 2 and kind.gradient == 2)
+        g = scaled(g, scaling, kind.operations, kind.weight == 2 and kind.gradient == 2)
         m = load_moment(at.first, kind.first, m_scale, i, False)
         v = load_moment(at.second, kind.second, v_scale, i, True)
         was_up = U32(bits_of(v) >> U32(31)) if has_sign else U32(1)
@@ -218,5 +194,5 @@ def read_moment(moment: Any, scales: Any, is_second: Any, values: Any, size: Any
 def write_moment(moment: Any, scales: Any, is_second: Any, values: Any, size: Any, sources: int = SOURCES) -> None:
     """Pack a whole moment from fp32, or from the roots of a second one; all are addresses."""
     for start in range(0, size, GROUP):
-        scale, key = scales + 4 * (start // GROUP), _key_at(0, start)
+        scale, key = scales + 4 * (start // GROUP), key_at(0, start)
         pack(moment + start, scale, values + 4 * start, min(GROUP, size - start), is_second, key)

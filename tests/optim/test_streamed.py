@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.optim import of_torch
-from sp_lightning.optim.passes import run
+from sp_lightning.optim.passes import Pass, run
 
 from ..zoo.blocks import WIDTH, chain
 
@@ -34,7 +34,7 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
-def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: object) -> tuple[list[Tensor], Strategy]:
+def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: object) -> list[Tensor]:
     """Train; weights and all tensors of the optimizer's state."""
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, **arguments)
     torch.manual_seed(0)
@@ -42,34 +42,47 @@ def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: o
     trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
     state = trainer.optimizers[0].state
     kept = [value for weight in module.parameters() for value in state[weight].values()]
-    return [*(weight.detach() for weight in module.parameters()), *kept], strategy
+    return [*(weight.detach() for weight in module.parameters()), *kept]
 
 
 PLAIN: dict[str, object] = {}
 CLIPPED: dict[str, object] = {"gradient_clip_val": 0.1}
 BY_VALUE: dict[str, object] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 SUMS: dict[str, object] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+ADAMW = partial(optim.AdamW, lr=1e-2)
+TORCHS = [
+    partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    partial(torch.optim.Adam, lr=1e-2, fused=True, weight_decay=0.1),
+    partial(torch.optim.SGD, lr=1e-2, fused=True, momentum=0.9, nesterov=True),
+]
 
 
 @pytest.mark.parametrize(
     ("make", "precision", "arguments"),
     [
-        *((partial(optim.AdamW, lr=1e-2), "32-true", each) for each in (PLAIN, CLIPPED, BY_VALUE, SUMS)),
-        *((partial(optim.AdamW, lr=1e-2), "bf16-true", each) for each in (PLAIN, CLIPPED, BY_VALUE, SUMS)),
-        *((partial(optim.AdamW, lr=1e-2), "bf16-mixed", each) for each in (PLAIN, CLIPPED, BY_VALUE, SUMS)),
-        # how a gradient is scaled does not depend on what is kept; each takes seconds to compile
+        *(
+            (ADAMW, precision, each)
+            for precision in ("32-true", "bf16-true", "bf16-mixed")
+            for each in (PLAIN, CLIPPED, BY_VALUE, SUMS)
+        ),
+        # how a gradient is scaled does not depend on what is kept
         (partial(optim.AdamW, lr=1e-2, moments="int8"), "bf16-true", PLAIN),
         (partial(optim.Adam, lr=1e-2, master="split24", moments="int8"), "bf16-true", SUMS),
         (partial(optim.SGD, lr=1e-2, momentum=0.9), "bf16-true", PLAIN),
         (partial(optim.Lion, lr=1e-3, moments="bf16"), "bf16-true", PLAIN),
+        *((make, "bf16-mixed", each) for make in TORCHS for each in (PLAIN, {"accumulate_grad_batches": 2})),
     ],
 )
-def test_units_are_stepped_with_the_bits_of_a_plain_step(
-    make: partial[torch.optim.Optimizer], precision: str, arguments: dict[str, object]
+def test_units_are_stepped_in_one_pass_with_the_bits_of_a_plain_step(
+    make: partial[torch.optim.Optimizer], precision: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = {**arguments, "precision": precision}
-    expected, _ = fit(SingleDeviceStrategy(device="cpu"), make, **arguments)
-    got, _ = fit(SuperpipelineStrategy(k=2, k_prime=1), make, **arguments)
+    """Ours, and torch's fused ones under mixed precision: cast, scale, clip, update and copy."""
+    passes: list[Pass] = []
+    monkeypatch.setattr(of_torch, "run", lambda each: (passes.extend(each), run(each)))
+    expected = fit(SingleDeviceStrategy(device="cpu"), make, precision=precision, **arguments)
+    assert not passes
+    got = fit(SuperpipelineStrategy(k=2, k_prime=1), make, precision=precision, **arguments)
+    assert passes
     assert all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))
 
 
@@ -140,27 +153,3 @@ def test_steps_are_taken_in_backward() -> None:
     )  # fmt: skip
     trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
     assert seen[-1] > 0
-
-
-@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(torch.optim.AdamW, lr=1e-2, fused=True),
-        partial(torch.optim.Adam, lr=1e-2, fused=True, weight_decay=0.1),
-        partial(torch.optim.SGD, lr=1e-2, fused=True, momentum=0.9, nesterov=True),
-    ],
-    ids=lambda value: value.func.__name__,
-)
-def test_torchs_fused_optimizers_are_one_pass_under_mixed_precision(
-    make: partial[torch.optim.Optimizer], arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cast, update and copy, with the bits of plain training."""
-    passes = []
-    monkeypatch.setattr(of_torch, "run", lambda each: (passes.extend(each), run(each)))
-    arguments = {**arguments, "precision": "bf16-mixed"}
-    expected, _ = fit(SingleDeviceStrategy(device="cpu"), make, **arguments)
-    assert not passes
-    got, _ = fit(SuperpipelineStrategy(k=2, k_prime=1), make, **arguments)
-    assert passes
-    assert all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))

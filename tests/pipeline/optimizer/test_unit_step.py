@@ -82,30 +82,20 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(unit_step, "_ALONE", request.param)
 
 
-@pytest.mark.parametrize("kind", BY_ELEMENT, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scaling", [None, Scaling((0.5,), clamp=0.7)], ids=["plain", "scaled"])
-def test_the_bits_of_each_optimizer(kind: type[Optimizer], dtype: torch.dtype, scaling: Scaling | None) -> None:
-    both = Both(kind, SHAPES, with_copies=dtype != torch.float32, **SETTINGS.get(kind.__name__, {}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, SETTINGS.get(kind.__name__, {})) for kind in (*BY_ELEMENT, *BY_WEIGHT)),
+        *((kind, {"fused": True, **SETTINGS.get(kind.__name__, {})}) for kind in HAVE_FUSED_KERNELS),
+    ],
+)
+def test_the_bits_of_each_optimizer(kind: Any, settings: Any, dtype: torch.dtype, scaling: Scaling | None) -> None:
+    shapes = [(64, 64), (32, 16), (16, 64)] if kind in BY_WEIGHT else SHAPES  # Muon takes matrices
+    both = Both(kind, shapes, with_copies=dtype != torch.float32, **settings)
     for _ in range(3):
         both.step(dtype, scaling=scaling)
-    both.check()
-
-
-@pytest.mark.parametrize("kind", HAVE_FUSED_KERNELS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_fused_kernels(kind: type[Optimizer], dtype: torch.dtype) -> None:
-    both = Both(kind, SHAPES, with_copies=dtype != torch.float32, fused=True, **SETTINGS.get(kind.__name__, {}))
-    for _ in range(3):
-        both.step(dtype)
-    both.check()
-
-
-@pytest.mark.parametrize("kind", BY_WEIGHT, ids=lambda kind: kind.__name__)
-def test_the_bits_of_optimizers_that_need_whole_weights(kind: type[Optimizer]) -> None:
-    both = Both(kind, [(64, 64), (32, 16), (16, 64)])
-    for _ in range(3):
-        both.step()
     both.check()
 
 
