@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -147,6 +147,7 @@ def tokens() -> Tensor:
     return torch.randn(ROWS, LENGTH, WIDTH)
 
 
+@cache
 def peaks(activations: str) -> tuple[list[int], int]:
     """The peaks of three steps as the engine counts them, and of all memory alive on the device in the last one."""
     torch.manual_seed(0)

@@ -114,12 +114,19 @@ def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int
 
 def add(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, which may be in another dtype, to a sum of gradients."""
-    count = total.numel()
     if total.dtype == gradient.dtype or total.stride() != gradient.stride() or not fills_memory(total):
         total.add_(gradient)
     elif find_spec("numba") is None or (total.dtype, gradient.dtype) != (torch.float32, torch.bfloat16):
-        parts = (torch.split(each.as_strided((count,), (1,)), _LEAST) for each in (total, gradient))
-        for part, added in zip(*parts, strict=True):
-            part.add_(added)  # it is cast in the cache
+        for part, added in pieces(total, gradient):
+            part.add_(added)
     else:
         run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])
+
+
+def pieces(total: Tensor, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of both that fit into the caches of all threads, where one operation leaves them to the next."""
+    if total.stride() != gradient.stride() or not fills_memory(total):
+        yield total, gradient
+        return
+    count, size = total.numel(), _LEAST * torch.get_num_threads()
+    yield from zip(*(torch.split(each.as_strided((count,), (1,)), size) for each in (total, gradient)), strict=True)

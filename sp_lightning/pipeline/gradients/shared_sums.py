@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
@@ -102,12 +103,13 @@ class SharedSums:
             for number in anew:
                 self._present[number] = False
             for number, gradient in gradients:
-                target = self.places[number]
-                if self._present[number]:
-                    target.add_(gradient, alpha=share)
-                else:
-                    target.copy_(gradient).mul_(share)
-                    self._present[number] = True
+                is_first = not self._present[number]
+                for part, added in pieces(self.places[number], gradient):
+                    if is_first:
+                        part.copy_(added).mul_(share)
+                    else:
+                        part.add_(added, alpha=share)
+                self._present[number] = True
 
     @property
     def ends(self) -> bool:
