@@ -253,6 +253,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if self.pipeline is not None:  # and given the weights back
             self.pipeline.weights_changed()
             self.weights_may_change()
+        self.barrier()  # others may still validate, and callbacks write to the weights of all from now on
         if self._module.trainer.state.fn != self.lightning.fitting:
             self._narrator.end(self.pipeline)
 

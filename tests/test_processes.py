@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -230,6 +231,14 @@ class WithoutDropout(Silent):
             block.drop.p = 0.0
 
 
+class ValidatesLate(WithoutDropout):
+    """In one process, when the other may be about to write an average to the weights."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.05 * self.global_rank)
+        return super().validation_step(batch, batch_idx)
+
+
 class Frozen(Base):
     """Half of it is frozen, and thawed later."""
 
@@ -313,7 +322,7 @@ def averaged_weights() -> None:
     if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
         ways.append(partial(callbacks.EMAWeightAveraging, decay=0.5, update_every_n_steps=1))
     for average in ways:
-        assert_as_ddp(WithoutDropout, callbacks=average, max_epochs=3, overfit_batches=2)
+        assert_as_ddp(ValidatesLate, callbacks=average, max_epochs=3, overfit_batches=2)
     again = trainer(streamed(), devices=2, callbacks=[ways[-1]()])
     for _ in range(2):  # all wait for each other as often
         fit(again, WithoutDropout())
