@@ -194,10 +194,17 @@ class UnitGradients:
                 f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training step "
                 "are added up. Take it by `torch.autograd.grad`."
             )
-        if not is_own_pass and (sums is None or sums.is_over or gradient.weight not in sums.index):
+        if is_own_pass:
+            return
+        if sums is None or gradient.weight not in sums.index:
             raise RuntimeError(
-                f"Weight {gradient.weight.name!r} got a gradient that the processes of this machine cannot add up: it "
-                "was frozen when they last met, or has had its gradient already in this backward pass."
+                f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of this machine "
+                "last met. Freeze and thaw weights between steps of the optimizer."
+            )
+        if sums.is_over:
+            raise RuntimeError(
+                f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when the processes of "
+                "this machine had added up the first. Let checkpoints around its module have `use_reentrant=False`."
             )
 
     def show(self, gradient: Gradient) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.pipeline.torch_private import parts_of
@@ -321,6 +322,36 @@ def a_graph_on_weights_from_outside_of_a_step() -> None:
         pipeline.reset()
 
 
+def a_weight_that_was_thawed_unseen() -> None:
+    model = chain()
+    model[1].requires_grad_(False)
+    with attached(model) as pipeline:
+        model[1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"Weight '1\..*was frozen when the processes of this machine last met"):
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+        pipeline.reset()
+
+
+class Again(nn.Module):
+    """A reentrant checkpoint brings the gradients of a layer once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1:](checkpoint(self.layers[1], x, use_reentrant=True))
+
+
+def a_second_gradient() -> None:
+    model = Again()
+    with attached(model) as pipeline:
+        with pytest.raises(RuntimeError, match=r"Weight 'layers.1.*second gradient.*`use_reentrant=False`"):
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+        pipeline.reset()
+
+
 def an_exception_while_gradients_are_averaged() -> None:
     """Nothing of the failed pass is in the next one's gradients."""
 
@@ -356,6 +387,8 @@ def test_processes_that_disagree_raise() -> None:
         [
             other_models,
             a_graph_on_weights_from_outside_of_a_step,
+            a_weight_that_was_thawed_unseen,
+            a_second_gradient,
             no_shape_yet,
             other_numbers_of_steps,
             sparse_gradients,
