@@ -27,13 +27,8 @@ from sp_lightning.optim.layout import GROUP
 
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
 near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})  # no bits are promised
-I8, U8, U16, U32, F32 = (
-    np.int8,
-    np.uint8,
-    np.uint16,
-    np.uint32,
-    np.float32,
-)  # numba computes in 64 bits what is not cast
+# numba computes in 64 bits what is not cast
+I8, U8, U16, U32, F32 = np.int8, np.uint8, np.uint16, np.uint32, np.float32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))

@@ -69,7 +69,7 @@ class Turns:
             unit: The gradients of a unit.
             after: Copies of its weights, which are still read.
         """
-        if (sums := unit.sums) is None or self.is_own_pass:
+        if (sums := unit.sums) is None:
             return
         sums.is_over = True
         assert unit.ticket is not None
