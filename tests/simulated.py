@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.box import SharedMemory
 from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 
 class Lane(enum.Enum):
@@ -276,7 +278,6 @@ def ends_so_far(tickets: Iterable[Ticket]) -> list[float]:
 
 WIDTH = 64
 UNIT_BYTES = 4 * WIDTH * WIDTH  # of a `TimedBlock` of that width: nothing is lost to alignment
-ADD_BYTES = 2 * UNIT_BYTES  # what adding its gradient to a sum reads and writes
 STEP_BYTES = 3 * UNIT_BYTES  # what a step of it reads and writes: a gradient, and weights twice
 
 
@@ -306,6 +307,11 @@ class TimedBlock(nn.Module):
         return _Timed.apply(self.linear(x), self.backend, *self.seconds)
 
 
+def adding_bytes(count: int) -> int:
+    """Return what is read and written where so many processes add their gradients of a unit up."""
+    return (count + 1) * UNIT_BYTES
+
+
 class SimulatedProcesses(Processes):
     """The first of several processes; what the others do to shared memory takes the host's time at the same moments."""
 
@@ -332,15 +338,19 @@ class SimulatedBox:
     def gather(self, own: Any) -> list[Any]:
         return [own] * self.count
 
+    def offer(self, nbytes: int) -> tuple[Tensor, int]:
+        return torch.zeros(nbytes, dtype=torch.uint8), os.memfd_create("simulated")
+
     def meet(self, steps: int = 0) -> None: ...
 
 
 class SimulatedMemory(SharedMemory):
-    """Memory for sums: the others add as much as the first when their gradients have landed, as its own have."""
+    """Memory for sums: the last process adds all gradients up when they have landed, as those of the first have."""
 
     def reached(self, number: int) -> Ticket:
         added: dict[int, Ticket] = vars(self).setdefault("added", {})
         if number not in added:
-            others = (self.box.count - 1) * ADD_BYTES if number else 0
-            added[number] = self.box.backend.work(lambda: None, [self.box.backend.downloaded], others)
+            read = self.bytes[-ALIGNMENT:].zero_  # which tells that what was left there has been read
+            moved = adding_bytes(self.box.count) if number else 0
+            added[number] = self.box.backend.work(read, [self.box.backend.downloaded], moved)
         return added[number]

@@ -16,7 +16,6 @@ from torch.optim import SGD
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from .simulated import (
-    ADD_BYTES,
     MACHINES,
     STEP_BYTES,
     UNIT_BYTES,
@@ -27,6 +26,7 @@ from .simulated import (
     SimulatedProcesses,
     Span,
     TimedBlock,
+    adding_bytes,
 )
 from .zoo.blocks import Chain
 
@@ -94,18 +94,14 @@ def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_four_devices_take_as_long_as_the_busiest_lane(name):
-    """Each has links of its own. They share the host, where each adds its gradients, and one steps.
-
-    Where that is as busy as the links, it is behind when backward ends, and has the first units left, which forward
-    needs first: with few places, units that were stepped cannot be sent meanwhile.
-    """
+    """Each has links of its own. They share the host, where one adds their gradients up, and one steps."""
     machine, k = MACHINES[name], 4
     measured, expected = train(machine, k, devices=4), busy_times(machine, k)
-    expected[Lane.HOST] += 4 * UNITS * machine.step * ADD_BYTES / STEP_BYTES
+    expected[Lane.HOST] += UNITS * machine.step * adding_bytes(4) / STEP_BYTES
     assert measured.busy == pytest.approx(expected, rel=0.05)
     at_best, lanes = max(expected.values()), {lane.value: round(seconds) for lane, seconds in expected.items()}
     print(f"\n{name}: {lanes} ms; a step of four devices takes {measured.time:.1f} ms, at best {at_best:.1f}")
-    assert measured.time <= (1.25 if name == "sending is the slowest" else 1.1) * at_best
+    assert measured.time <= 1.1 * at_best
 
 
 @pytest.mark.parametrize("k", [8, 30, 60])

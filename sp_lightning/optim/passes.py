@@ -123,10 +123,10 @@ def add(total: Tensor, gradient: Tensor) -> None:
         run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])
 
 
-def pieces(total: Tensor, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pieces of both that fit into the caches of all threads, where one operation leaves them to the next."""
-    if total.stride() != gradient.stride() or not fills_memory(total):
-        yield total, gradient
+def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield pieces of all that fit into the caches of all threads, where one operation leaves them to the next."""
+    if any(total.stride() != gradient.stride() for gradient in gradients) or not fills_memory(total):
+        yield total, *gradients
         return
     count, size = total.numel(), _LEAST * torch.get_num_threads()
-    yield from zip(*(torch.split(each.as_strided((count,), (1,)), size) for each in (total, gradient)), strict=True)
+    yield from zip(*(torch.split(each.as_strided((count,), (1,)), size) for each in (total, *gradients)), strict=True)

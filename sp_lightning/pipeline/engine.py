@@ -80,7 +80,7 @@ class Engine:
         self.learned = Learned()  # findings from past steps, for the next arrangement
         # the host memory that masters lie in
         self.memory = HostMemory(backend, None if processes is None else processes.box)
-        self.landing = LandingBuffers(backend)
+        self.landing = LandingBuffers(backend, None if processes is None else processes.box)
         self.graphs = Graphs()
         self.pool = HostPool(backend)
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)

@@ -228,8 +228,8 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
-    # of several devices, each adds its gradients to a sum in the masters' dtype, which is what is read in the step
-    added = given.devices * (gradients + 2 * masters) + masters - gradients if given.devices > 1 else 0
+    # of several devices, gradients are added up in one pass, in the masters' dtype, and that is what the step reads
+    added = given.devices * gradients + 2 * masters - gradients if given.devices > 1 else 0
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))

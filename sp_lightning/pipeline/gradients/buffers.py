@@ -1,11 +1,13 @@
 """How gradients lie in memory, and the memory through which they come to the host.
 
 The gradients of a unit are put together in a *staging buffer* on the device, and leave it with one copy. Those that do
-not stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer.
+not stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. One
+can be left to other processes of the machine, which add what lies in it to a sum that they share (shared_sums.py).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.box import Box
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.units import Unit
@@ -24,6 +27,7 @@ STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
 MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
+_PAUSE = 1e-3  # seconds between two looks whether others have read what was left to them
 
 
 class GradientLayout:
@@ -109,23 +113,50 @@ class StagingBuffers:
 
 
 class HostGradients(GradientMemory):
-    """Such memory on the host, for gradients of one unit after the other: a landing buffer."""
+    """Such memory on the host, for gradients of one unit after the other: a landing buffer.
 
-    def __init__(self, nbytes: int, backend: Backend, released: threading.Condition) -> None:
-        self._host = HostBuffer(nbytes, backend, pin=True)
+    Attributes:
+        file: The number of its file, by which other processes can look into it; -1 if there are none.
+    """
+
+    def __init__(self, nbytes: int, backend: Backend, released: threading.Condition, box: Box | None) -> None:
+        memory, self.file = (None, -1) if box is None else box.offer(nbytes)
+        self._host = HostBuffer(nbytes, backend, pin=True, memory=memory)
         super().__init__(self._host.bytes)
-        self.is_free = False  # whether nothing is on its way into it, or waits in it to be read
+        self._is_free = False  # whether nothing is on its way into it, or waits in it to be read by this process
+        self._left: Tensor | None = None  # what is not zero until another process has read it
         self._released = released
 
+    @property
+    def is_left(self) -> bool:
+        """Whether another process has still to read it."""
+        return self._left is not None and bool(self._left)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is on its way into it, or waits in it to be read."""
+        return self._is_free and not self.is_left
+
+    def use(self) -> None:
+        """Take it for other gradients."""
+        self._is_free, self._left = False, None
+
+    def leave(self, until: Tensor) -> None:
+        """Leave what lies in it to another process, which has read it when this is zero."""
+        self._left = until
+
     def release(self) -> None:
-        """Free it, as its gradients have been read."""
+        """Free it, as its gradients have been read, or left to another process."""
         with self._released:
-            self.is_free = True
+            self._is_free = True
             self._released.notify_all()
 
     def close(self) -> None:
         """Unpin the memory, and let go of it; what lies in it keeps it."""
         self._host.release()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 def few_buffers(units: int, together: int) -> int:
@@ -136,8 +167,9 @@ def few_buffers(units: int, together: int) -> int:
 class LandingBuffers:
     """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, box: Box | None) -> None:
         self._backend = backend
+        self._box = box  # the processes that may look into them
         self._few = 0  # how many there may be on any host
         self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
@@ -160,15 +192,21 @@ class LandingBuffers:
                 for buffer in free:
                     # not a much larger one, or all would become as large as the largest unit's
                     if nbytes <= buffer.bytes.nbytes and (is_full or buffer.bytes.nbytes <= 2 * nbytes):
-                        buffer.is_free = False
+                        buffer.use()
                         return buffer
                 if is_full and free:
                     self._buffers.remove(free[0])
                     free[0].close()
                 if free or not is_full:
-                    self._buffers.append(HostGradients(nbytes, self._backend, self._released))
+                    self._buffers.append(HostGradients(nbytes, self._backend, self._released, self._box))
                     return self._buffers[-1]
-                self._released.wait()
+                self._released.wait(_PAUSE if any(buffer.is_left for buffer in self._buffers) else None)
+
+    @property
+    def may_leave_one(self) -> bool:
+        """Whether one may be left to other processes: half of them pass on, so that nobody waits for another's."""
+        with self._released:
+            return 2 * (sum(buffer.is_left for buffer in self._buffers) + 1) <= self._few
 
     def abandon(self) -> None:
         """Release all buffers, after an exception."""

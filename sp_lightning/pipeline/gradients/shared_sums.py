@@ -1,21 +1,25 @@
 """The sums of a unit's gradients over the processes of a machine, which have them in one copy.
 
-Each process adds what it has got, in the order of their ranks, so the sums are the same in every run. A counter in the
+What each process has got is added in the order of their ranks, so the sums are the same in every run. A counter in the
 memory tells whose turn it is. It has passed a process when that has added what a backward pass has brought, or when
 its pass has ended: it may have got nothing. What lies there from an earlier step is overwritten, as the first process
 says, whose turn comes first.
+
+To add is to move memory: the sum is read and written. So a process leaves its gradients where they have landed, for
+one whose turn comes later to add those of several in one pass. The last one leaves nothing, nor does one that
+has few landing buffers left, or whose gradients lie in another way than those of all units do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import pieces
+from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -30,12 +34,17 @@ class SharedSums:
 
     def __init__(self, weights: Sequence[Weight], masters: HostBuffer) -> None:
         flags, norms = torch.empty(len(weights), dtype=torch.bool), torch.empty(len(weights))
-        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes]
-        (*offsets, at_flags, at_norms), nbytes = lay_out(sizes)
+        assert masters.shared is not None
+        left = torch.empty(masters.shared.box.count, dtype=torch.int64)
+        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, left.nbytes]
+        (*offsets, at_flags, at_norms, at_left), nbytes = lay_out(sizes)
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)
         assert memory.shared is not None
         self._memory = memory.shared
         self._box = memory.shared.box
+        # the numbers, from one on, of files in which each process has left gradients; 0 if there are none to add
+        self._left = tensor_in(memory.bytes, at_left, left, torch.int64)
+        self._left_as = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
         lying = zip(offsets, weights, strict=True)
         self.places = [tensor_in(memory.bytes, at, weight.layout, weight.dtype) for at, weight in lying]
         self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
@@ -91,25 +100,51 @@ class SharedSums:
         """Whether this process's turn comes first in every pass."""
         return self._box.is_keeper
 
-    def add(self, gradients: Iterable[tuple[int, Tensor]], anew: Iterable[int], share: float) -> None:
-        """Add this process's part, in its turn.
+    def begin_anew(self, numbers: Iterable[int]) -> None:
+        """Have the sums of the weights with these numbers begin anew with this pass."""
+        for number in numbers:
+            self._present[number] = False
+
+    def can_leave(self, gradients: Mapping[int, Tensor]) -> bool:
+        """Tell whether gradients, by the numbers of their weights, lie as others expect of those that are left."""
+        dtypes = [gradient.dtype for gradient in gradients.values()]
+        return not self.ends and list(gradients) == list(range(len(self.places))) and dtypes == self._left_as.dtypes
+
+    def leave(self, buffer: HostGradients) -> bool:
+        """Leave this process's part to others, in its turn; tell whether it was left."""
+        own = self._left[self._box.rank]
+        if own:  # it was left, and has been followed by more
+            return False
+        own.fill_(buffer.file + 1)
+        buffer.leave(own)
+        return True
+
+    def add(self, gradients: Mapping[int, Tensor], share: float) -> None:
+        """Add this process's part, and before it those that were left by others, in its turn.
 
         Args:
             gradients: Gradients by the numbers of their weights.
-            anew: Numbers of weights whose sums begin anew with this pass.
             share: What each gradient is multiplied by.
         """
-        with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
-            for number in anew:
-                self._present[number] = False
-            for number, gradient in gradients:
-                is_first = not self._present[number]
-                for part, added in pieces(self.places[number], gradient):
-                    if is_first:
-                        part.copy_(added).mul_(share)
-                    else:
-                        part.add_(added, alpha=share)
-                self._present[number] = True
+        files = {rank: file - 1 for rank, file in enumerate(self._left.tolist()) if file}
+        left = [self._left_as.views(self._box.look_into(rank, file))[0] for rank, file in files.items()]
+        for number, place in enumerate(self.places):
+            added = [of_rank[number] for of_rank in left]
+            if number in gradients:
+                added.append(gradients[number])
+            if added:
+                self._add_up(number, place, added, share)
+        for rank in files:
+            self._left[rank] = 0
+
+    def _add_up(self, number: int, place: Tensor, gradients: Sequence[Tensor], share: float) -> None:
+        is_first = not self._present[number]
+        for total, *parts in pieces(place, *gradients):
+            if is_first:
+                total.copy_(parts.pop(0)).mul_(share)
+            for part in parts:
+                total.add_(part, alpha=share)
+        self._present[number] = True
 
     @property
     def ends(self) -> bool:

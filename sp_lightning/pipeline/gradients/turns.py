@@ -6,12 +6,13 @@ a part of them, and the user has the sum. What was shown of a sum before is take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.gradients.unit_gradients import Shipment, State, UnitGradients
@@ -26,12 +27,20 @@ class Turns:
     Args:
         units: The gradients of all units.
         backend: Has the thread that adds.
+        landing: The buffers in which gradients arrive.
         processes: The processes; None if this is the only one.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], backend: Backend, processes: Processes | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[UnitGradients],
+        backend: Backend,
+        landing: LandingBuffers,
+        processes: Processes | None,
+    ) -> None:
         self._summed = [(unit, unit.sums) for unit in units if unit.sums is not None]
         self._backend = backend
+        self._landing = landing
         self._processes = processes
 
     @property
@@ -50,17 +59,17 @@ class Turns:
             measures: Whether to measure norms.
         """
         own: list[tuple[Tensor, Tensor]] = []
-        parts: list[tuple[int, Tensor]] = []
+        parts: dict[int, Tensor] = {}
         for gradient, arrived in zip(shipment.gradients, shipment.arrived, strict=True):
             if gradient.is_seen:
                 gradient.host = torch.empty_like(gradient.weight.host)
                 own.append((gradient.host, arrived))
             else:
                 gradient.host = sums.places[sums.index[gradient.weight]]
-                parts.append((sums.index[gradient.weight], arrived))
+                parts[sums.index[gradient.weight]] = arrived
         self._take_turn(unit, sums, own, parts, is_over, measures, shipment)
         assert unit.ticket is not None
-        return Shipment(unit, shipment.gradients, [sums.places[number] for number, _ in parts], unit.ticket, None)
+        return Shipment(unit, shipment.gradients, [sums.places[number] for number in parts], unit.ticket, None)
 
     def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> None:
         """Let the others have their turn, and a step its way, when this process needs nothing of a unit any more.
@@ -81,7 +90,7 @@ class Turns:
         unit: UnitGradients,
         sums: SharedSums,
         own: Sequence[tuple[Tensor, Tensor]],
-        parts: Sequence[tuple[int, Tensor]],
+        parts: Mapping[int, Tensor],
         is_over: bool,
         measures: bool,
         shipment: Shipment | None = None,
@@ -91,19 +100,22 @@ class Turns:
         anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
         share, number, sums.is_over = 1 / self._processes.count, sums.number, is_over
         buffer = None if shipment is None else shipment.buffer
+        to_leave = buffer if not own and sums.can_leave(parts) else None
         tickets = unit.ticket, None if shipment is None else shipment.ticket
 
         def add() -> None:
-            with without_torch_function(), torch.no_grad():
+            with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
                 for target, arrived in own:
                     target.copy_(arrived)
-            sums.add(parts, anew, share)
+                sums.begin_anew(anew)
+                if to_leave is None or not self._landing.may_leave_one or not sums.leave(to_leave):
+                    sums.add(parts, share)
             if is_over and sums.ends:
                 sums.measure_norms(measures)
             if is_over:
                 sums.pass_on(number)
 
-        moved = 2 * sum(arrived.nbytes for _, arrived in parts)
+        moved = 0 if to_leave is not None else 2 * sum(arrived.nbytes for arrived in parts.values())
         after = [sums.turn(), *(ticket for ticket in tickets if ticket is not None)]
         unit.ticket = self._backend.work(add, after, moved, None if buffer is None else buffer.release)
         unit.state = State.HELD
@@ -121,8 +133,8 @@ class Turns:
             for gradient in unit.gradients:
                 gradient.take_look_back()
             if not sums.is_over:
-                seen = [(number, weight.master.grad) for weight, number in sums.index.items()] if averages else []
-                self._take_turn(unit, sums, [], [(n, g) for n, g in seen if g is not None], True, measures)
+                seen = {number: weight.master.grad for weight, number in sums.index.items()} if averages else {}
+                self._take_turn(unit, sums, [], {n: g for n, g in seen.items() if g is not None}, True, measures)
         for unit, sums in self._summed:
             if averages and unit.state is not State.CONSUMED:
                 unit.wait()  # raises what has gone wrong here

@@ -47,7 +47,9 @@ class Box:
         self._look = 0.0  # when to look next whether all live
         self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
-        self._processes = [Path(f"/proc/{process}/stat") for process in self.gather(os.getpid())]
+        self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
+        # what of the others' memory was opened, with its number in the system
+        self._opened: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
         """Return new memory that all processes have.
@@ -66,11 +68,10 @@ class Box:
         place, file, failed = "", None, ""
         if self.is_keeper:
             try:
-                file = os.memfd_create("superpipeline", os.MFD_CLOEXEC)
+                file = _new_file(size)
                 place = f"/proc/{os.getpid()}/fd/{file}"
-                os.posix_fallocate(file, 0, size)  # now: a page that cannot be had later would end the process
             except OSError as error:
-                failed = f"{readable_bytes(size)} of memory to share: {error}"
+                failed = str(error)
         everyones = self.gather((list(names), nbytes, place, failed))
         if not all(isinstance(each, tuple) for each in everyones):
             raise RuntimeError("Another process of this machine could not arrange its weights; see its error.")
@@ -84,7 +85,7 @@ class Box:
                     f"{others[:1]} come next. Freeze, add or convert the same weights in all processes."
                 )
         try:
-            memory = torch.from_file(place, shared=True, size=size, dtype=torch.uint8)
+            memory = _open(place, size)
         except RuntimeError as error:
             raise OSError(
                 "The processes of this machine cannot share memory: they have to run in one container, as one user, or "
@@ -93,6 +94,25 @@ class Box:
         self._close_file()
         self._open = file
         return SharedMemory(self, names, memory[:nbytes], memory[-_COUNTER_BYTES:][:8].view(torch.int64))
+
+    def offer(self, nbytes: int) -> tuple[Tensor, int]:
+        """Return new memory of this process, and the number of its file, by which the others can look into it.
+
+        Raises:
+            OSError: If there is not so much memory.
+        """
+        file = _new_file(nbytes)
+        return _open(f"/proc/self/fd/{file}", nbytes), file
+
+    def look_into(self, rank: int, file: int) -> Tensor:
+        """Return the memory that another process offers in this file."""
+        place = self._processes[rank] / f"fd/{file}"
+        status = place.stat()
+        number, memory = self._opened.get((rank, file), (None, None))
+        if memory is None or number != status.st_ino:  # the file is another one now
+            memory = _open(str(place), status.st_size)
+            self._opened[rank, file] = status.st_ino, memory
+        return memory
 
     def meet(self, steps: int = 0) -> None:
         """Wait until all processes have come here.
@@ -127,8 +147,8 @@ class Box:
         return everyones
 
     def _check_alive(self) -> None:
-        for rank, status in enumerate(self._processes):
-            if has_ended(status):
+        for rank, process in enumerate(self._processes):
+            if has_ended(process / "stat"):
                 self.failure = RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
                 raise self.failure
 
@@ -148,6 +168,22 @@ class Box:
                 "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
             )
         time.sleep(_PAUSE)
+
+
+def _new_file(nbytes: int) -> int:
+    """Make a file of memory without a name."""
+    file = os.memfd_create("superpipeline", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, nbytes)  # now: a page that cannot be had later would end the process
+    except OSError as error:
+        os.close(file)
+        raise OSError(f"{readable_bytes(nbytes)} of memory to share: {error}") from error
+    return file
+
+
+def _open(place: str, nbytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.from_file(place, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def has_ended(status: Path) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
+from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
+from sp_lightning.pipeline.gradients import shared_sums
 from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
@@ -108,6 +111,18 @@ def four() -> None:
     """With more than two processes, the order of sums is another one; of two machines each has one copy."""
     for on_a_machine in (1, 2, 4):
         assert_averages_closely(on_a_machine=on_a_machine)
+
+
+def added_up_by_the_last() -> None:
+    """The others leave gradients where they have landed, so that the sum is read and written once."""
+    model, is_last, added = nn.Linear(WIDTH, WIDTH), dist.get_rank() == 3, Mock(wraps=pieces)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(model, on_a_machine=4) as pipeline, patch.object(shared_sums, "pieces", added):
+        for _ in range(3):
+            pipeline.meet_processes()
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+    assert added.call_count == (3 * 2 if is_last else 0)
 
 
 def in_backward() -> None:
@@ -274,7 +289,7 @@ def test_single_things() -> None:
 
 
 def test_more_than_two() -> None:
-    in_processes([four, traffic_of_two_machines], count=4)
+    in_processes([four, added_up_by_the_last, traffic_of_two_machines], count=4)
 
 
 # ----------------------------------------------------------------------------------------------- what cannot be right
