@@ -67,9 +67,8 @@ class GradientStream:
         landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
         self._has_others = processes is not None
-        self._turns = Turns(
-            self._units, window.backend, landing, processes
-        )  # to add to sums that other processes have, too
+        # to add to sums that other processes have, too
+        self._turns = Turns(self._units, window.backend, landing, processes)
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
