@@ -102,13 +102,7 @@ class BackwardPass:
     # -------------------------------------------------------------------------------------------------- units
 
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group]) -> None:
-        """Prepare for the nodes of a member's call, which backward is about to run.
-
-        Args:
-            member: The member that was called.
-            graph: The graph that the call built.
-            groups: The groups whose weights the call computed with.
-        """
+        """Prepare for the nodes of a member's call, which built the graph and computed with the groups' weights."""
         unit = member.unit
         with self._at_work:
             self.note()

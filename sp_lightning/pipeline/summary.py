@@ -33,7 +33,7 @@ class Summary:
         # devices that share this memory, but for buffers of each
         self.devices = 1 if engine.processes is None else engine.processes.box.count
         self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
-        self.host_activation_bytes = engine.pool.held
+        self.host_activation_bytes = engine.offloader.pool.held
         self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
         self.unit_names = tuple(unit.name for unit in arrangement.units)
         # sent for each unit

@@ -69,12 +69,9 @@ def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
 
 
 def scope_that_ends_before_backward() -> str | None:
-    """Find a scope around this call that changes what it computes, but will have ended when backward runs.
+    """Name a scope around this call that changes what it computes, but will have ended when backward runs.
 
     Torch keeps track of these scopes only internally.
-
-    Returns:
-        A name for the scope, for the user; None outside of any.
     """
     if parametrize._cache_enabled:
         return "`parametrize.cached()`"
@@ -193,11 +190,8 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     """Have torch's allocator map freed memory to where it is needed next, unless the user has configured it.
 
     It would otherwise cut what stays from large free blocks, whose rest is too small for what is as large again. Public
-    is an environment variable alone, which the user would have to set before torch is imported.
-
-    Args:
-        unused: A stream for which nothing was allocated before: some virtual devices cannot map memory, and only say so
-            when memory is asked for.
+    is an environment variable alone, which the user would have to set before torch is imported. Some virtual devices
+    cannot map memory, and only say so when memory is asked for, on a stream for which nothing was allocated before.
     """
     if sys.platform != "linux" or torch.version.cuda is None or torch.cuda.get_allocator_backend() != "native":
         return

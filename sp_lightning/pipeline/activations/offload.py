@@ -41,10 +41,9 @@ from sp_lightning.pipeline.activations.memory import Held, HostPool, Meter
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import in_backward, storage_key, weak_storage
+from sp_lightning.pipeline.torch_private import storage_key, weak_storage
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 _WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
@@ -139,44 +138,23 @@ class Bundle:
 class Offloader:
     """Sends saved activations to the host and fetches them for backward."""
 
-    def __init__(self, backend: Backend, pool: HostPool, meter: Meter, stats: Stats) -> None:
+    def __init__(self, backend: Backend, meter: Meter, stats: Stats) -> None:
+        self.pool = HostPool(backend)
         self._backend = backend
-        self._pool = pool
         self._meter = meter
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
         self.open: list[Bundle | None] = []  # of calls under way, innermost last; None for those without a graph
-        self._last_bundle: Bundle | None = None
         self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[_Leftover] = deque()
-        self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ forward
-
-    def begin_step(self) -> None:
-        """Begin a step; its first bundle follows none of an earlier step."""
-        self._last_bundle = None
 
     @property
     def current(self) -> Bundle | None:
         """The bundle of the call that was entered last; None in backward, and without a graph."""
         return self.open[-1] if self.open else None
-
-    def enter(self, member: Member, leaves: bool) -> None:
-        """Note that a call of a unit begins, and whether what it saves leaves."""
-        with self._lock:
-            is_forward = torch.is_grad_enabled() and not in_backward()  # what a recomputation saves is used at once
-            self.open.append(Bundle(member, leaves) if is_forward else None)
-
-    def leave(self) -> Bundle | None:
-        """End the call that was entered last; return what it has saved."""
-        with self._lock:
-            bundle = self.open.pop() if self.open else None  # none is open after a reset
-            if bundle is not None:
-                bundle.before, self._last_bundle = self._last_bundle, bundle
-                self.release_sent()
-            return bundle
 
     def send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
@@ -187,7 +165,7 @@ class Offloader:
                 assert activation.device is not None
                 memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
                 memory.set_(activation.device.untyped_storage())
-                activation.host = self._pool.take(activation.nbytes)
+                activation.host = self.pool.take(activation.nbytes)
                 activation.ticket = self._backend.download(activation.host.bytes[: activation.nbytes], memory)
                 self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
                 activation.stage = Stage.LEAVING
@@ -264,8 +242,6 @@ class Offloader:
                     self._fetch(activation)
 
     def _fetch(self, activation: Activation) -> None:
-        if self._closed:
-            raise outdated_graph_error("activations that were offloaded to the host")
         assert activation.host is not None
         device = activation.device = self._backend.allocate(activation.nbytes)
         ticket = activation.ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
@@ -280,7 +256,7 @@ class Offloader:
             host, _, ticket = self._leftovers.popleft()
             if ticket is not None and not landed:
                 self._backend.wait(ticket)
-            self._pool.give_back(host)
+            self.pool.give_back(host)
 
     # ------------------------------------------------------------------------------------------------------ endings
 
@@ -291,10 +267,9 @@ class Offloader:
         """
         with self._lock:
             self.open.clear()
-            self._last_bundle = None
             for activation in self._leaving:
                 if activation.stage is Stage.LEAVING and activation.host is not None:
-                    self._pool.give_back(activation.host)
+                    self.pool.give_back(activation.host)
                     activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
             self._leaving.clear()
             self._reclaim_host_memory(landed=True)
@@ -303,5 +278,4 @@ class Offloader:
         """Release all host memory."""
         with self._lock:
             self.abandon()
-            self._closed = True
-            self._pool.close()
+            self.pool.close()

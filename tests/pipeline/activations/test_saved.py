@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline.activations.memory import HostPool, Meter
+from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.stats import Stats
@@ -28,7 +28,7 @@ class Scene:
         self.required: list[Twin] = []
         backend, stats = self.placed.backend, Stats()
         meter = Meter(backend, stats)
-        self.saved = SavedTensors(meter, Offloader(backend, HostPool(backend), meter, stats))
+        self.saved = SavedTensors(meter, Offloader(backend, meter, stats))
         self.saved.twins = self.placed.by_memory
         self.saved.backward = self
 
