@@ -247,7 +247,8 @@ class Calls:
                     "Return a clone of the weight, or name it in `resident`."
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
-            bundle = None if engine.activations.are_kept else engine.offloader.current
+            saves = member.is_streamed and not engine.activations.are_kept
+            bundle = engine.offloader.open[-1] if saves else None
             reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
             before_backward(watched, reach, number, graphs.calls)
         return output

@@ -62,14 +62,13 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        device: torch.device,
         options: PipelineOptions,
         backend: Backend,
         planner: Planner,
         processes: Processes | None,
     ) -> None:
         self.module = module
-        self.device = device
+        self.device = backend.device
         self.options = options
         self.backend = backend
         self.processes = processes
@@ -118,16 +117,15 @@ class Engine:
             arrangement.all_units, self.window, self.landing, self.processes, self._sums_gradients
         )
         self.steps = GroupSteps(self.window, self.stream)
-        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
+        self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
-        move_parameters(arrangement.parameters_on_device, self.device)
+        move_parameters([*arrangement.parameters_on_device, *arrangement.unmanaged.values()], self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
         weights = {id(weight.master): weight for weight in arrangement.weights}
         self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
-        move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():
@@ -288,7 +286,7 @@ class Engine:
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         # not after `torch.autograd.grad`, which may run in some processes only
         on_device = self.arrangement.unmanaged.values()
-        if self.processes is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
+        if some_came or any(parameter.grad is not None for parameter in on_device):
             self.end_pass()
         self.relax_guard()
 

@@ -2,9 +2,9 @@
 
 `tests/pipeline/test_torch_private.py` fails when one of them changes. All else is public torch, or is used where it is
 needed because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`,
-`torch._ops`, `torch._foreach_*`, `Tensor._base` and `_version`, the dictionaries in which modules and parameters keep
-their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an
-RNN's `_flat_weights`.
+`torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and `_version`, the dictionaries in
+which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`,
+`_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
 What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
 trainer/__init__.py.
 """
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -130,11 +129,6 @@ def storage_key(tensor: Tensor) -> int:
     except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
     return key
-
-
-def weak_storage(tensor: Tensor) -> StorageWeakRef:
-    """Return a weak reference to a tensor's storage: its identity is not reused, but its memory may be freed."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

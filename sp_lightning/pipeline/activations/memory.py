@@ -139,18 +139,8 @@ class HostPool:
         """Lend a buffer of at least so many bytes: the smallest there is."""
         size = -(-nbytes // _PAGE) * _PAGE
         place = bisect.bisect_left(self._free, size, key=_size)
-        return self._free.pop(place) if place < len(self._free) else self._make(size)
-
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
-        if buffer in self._buffers:  # not if the pool was closed meanwhile
-            bisect.insort(self._free, buffer, key=_size)
-
-    def close(self) -> None:
-        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
-        self._release(list(self._buffers))
-
-    def _make(self, size: int) -> HostBuffer:
+        if place < len(self._free):
+            return self._free.pop(place)
         if self._free:  # all too small: they make room
             self._backend.drain()  # the device may still be reading what was given back
             self._release(self._free)
@@ -165,6 +155,15 @@ class HostPool:
         self._buffers.add(buffer)
         self.held += size
         return buffer
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
+        if buffer in self._buffers:  # not if the pool was closed meanwhile
+            bisect.insort(self._free, buffer, key=_size)
+
+    def close(self) -> None:
+        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
+        self._release(list(self._buffers))
 
     def _release(self, buffers: list[HostBuffer]) -> None:
         self._buffers.difference_update(buffers)

@@ -36,12 +36,13 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.pipeline.activations.memory import Held, HostPool, Meter
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import storage_key, weak_storage
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Member
 
@@ -74,7 +75,8 @@ class Activation:
         self.held = held  # while that memory counts
         self.host: HostBuffer | None = None  # its copy
         self.ticket: Ticket | None = None  # the copy that nothing has waited for yet
-        self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
+        # while this lives, no other storage gets the same identity
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._leftovers = leftovers
         self._was_changed = False
 
@@ -110,13 +112,6 @@ class Offloaded(NamedTuple):
         """Whether it was written to in place, as far as that matters."""
         return self.activation.is_changed
 
-    def rebuild(self) -> Tensor:
-        """Make the tensor again."""
-        device = self.activation.device
-        assert device is not None
-        empty = torch.empty(0, dtype=self.dtype, device=device.device)
-        return empty.set_(device.untyped_storage(), self.offset, self.size, self.stride)
-
 
 class Bundle:
     """Activations that were saved in one call of a unit's member.
@@ -150,11 +145,6 @@ class Offloader:
         self._leftovers: deque[_Leftover] = deque()
 
     # ------------------------------------------------------------------------------------------------------ forward
-
-    @property
-    def current(self) -> Bundle | None:
-        """The bundle of the call that was entered last; None in backward, and without a graph."""
-        return self.open[-1] if self.open else None
 
     def send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
@@ -190,7 +180,7 @@ class Offloader:
 
     def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves; return None if it is not to be offloaded, or has to stay."""
-        bundle = self.current
+        bundle = self.open[-1] if self.open else None
         if bundle is None or not bundle.leaves:
             return None
         key = self._memory_that_may_leave(tensor)
@@ -228,7 +218,9 @@ class Offloader:
             if activation.stage is Stage.BACK and activation.ticket is not None:
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.ticket = None
-            return packed.rebuild()
+            assert activation.device is not None
+            empty = torch.empty(0, dtype=packed.dtype, device=activation.device.device)
+            return empty.set_(activation.device.untyped_storage(), packed.offset, packed.size, packed.stride)
 
     # ----------------------------------------------------------------------------------------------------- backward
 
