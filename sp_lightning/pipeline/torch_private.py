@@ -138,33 +138,30 @@ def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
     """Return the hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return list((hooks or {}).values())
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
-class StepCode:
-    """Runs the `step` of an optimizer's class with chosen parameters and hyperparameters.
+def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
+    """Return what runs the `step` of an optimizer's class, with hyperparameters, for the parameters of a given state.
 
     It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks
     nor the profiler should take these for steps of the user's. No public name leads there.
     """
+    step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    stepped: Optimizer = object.__new__(type(optimizer))
+    attributes = vars(optimizer).copy()
+    for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
+        attributes.pop(lent, None)
+    for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        attributes[check] = lambda: None  # the check queries the driver for its devices at each call, for 0.1 ms
+    vars(stepped).update(attributes, param_groups=[group])
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self._step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        self._group = group
-        self._optimizer: Optimizer = object.__new__(type(optimizer))
-        attributes = vars(optimizer).copy()
-        for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
-            attributes.pop(lent, None)
-        for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-            attributes[check] = lambda: None  # the check queries the driver for its devices at each call, for 0.1 ms
-        vars(self._optimizer).update(attributes, param_groups=[group])
+    def run(state: dict[Tensor, dict[str, Any]]) -> None:
+        group["params"] = list(state)
+        stepped.state = state  # type: ignore[assignment]
+        step(stepped)
 
-    def run(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step the parameters that are the keys of `state`."""
-        self._group["params"] = list(state)
-        self._optimizer.state = state  # type: ignore[assignment]
-        self._step(self._optimizer)
+    return run
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
@@ -195,8 +192,6 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     try:
         with torch.cuda.stream(unused):
             torch.empty(1, device=unused.device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError:
         _configure_allocator("expandable_segments:False")
 

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import torch_private
 from sp_lightning.pipeline.torch_private import (
-    StepCode,
     call_before_compiling,
+    code_of_step,
     contains_others,
     explain_graph_break,
     graph_task,
@@ -293,7 +293,7 @@ def test_the_code_of_an_optimizer_steps_given_tensors(
     state: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch asked for devices, which is slow"))
     with torch.no_grad():
-        StepCode(optimizer, group).run({other: state})
+        code_of_step(optimizer, group)({other: state})
     monkeypatch.undo()
     for handle in handles:
         handle.remove()
