@@ -247,8 +247,7 @@ class Calls:
                     "Return a clone of the weight, or name it in `resident`."
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
-            saves = member.is_streamed and not engine.activations.are_kept
-            bundle = engine.offloader.open[-1] if saves else None
+            bundle = engine.offloader.open[-1] if engine.offloader.open else None  # none if all are kept
             reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
             before_backward(watched, reach, number, graphs.calls)
         return output

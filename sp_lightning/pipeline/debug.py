@@ -37,7 +37,6 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check the operands, then run the operation."""
         if not (_is_view(func) or self._engine.at_work or optimizer_steps.depth):
             operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
             self._check(func, [(operand, storage_key(operand)) for operand in operands])

@@ -285,8 +285,7 @@ class Engine:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         # not after `torch.autograd.grad`, which may run in some processes only
-        on_device = self.arrangement.unmanaged.values()
-        if some_came or any(parameter.grad is not None for parameter in on_device):
+        if some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values()):
             self.end_pass()
         self.relax_guard()
 

@@ -268,6 +268,5 @@ class Offloader:
 
     def close(self) -> None:
         """Release all host memory."""
-        with self._lock:
-            self.abandon()
-            self.pool.close()
+        self.abandon()
+        self.pool.close()

@@ -117,7 +117,6 @@ class UnitCall:
             kept.drop()
 
     def _learn(self, obstacle: str | None, warns: bool) -> None:
-        """Record what the call has shown about its member."""
         name, shared = self.member.name, self._shared
         shared.looks[name] += 1
         if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.kept:
