@@ -67,8 +67,7 @@ class Clipping:
                 for gradient in _ours(found):
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
                 left = [parameter for parameter in left if id(parameter) not in self._weights]
-        if left:
-            nn.utils.clip_grad_value_(left, limit)
+        nn.utils.clip_grad_value_(left, limit)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.

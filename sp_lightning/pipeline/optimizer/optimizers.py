@@ -158,10 +158,7 @@ class Optimizers(Clipping):
         return self._processes is not None and not self._processes.box.is_keeper
 
     def _accept(self, optimizer: Optimizer) -> bool:
-        """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.
-
-        It may have those of other models only.
-        """
+        """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module."""
         for parameter in parameters_of(optimizer):
             name = getattr(parameter, "twin_of", None)
             if name is not None:  # it has no gradient, so an optimizer would silently skip it
