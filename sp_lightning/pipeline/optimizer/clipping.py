@@ -66,8 +66,9 @@ class Clipping:
             if found is not None:
                 for gradient in _ours(found):
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
-                left = [parameter for parameter in left if id(parameter) not in self._weights]
-        nn.utils.clip_grad_value_(left, limit)
+                left = [p for p in left if id(p) not in self._weights and p.grad is not None]
+        if left:
+            nn.utils.clip_grad_value_(left, limit)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -103,7 +104,8 @@ class Clipping:
         if scaling.factors:
             self._steps.stream.settle()  # one of them may be computed by an earlier clip
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
-        if not all(map(_is_power_of_two, scaling.factors)) or any(each.scaling != scaling for each in gradients):
+        is_exact = all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors)
+        if not is_exact or any(each.scaling != scaling for each in gradients):
             return False
         known = iter(_norms(others, dtype))
         # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
@@ -172,7 +174,3 @@ def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
-
-
-def _is_power_of_two(factor: float | Tensor) -> bool:
-    return math.frexp(float(factor))[0] == 0.5

@@ -236,7 +236,8 @@ class Optimizers(Clipping):
         error to read or change gradients in between. With `clamp`, they are clipped to plus and minus this value.
         """
         early = self._early_step(optimizer, clamp) if self._early is None else None
-        self._early, self._steps.stream.taker = self._early or early, early
+        self._early = self._early or early
+        self._steps.stream.taker = early
         try:
             yield
         finally:
