@@ -181,9 +181,7 @@ class LandingBuffers:
     def take(self, nbytes: int, patient: bool) -> HostGradients:
         """Take a buffer; block until one is released if all are in use and there may not be more.
 
-        Args:
-            nbytes: The least bytes that it must have.
-            patient: Whether to rather wait than have more than a few, where the host has memory to spare.
+        Who is `patient` rather waits than has more than a few, where the host has memory to spare.
         """
         with self._released:
             while True:

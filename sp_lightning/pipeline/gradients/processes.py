@@ -116,9 +116,6 @@ class Processes:
 
         They may contain averages of earlier backward passes, which are the same in all processes, so that they stay.
 
-        Args:
-            parameters: The parameters, by name; the same in all processes.
-
         Raises:
             RuntimeError: The processes have taken different numbers of optimizer steps, or a gradient is sparse.
         """
@@ -137,12 +134,8 @@ class Processes:
     def add_up_machines(self, sums: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
         """Add the sums of this machine's processes up with those of others; done by the first process of each.
 
-        Args:
-            sums: The memory for the sum of each weight's gradients, by the names of weights.
-            own: The names of those that this machine has a gradient of.
-
         Returns:
-            The names of those that any machine has a gradient of.
+            The names of those that any machine has a gradient of; `own` are those that this one has.
 
         Raises:
             RuntimeError: The machines have taken different numbers of optimizer steps, or trained different weights.

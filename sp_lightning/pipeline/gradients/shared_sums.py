@@ -25,12 +25,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class SharedSums:
-    """The sums of the gradients of weights that lie together in shared memory.
-
-    Args:
-        weights: The weights.
-        masters: The memory of their masters.
-    """
+    """The sums of the gradients of weights whose masters lie together in shared memory."""
 
     def __init__(self, weights: Sequence[Weight], masters: HostBuffer) -> None:
         flags, norms = torch.empty(len(weights), dtype=torch.bool), torch.empty(len(weights))
@@ -120,12 +115,7 @@ class SharedSums:
         return True
 
     def add(self, gradients: Mapping[int, Tensor], share: float) -> None:
-        """Add this process's part, and before it those that were left by others, in its turn.
-
-        Args:
-            gradients: Gradients by the numbers of their weights.
-            share: What each gradient is multiplied by.
-        """
+        """Add this process's part, by the numbers of weights, after those that others have left; in its turn."""
         files = {rank: file - 1 for rank, file in enumerate(self._left.tolist()) if file}
         left = [self._left_as.views(self._box.look_into(rank, file))[0] for rank, file in files.items()]
         for number, place in enumerate(self.places):

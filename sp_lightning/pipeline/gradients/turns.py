@@ -22,14 +22,7 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 
 
 class Turns:
-    """This process's turns to add to the sums of units.
-
-    Args:
-        units: The gradients of all units.
-        backend: Has the thread that adds.
-        landing: The buffers in which gradients arrive.
-        processes: The processes; None if this is the only one.
-    """
+    """This process's turns to add to the sums of units."""
 
     def __init__(
         self,
@@ -49,15 +42,7 @@ class Turns:
         return self._processes is None or not self._processes.trains
 
     def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> Shipment:
-        """Have the thread add what is on its way when it is this process's turn.
-
-        Args:
-            unit: The gradients of a unit.
-            sums: Their sums.
-            shipment: What is on its way.
-            is_over: Whether nothing more will come in this pass.
-            measures: Whether to measure norms.
-        """
+        """Have the thread add what is on its way when it is this process's turn, which may be over then."""
         own: list[tuple[Tensor, Tensor]] = []
         parts: dict[int, Tensor] = {}
         for gradient, arrived in zip(shipment.gradients, shipment.arrived, strict=True):
@@ -72,12 +57,7 @@ class Turns:
         return Shipment(unit, shipment.gradients, [sums.places[number] for number in parts], unit.ticket, None)
 
     def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> None:
-        """Let the others have their turn, and a step its way, when this process needs nothing of a unit any more.
-
-        Args:
-            unit: The gradients of a unit.
-            after: Copies of its weights, which are still read.
-        """
+        """Let the others have their turn, and a step its way, when nothing here reads the unit's weights any more."""
         if (sums := unit.sums) is None:
             return
         sums.is_over = True
@@ -125,9 +105,7 @@ class Turns:
     def end_pass(self, averages: bool, measures: bool) -> None:
         """End a pass of all processes: turns that are still to come in this one are taken.
 
-        Args:
-            averages: Whether the sums are complete with it: then they are what everybody has.
-            measures: Whether to measure norms.
+        If it `averages`, the sums are complete with it, and what everybody has.
         """
         for unit, sums in self._summed:
             for gradient in unit.gradients:

@@ -29,12 +29,7 @@ _LOOK_FOR_OTHERS = 0.2  # seconds between two looks whether all processes live
 
 
 class Box:
-    """The processes of this machine, and the memory that they share.
-
-    Args:
-        group: Their group, for tensors in host memory.
-        timeout: How long one waits for the others.
-    """
+    """The processes of this machine, and the memory that they share."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         if sys.platform != "linux":
@@ -54,11 +49,7 @@ class Box:
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
         """Return new memory that all processes have.
 
-        All have to ask for the same pieces, in the same order.
-
-        Args:
-            nbytes: Its size.
-            names: The weights that will lie in it.
+        All have to ask for the same pieces, in the same order, for weights of the same names.
 
         Raises:
             OSError: If there is not so much memory.
@@ -117,11 +108,8 @@ class Box:
     def meet(self, steps: int = 0) -> None:
         """Wait until all processes have come here.
 
-        Args:
-            steps: How many steps of optimizers this one has taken.
-
         Raises:
-            RuntimeError: If another has taken more or fewer.
+            RuntimeError: If another has taken more or fewer steps of optimizers.
         """
         everyones = self.gather(steps)
         self._close_file()  # all have opened it
@@ -153,11 +141,7 @@ class Box:
                 raise self.failure
 
     def wait_briefly(self, since: float) -> None:
-        """Give the others a moment, and note whether they have failed.
-
-        Args:
-            since: The moment at which this began to wait for them.
-        """
+        """Give the others a moment, and note whether they have failed, or were waited for too long."""
         now = time.monotonic()
         if now >= self._look:
             self._look = now + _LOOK_FOR_OTHERS

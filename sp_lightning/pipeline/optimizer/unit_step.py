@@ -22,20 +22,14 @@ from sp_lightning.pipeline.torch_private import StepCode
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
 _ALONE = 1 << 16
 
-
 Update: TypeAlias = tuple[Work, Scaling]
 """What is to be done for a weight, and the unscaling and clipping of its gradient before the update."""
 
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
-    """Update masters and state as `optimizer.step()` would, and copies.
+    """Update masters and state as `optimizer.step()` would with these settings of a param group, and copies.
 
     The caller turns gradients, inference mode and overrides of torch functions off.
-
-    Args:
-        optimizer: The user's optimizer.
-        settings: The param group without its parameters, as it was when the user's `step` was called.
-        updates: Those of weights that have a gradient, without their scaling in numbers.
     """
     code = StepCode(optimizer, settings.copy())
     together: list[Update] = []
