@@ -62,13 +62,14 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
+        device: torch.device,
         options: PipelineOptions,
         backend: Backend,
         planner: Planner,
         processes: Processes | None,
     ) -> None:
         self.module = module
-        self.device = backend.device
+        self.device = device
         self.options = options
         self.backend = backend
         self.processes = processes
