@@ -89,7 +89,7 @@ class Pipeline:
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner or Planner(), processes)
+        self._engine = engine = Engine(module, self.options, self.backend, planner or Planner(), processes)
         self.stats, self.optimizers = engine.stats, engine.optimizers
         self._calls = Calls(engine)
         try:

@@ -8,7 +8,7 @@ of the user's optimizer makes a pass for each operation. All bits are as after `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from sp_lightning.optim import rules
 from sp_lightning.optim.host import Work
 from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Scaling
-from sp_lightning.pipeline.torch_private import StepCode
+from sp_lightning.pipeline.torch_private import code_of_step
 
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
 _ALONE = 1 << 16
@@ -32,7 +32,7 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
 
     The caller turns gradients, inference mode and overrides of torch functions off.
     """
-    code = StepCode(optimizer, settings.copy())
+    code = code_of_step(optimizer, settings.copy())
     together: list[Update] = []
     one_pass, works = OnePass(optimizer, settings), []
     numbers: dict[Any, rules.Scaling | None] = {}  # those of a scaling are shared: each look at a factor takes time
@@ -54,7 +54,7 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         one_pass.step(works)
 
 
-def _update(code: StepCode, updates: Sequence[Update]) -> None:
+def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
     for (weight, arrived, *_), scaling in updates:
         gradient, scaling = arrived, scaling.without_ones
@@ -63,7 +63,7 @@ def _update(code: StepCode, updates: Sequence[Update]) -> None:
             scaling.apply_(gradient)
         weight.grad = gradient
     if updates:
-        code.run({work.weight: work.state for work, _ in updates})
+        code({work.weight: work.state for work, _ in updates})
     for work, _ in updates:
         if work.copy is not None:
             work.copy.copy_(work.weight)
