@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.of_torch import Work
+from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients

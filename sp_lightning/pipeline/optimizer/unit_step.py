@@ -15,7 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning.optim import rules
-from sp_lightning.optim.of_torch import OnePass, Work, scaling_of
+from sp_lightning.optim.host import Work
+from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Scaling
 from sp_lightning.pipeline.torch_private import code_of_step
 
