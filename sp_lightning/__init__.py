@@ -68,20 +68,16 @@ _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lig
 """Top package of each namespace -> the module that registers the strategy there when imported."""
 
 
-def _adaptors() -> list[str]:
-    loaded = [adaptor for package, adaptor in _ADAPTORS.items() if sys.modules.get(package) is not None]
-    return loaded or [adaptor for package, adaptor in _ADAPTORS.items() if find_spec(package) is not None]
-
-
-_registered = _adaptors()
+_loaded = [adaptor for package, adaptor in _ADAPTORS.items() if sys.modules.get(package) is not None]
+_registered = _loaded or [adaptor for package, adaptor in _ADAPTORS.items() if find_spec(package) is not None]
 for _adaptor in reversed(_registered):  # Lightning's messages go to the logger of the namespace that is imported last
     import_module(_adaptor)
 
 
 def __getattr__(name: str) -> Any:
     """Return a class that needs Lightning: `lightning`'s, unless only `pytorch_lightning` had been imported before."""
-    if name in __all__:
-        for adaptor in _registered or _adaptors():
-            return getattr(import_module(adaptor), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _registered:
         raise ImportError(f"`sp_lightning.{name}` needs Lightning 2.5.5 or newer: `pip install -U lightning`.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_registered[0]), name)

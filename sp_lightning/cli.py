@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,6 @@ _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
     "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
 }
-_NEEDED = ("jsonargparse", "docstring_parser", "typeshed_client")  # what `jsonargparse[signatures]` installs
 
 _SIZES = (
     "vocab_size",
@@ -54,18 +54,12 @@ SHAPES = {
 """Models that are planned for by name: a class of configurations of transformers, and their published sizes."""
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_OF_MODEL = "--model."
 
 
 def main() -> int:
-    """Run `sp-lightning` with the arguments in `sys.argv`.
-
-    Returns:
-        The exit status: 0 on success, 2 if an argument is wrong, 1 if the command line is not installed.
-    """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        return _fail(f"the command line needs {', '.join(missing)}: pip install 'sp-lightning[cli]'", 1)
+    """Run `sp-lightning`, and return its status: 0, 2 if an argument is wrong, or 1 if the extra is not installed."""
+    if find_spec("jsonargparse") is None:
+        return _fail("the command line needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
     if os.getcwd() not in sys.path:  # unlike `python -m`, a console script does not import from the current folder
         sys.path.insert(0, os.getcwd())
     command, arguments = sys.argv[1:2], sys.argv[2:]
@@ -158,12 +152,10 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     of_model: list[str] = []
     rest = iter(arguments)
     for argument in rest:
-        if not argument.startswith(_OF_MODEL):
+        if argument.startswith("--model."):
+            of_model += [argument, *islice(rest, 0 if "=" in argument else 1)]
+        else:
             ours.append(argument)
-            continue
-        of_model.append(argument)
-        if "=" not in argument:
-            of_model += [value for value in [next(rest, None)] if value is not None]
     return ours, of_model
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 
 from sp_lightning.callback import CallbackMixin
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.trainer import Namespace, namespace
+from sp_lightning.trainer import Namespace
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
@@ -21,13 +21,13 @@ class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 class SuperpipelineCallback(CallbackMixin, Callback):  # noqa: D101
     __doc__ = CallbackMixin.__doc__
 
-    lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
+    lightning: ClassVar[Namespace] = Namespace("lightning.pytorch")
 
 
 class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # noqa: D101
     __doc__ = SuperpipelineMixin.__doc__
 
-    lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
+    lightning: ClassVar[Namespace] = Namespace("lightning.pytorch")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
     callback: ClassVar[type[Callback]] = SuperpipelineCallback
 

@@ -10,7 +10,7 @@ from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy,
 
 from sp_lightning.callback import CallbackMixin
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.trainer import Namespace, namespace
+from sp_lightning.trainer import Namespace
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
@@ -21,13 +21,13 @@ class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 class SuperpipelineCallback(CallbackMixin, Callback):  # type: ignore[misc]  # noqa: D101
     __doc__ = CallbackMixin.__doc__
 
-    lightning: ClassVar[Namespace] = namespace("pytorch_lightning")
+    lightning: ClassVar[Namespace] = Namespace("pytorch_lightning")
 
 
 class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = SuperpipelineMixin.__doc__
 
-    lightning: ClassVar[Namespace] = namespace("pytorch_lightning")
+    lightning: ClassVar[Namespace] = Namespace("pytorch_lightning")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
     callback: ClassVar[type[Callback]] = SuperpipelineCallback
 

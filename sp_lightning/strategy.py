@@ -21,12 +21,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
-from sp_lightning.trainer.host_memory import (
-    average_in_one_process,
-    check_optimizer_memory,
-    keep_averages_on_host,
-    materialize,
-)
+from sp_lightning.trainer.host_memory import check_optimizer_memory, keep_averages_on_host, materialize
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
@@ -91,23 +86,12 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         self._narrator = Narrator(self.lightning, self.callback)
 
     @override
-    def set_world_ranks(self) -> None:
-        super().set_world_ranks()
-        self.lightning.check(
-            not (self.is_distributed and self.options.resident_optimizer),
-            "`resident_optimizer=True` works on one device only: which units live on the device would differ between "
-            "processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
-        )
-
-    @override
     def setup_environment(self) -> None:
-        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and self.root_device.type != "cpu":
-            keep_averages_on_host(trainer.callbacks, self.lightning)
         super().setup_environment()
         self.setup_processes()
-        if trainer is not None and self.processes is not None:
-            average_in_one_process(trainer, self.follows, self.lightning)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            keep_averages_on_host(trainer, self.processes is not None, self.follows, self.lightning)
 
     @contextmanager
     @override
@@ -203,7 +187,6 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if pipeline is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         plan = self.plan_step(pipeline, optimizer, automatic=isinstance(closure, self.lightning.closure))
-        self._narrator.stepping(optimizer, plan)
         with self.optimizer_scope(pipeline, optimizer, plan):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -217,12 +200,6 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     def why_optimizer_waits(self) -> str | None:
         """Return why an optimizer steps all of its weights after backward; None if none does."""
         return next((plan.why_not for _, plan in self._plans() if plan.why_not is not None), None)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.pipeline is not None:
-            self.pipeline.reset()
-        super().on_exception(exception)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

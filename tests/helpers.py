@@ -484,7 +484,7 @@ class LiveBytes(TorchDispatchMode):
     def is_on_host(self, address: int) -> bool:
         units = self.pipe._engine.stream._units
         homes = [buffer.bytes for unit in units if (buffer := unit.memory) is not None]
-        lent = [buffer.bytes for buffer in self.pipe._engine.pool._buffers]
+        lent = [buffer.bytes for buffer in self.pipe._engine.offloader.pool._buffers]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + lent)
 
 

@@ -359,7 +359,7 @@ def test_memory_of_a_graph_without_a_backward_is_freed() -> None:
                 pipe.module(Run.rows(0)).square().mean().item()
         with pipe.step():
             pipe.module(Run.rows(0)).square().mean().backward()
-        assert bytes_lent(pipe._engine.pool) == 0
+        assert bytes_lent(pipe._engine.offloader.pool) == 0
 
 
 class SavesOnCpu(Block):

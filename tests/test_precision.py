@@ -12,12 +12,12 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.trainer import namespace
-from sp_lightning.trainer.precision import host_precision, host_scaler
+from sp_lightning.trainer import Namespace
+from sp_lightning.trainer.precision import HostGradScaler, host_precision
 
 from .lightning_modules import Base, assert_same_training, fit, streamed, trainer
 
-LIGHTNING = namespace("lightning.pytorch")
+LIGHTNING = Namespace("lightning.pytorch")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
@@ -43,15 +43,26 @@ def test_scalers_of_a_users_own_class():
     class Own(torch.amp.GradScaler):
         pass
 
-    kept = host_scaler(Own("cpu"), LIGHTNING)
-    assert type(kept) is Own
-    assert kept.scale(torch.ones((), device="meta")).device.type == "meta"
-    assert kept._scale.device.type == "cpu"
+    class OnHost(HostGradScaler):
+        pass
 
-    on_device = Own("cpu")
-    on_device._device = "cuda"
-    with pytest.raises(MisconfigurationException, match=r"Own\(device='cuda'\).* Build the scaler with `device='cpu'`"):
-        host_scaler(on_device, LIGHTNING)
+    kept = MixedPrecision("16-mixed", "cpu", OnHost())
+    host_precision(kept, LIGHTNING)
+    assert type(kept.scaler) is OnHost
+    assert kept.scaler.scale(torch.ones((), device="meta")).device.type == "meta"
+    assert kept.scaler._scale.device.type == "cpu"
+    with pytest.raises(MisconfigurationException, match=r"scaler=Own\(\.\.\.\).*Derive the scaler from `sp_lightning"):
+        host_precision(MixedPrecision("16-mixed", "cpu", Own("cpu")), LIGHTNING)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_settings_of_scalers_are_kept(enabled):
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=3, enabled=enabled))
+    state = plugin.scaler.state_dict()
+    host_precision(plugin, LIGHTNING)
+    assert isinstance(plugin.scaler, HostGradScaler)
+    assert plugin.scaler.is_enabled() is enabled
+    assert plugin.scaler.state_dict() == state
 
 
 def test_the_scale_is_saved_and_restored(tmp_path):
@@ -73,7 +84,7 @@ def test_the_scale_is_saved_and_restored(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["TransformerEnginePrecision", "BitsandbytesPrecision", "DeepSpeedPrecision", "FSDPPrecision", "XLAPrecision"],
+    ["TransformerEnginePrecision", "BitsandbytesPrecision", "DeepSpeedPrecision", "FSDPPrecision"],
 )
 def test_plugins_that_need_weights_on_the_device_are_refused(name):
     cls = getattr(plugins, name)

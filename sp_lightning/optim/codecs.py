@@ -51,7 +51,7 @@ def read(context: Any, address: Any, i: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_element(context, builder, arguments[0], arguments[1], like))
 
-    return like(_address(address), types.intp, like), generate
+    return like(address, types.intp, like), generate
 
 
 @intrinsic
@@ -62,11 +62,7 @@ def write(context: Any, address: Any, i: Any, value: Any) -> Any:
         builder.store(arguments[2], _element(context, builder, arguments[0], arguments[1], value))
         return context.get_dummy_value()
 
-    return types.void(_address(address), types.intp, value), generate
-
-
-def _address(given: Any) -> Any:
-    return given if isinstance(given, types.CPointer) else types.intp
+    return types.void(address, types.intp, value), generate
 
 
 def _element(context: Any, builder: Any, address: Any, i: Any, kind: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import (
-    MASTERS,
-    MOMENTS,
     State,
-    check_parameter,
+    check_group,
     count_in,
     laid_like,
     make_state,
@@ -24,6 +22,16 @@ from sp_lightning.optim.layout import (
 )
 from sp_lightning.optim.passes import Pass, run
 from sp_lightning.optim.rules import NO_SCALING, Memory, Rule, Scaling
+
+
+class Work(NamedTuple):
+    """What is to be done for a weight."""
+
+    weight: Tensor
+    gradient: Tensor  # as it arrived; it is only read
+    state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
+    copy: Tensor | None = None  # a copy of the weight in bf16, to be written
+    scaling: Scaling | None = NO_SCALING  # what is done to the gradient before; None if that is too much
 
 
 class HostOptimizer(Optimizer):
@@ -41,18 +49,10 @@ class HostOptimizer(Optimizer):
         """Add a param group, whose parameters have to be in host memory."""
         super().add_param_group(param_group)
         try:
-            self._check(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except Exception:
             del self.param_groups[-1]
             raise
-
-    def _check(self, group: dict[str, Any]) -> None:
-        for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
-            if group[name] not in allowed:
-                raise ValueError(f"{name}={group[name]!r}: expected one of {', '.join(map(repr, allowed))}")
-        names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
-        for name, p in zip(names, group["params"], strict=True):
-            check_parameter(p, name, group["master"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,28 +66,25 @@ class HostOptimizer(Optimizer):
             raise RuntimeError("a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim")
         passes: list[Pass] = []
         for group, params in groups:
-            states = [self.state[p] for p in params]
-            steps = self.count_steps(group, params, states)
-            stepped = zip(params, states, steps, strict=True)
-            passes += [self.pass_of(group, p, p.grad, state, step) for p, state, step in stepped]
+            passes += self.passes_of(group, [Work(p, p.grad, self.state[p]) for p in params])
         run(passes)
         increment_version([p for _, params in groups for p in params])
         return loss
 
     @classmethod
-    def count_steps(cls, group: dict[str, Any], params: Sequence[Tensor], states: Sequence[State]) -> list[float]:
-        """Count the step that follows, the first of which makes the state; return the number that it has for each."""
-        for p, state in zip(params, states, strict=True):
-            if not state:
-                state.update(make_state(p, group["master"], group["moments"], cls.moments_of(group)))
-        return count_in(states)
+    def passes_of(cls, group: dict[str, Any], works: Sequence[Work]) -> list[Pass]:
+        """Count the step that follows, the first of which makes the state; return its passes."""
+        for work in works:
+            if not work.state and "master" in group:  # torch's SGD may step without state
+                work.state.update(make_state(work.weight, group, cls.moments_of(group)))
+        steps = count_in([work.state for work in works])
+        return [cls.pass_of(group, work, step) for work, step in zip(works, steps, strict=True)]
 
     @classmethod
-    def pass_of(
-        cls, group: dict[str, Any], p: Tensor, gradient: Tensor, state: State, step: float,
-        scaling: Scaling = NO_SCALING, copy: Tensor | None = None,
-    ) -> Pass:  # fmt: skip
-        """Return the pass that steps a parameter and writes a bf16 copy, after its gradient is scaled."""
+    def pass_of(cls, group: dict[str, Any], work: Work, step: float) -> Pass:
+        """Return the pass that takes this step of a weight."""
+        p, gradient, state, copy, scaling = work
+        assert scaling is not None
         low, first, second = state.get("master", state.get("low")), state.get(cls.first), state.get(cls.second)
         if any(kept is not None and kept.stride() != p.stride() for kept in (low, first, second)):
             raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
@@ -114,12 +111,9 @@ class HostOptimizer(Optimizer):
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
+        trained = [p for p in group["params"] if p.requires_grad]
         with torch.device("meta"):
-            made = [
-                make_state(torch.empty_like(p), group["master"], group["moments"], self.moments_of(group))
-                for p in group["params"]
-                if p.requires_grad
-            ]
+            made = [make_state(torch.empty_like(p), group, self.moments_of(group)) for p in trained]
         return sum(value.nbytes for state in made for value in state.values())
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -140,38 +134,34 @@ class HostOptimizer(Optimizer):
                 state = self.state.get(p, {})
                 plain: State = {"step": state["step"].clone()} if state else {}
                 for name in self.moments_of(group) if state else ():
-                    plain[name] = self._read_moment(p, state, name)
+                    plain[name] = self._read_moment(state, name)
                 yield p, self.master(p), plain
 
-    def _read_moment(self, p: Tensor, state: State, name: str) -> Tensor:
-        if f"{name}_scale" not in state:
-            value: Tensor = state[name].float()
-        else:
+    def _read_moment(self, state: State, name: str) -> Tensor:
+        value: Tensor = state[name].float()
+        if f"{name}_scale" in state:
             from sp_lightning.optim.kernels import read_moment
 
-            value = torch.empty_like(p, dtype=torch.float32)
             read_moment(*_coded(state, name), name == self.second, value.data_ptr(), value.numel())
         return value.abs() if name == self.second else value.clone()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of an optimizer like this one, or of torch's: then masters begin with the weights."""
-        options = [(group["master"], group["moments"]) for group in self.param_groups]
+        own_groups = [{k: v for k, v in group.items() if k in self.defaults} for group in self.param_groups]
         saved_groups = state_dict["param_groups"]
-        for (master, moments), saved in zip(options, saved_groups, strict=False):
-            had = (saved.get("master", master), saved.get("moments", moments))
-            if had != (master, moments):
+        for own, saved in zip(own_groups, saved_groups, strict=False):
+            had = {**own, **saved}
+            if (had["master"], had["moments"]) != (own["master"], own["moments"]):
                 raise ValueError(
-                    f"the checkpoint has master={had[0]!r}, moments={had[1]!r}, but this optimizer master={master!r}, "
-                    f"moments={moments!r}: make it with those of the checkpoint, or move state over with `export()`"
+                    f"the checkpoint has master={had['master']!r}, moments={had['moments']!r}, but this optimizer "
+                    f"master={own['master']!r}, moments={own['moments']!r}: make it with those of the checkpoint, or "
+                    "move state over with `export()`"
                 )
             if saved.get("amsgrad"):
                 raise ValueError("the checkpoint has amsgrad=True: continue it with torch's optimizer")
         super().load_state_dict({**state_dict, "state": {}})  # which would cast all state to the dtype of the weight
-        defaults = {key: value for key, value in self.defaults.items() if key not in ("master", "moments")}
-        for group, (master, moments) in zip(self.param_groups, options, strict=True):
-            group.update(master=master, moments=moments)
-            for key, value in defaults.items():
-                group.setdefault(key, value)
+        for group, own in zip(self.param_groups, own_groups, strict=True):
+            group.update({**own, **group})
         ids = chain.from_iterable(group["params"] for group in saved_groups)
         for group in self.param_groups:
             for p in group["params"]:
@@ -180,11 +170,11 @@ class HostOptimizer(Optimizer):
                     self.state[p] = self._load(p, group, saved)
 
     def _load(self, p: Tensor, group: dict[str, Any], saved: State) -> State:
-        state = make_state(p, group["master"], group["moments"], self.moments_of(group))
         moments = self.moments_of(group)
+        state = make_state(p, group, moments)
         saved = {name: value for name, value in saved.items() if value is not None}
-        expected = {*moments, *(f"{name}_scale" for name in moments if not saved.get(name, _FLOAT).is_floating_point())}
-        if not expected <= saved.keys() <= state.keys():
+        coded = [name for name in moments if name in saved and not saved[name].is_floating_point()]
+        if not {*moments, *(f"{name}_scale" for name in coded)} <= saved.keys() <= state.keys():
             raise ValueError(
                 f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} keeps "
                 f"{', '.join(state)}: load it into the optimizer that it is of, or move state over with `export()`"
@@ -194,8 +184,6 @@ class HostOptimizer(Optimizer):
                 raise ValueError(
                     f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(state[name].shape)}"
                 )
-            if value.dtype != state[name].dtype and not (value.is_floating_point() and name in moments):
-                raise ValueError(f"the checkpoint's {name} is {value.dtype}, the optimizer's {state[name].dtype}")
             if value.is_floating_point() and not state[name].is_floating_point():
                 from sp_lightning.optim.kernels import write_moment
 
@@ -206,9 +194,6 @@ class HostOptimizer(Optimizer):
         if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
             state["step"].fill_(1.0)
         return state
-
-
-_FLOAT = torch.tensor(0.0)
 
 
 def _coded(state: State, name: str) -> tuple[int, int]:

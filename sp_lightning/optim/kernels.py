@@ -165,16 +165,10 @@ def kernel_of(kind: Kind) -> Any:
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)
 def step_shares(kernel: Any, rule: Any, scaling: Any, rows: Any, ranges: Any, begins: Any, seed: Any) -> None:
-    """Step weights, of which each thread has a share.
+    """Step weights, of which each thread has a share, by the loop of their kind.
 
-    Args:
-        kernel: The loop of their kind.
-        rule: The numbers of the update.
-        scaling: What is done to gradients before.
-        rows: The addresses of each weight's `Memory`.
-        ranges: A row for each range: the number of its weight, where it begins in it, where it ends.
-        begins: The number of the first range of each share, and of all.
-        seed: Of random rounding, another one for each step.
+    A row has the addresses of a weight's `Memory`; a range the number of its weight, its begin and its end; `begins`
+    the number of the first range of each share, and of all ranges. The seed is another one for each step.
     """
     for share in prange(len(begins) - 1):
         for number in range(begins[share], begins[share + 1]):

@@ -17,7 +17,6 @@ BLOCK = 8 * GROUP
 
 State = dict[str, Any]
 _LOW = {"split": torch.uint16, "split24": torch.uint8}
-_NAMES_OF_POSITIVE = ("exp_avg_sq",)
 
 
 def fills_memory(tensor: Tensor) -> bool:
@@ -26,35 +25,39 @@ def fills_memory(tensor: Tensor) -> bool:
     return tensor.numel() in (0, span)
 
 
-def check_parameter(p: Tensor, name: str, master: str | None) -> None:
-    """Raise if a parameter cannot be stepped, or cannot have this master."""
-    if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 parameters in host memory: "
-            "give it to an optimizer of torch.optim instead"
-        )
-    if not fills_memory(p):
-        raise ValueError(f"{name} has gaps in memory, which a pass over it would write to: make it `.contiguous()`")
-    if master in _LOW and p.dtype != torch.bfloat16:
-        raise ValueError(
-            f'master="{master}" is for bf16 parameters, but {name} is {p.dtype}: leave master="auto", or put this '
-            'parameter into a param group with master="fp32"'
-        )
+def check_group(group: dict[str, Any]) -> None:
+    """Raise if an option is unknown, or a parameter cannot be stepped, or cannot have this master."""
+    for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
+        if group[name] not in allowed:
+            raise ValueError(f"{name}={group[name]!r}: expected one of {', '.join(map(repr, allowed))}")
+    names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
+    for name, p in zip(names, group["params"], strict=True):
+        if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 parameters in host "
+                "memory: give it to an optimizer of torch.optim instead"
+            )
+        if not fills_memory(p):
+            raise ValueError(f"{name} has gaps in memory, which a pass over it would write to: make it `.contiguous()`")
+        if group["master"] in _LOW and p.dtype != torch.bfloat16:
+            raise ValueError(
+                f'master="{group["master"]}" is for bf16 parameters, but {name} is {p.dtype}: leave master="auto", or '
+                'put this parameter into a param group with master="fp32"'
+            )
 
 
-def make_state(p: Tensor, master: str | None, moments: str, names: Sequence[str]) -> State:
-    """Return the state of a parameter before its first step."""
+def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
+    """Return the state of a parameter before its first step, with moments of these names."""
     state: State = {"step": torch.tensor(0.0)}
+    moments, master = group["moments"], group["master"]
     kind = "split" if master == "auto" else master  # the exact one that takes the fewest bytes
-    if p.dtype == torch.float32 or kind is None:
-        pass  # it is its own
-    elif kind == "fp32":
+    if p.dtype == torch.bfloat16 and kind == "fp32":
         state["master"] = p.detach().float()
-    else:
+    elif p.dtype == torch.bfloat16 and kind is not None:
         state["low"] = torch.zeros_like(p, dtype=_LOW[kind])
     for name in names:
         if moments == "int8":
-            codes = torch.uint8 if name in _NAMES_OF_POSITIVE else torch.int8
+            codes = torch.uint8 if name == "exp_avg_sq" else torch.int8
             state[name] = torch.zeros_like(p, dtype=codes)
             state[f"{name}_scale"] = torch.zeros(-(-p.numel() // GROUP))
         else:

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.optim.host import HostOptimizer
-from sp_lightning.optim.layout import State, count_in, fills_memory
+from sp_lightning.optim.host import HostOptimizer, Work
+from sp_lightning.optim.layout import fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
 from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import INFINITY, NO_SCALING, ONE, Scaling
+from sp_lightning.optim.rules import INFINITY, ONE, Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -38,67 +38,38 @@ _TRIED: dict[type[Optimizer], list[dict[str, Any]]] = {
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
 
 
-class Work(NamedTuple):
-    """What is to be done for a weight."""
-
-    weight: Tensor
-    gradient: Tensor  # as it arrived; it is only read
-    state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
-    copy: Tensor | None = None  # a copy of the weight in a lower dtype, to be written
-    scaling: Scaling | None = NO_SCALING  # what is done to the gradient before; None if that is too much
-
-    def fits(self) -> bool:
-        """Tell whether all of it lies in memory as a pass over the weight can take it, with its scaling."""
-        weight, gradient, _, copy, scaling = self
-        return (
-            scaling is not None
-            and fills_memory(weight)
-            and _lies_like(weight, gradient, weight.dtype, torch.bfloat16)
-            and (copy is None or (weight.dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)))
-        )
-
-
 class OnePass:
     """Steps weights of one param group, each in one pass over its memory."""
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         self._type: Any = type(optimizer)
         self._settings = settings
-        self._is_ours = isinstance(optimizer, HostOptimizer)
         # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
         self._cls: type[HostOptimizer] | None = None
+        is_fused = settings.get("fused", False) and not settings.get("amsgrad") and not settings["maximize"]
         if isinstance(optimizer, HostOptimizer):
             self._cls = type(optimizer)
-        elif (
-            find_spec("numba")
-            and settings.get("fused", False)
-            and not settings.get("amsgrad")
-            and not settings["maximize"]
-        ):
+        elif is_fused and find_spec("numba"):
             self._cls = _OURS.get(self._type)  # torch would run its fused kernel
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
-        if self._cls is None or not work.fits():
+        weight, gradient, state, copy, scaling = work
+        if self._cls is None or scaling is None or not fills_memory(weight):
             return False
-        if self._is_ours:
+        if not _lies_like(weight, gradient, weight.dtype, torch.bfloat16):
+            return False
+        if copy is not None and not (weight.dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)):
+            return False
+        if self._cls is self._type:
             return True
-        dtype, moments = work.weight.dtype, [work.state.get(name) for name in self._cls.moments_of(self._settings)]
-        return has_torchs_bits(self._type, dtype) and all(_lies_like(work.weight, each, dtype) for each in moments)
+        moments = [state.get(name) for name in self._cls.moments_of(self._settings)]
+        return has_torchs_bits(self._type, weight.dtype) and all(_lies_like(weight, m, weight.dtype) for m in moments)
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        cls, settings, states = self._cls, self._settings, [work.state for work in works]
-        assert cls is not None
-        if self._is_ours:
-            steps = cls.count_steps(settings, [work.weight for work in works], states)
-        else:
-            steps = count_in(states)
-        passes = []
-        for (weight, gradient, state, copy, scaling), step in zip(works, steps, strict=True):
-            assert scaling is not None
-            passes.append(cls.pass_of(settings, weight, gradient, state, step, scaling, copy))
-        run(passes)
+        assert self._cls is not None
+        run(self._cls.passes_of(self._settings, works))
 
 
 def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: torch.dtype) -> Scaling | None:
@@ -142,7 +113,7 @@ def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> boo
     states = [{name: m.abs() for name, m in zip(names, moments, strict=False)} for _ in range(2)]
     optimizer.state[theirs] = states[0] | {"step": torch.tensor(2.0)}
     optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks that others have for steps
-    run([own.pass_of(settings, ours, gradient, states[1], 3.0, copy=copy)])
+    run([own.pass_of(settings, Work(ours, gradient, states[1], copy), 3.0)])
     return (
         torch.equal(theirs, ours)
         and (copy is None or torch.equal(copy, ours.bfloat16()))

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,25 +43,19 @@ class Pass(NamedTuple):
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights, on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
-    alike: dict[tuple[Kind, Rule, Scaling, int | None], list[Memory]] = {}
-    for each in passes:
-        alike.setdefault((each.kind, each.rule, each.scaling, each.seed), []).append(each.memory)
-    for (kind, rule, scaling, seed), of_kind in alike.items():
-        _run_alike(kind, rule, scaling, seed or 0, of_kind)
-
-
-def _run_alike(kind: Kind, rule: Rule, scaling: Scaling, seed: int, memory: Sequence[Memory]) -> None:
-    import numpy as np
-
     from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
 
-    ranges, begins = _share([each.weight.numel() for each in memory], torch.get_num_threads())
-    if not ranges:
-        return
-    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in each] for each in memory]
-    arrays = (np.array(rows, dtype=np.int64) for rows in (addresses, ranges, begins))
-    with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
-        step_shares(kernel_of(kind), rule, scaling, *arrays, seed)
+    alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}
+    for each in passes:
+        alike.setdefault((each.kind, each.rule, each.scaling, each.seed or 0), []).append(each.memory)
+    for (kind, rule, scaling, seed), of_kind in alike.items():
+        ranges, begins = _share([memory.weight.numel() for memory in of_kind], torch.get_num_threads())
+        if not ranges:
+            continue
+        addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in memory] for memory in of_kind]
+        arrays = (np.array(rows, dtype=np.int64) for rows in (addresses, ranges, begins))
+        with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
+            step_shares(kernel_of(kind), rule, scaling, *arrays, seed)
 
 
 @contextmanager
@@ -92,11 +87,7 @@ def _start_threads() -> None:
 
 
 def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Share elements of weights among threads.
-
-    Returns:
-        Ranges of them, each with the number of its weight, its begin and its end; and the first range of each share.
-    """
+    """Share elements of weights among threads: in ranges, as `step_shares` takes them, and the first of each share."""
     share = max(_LEAST, -(-sum(sizes) // threads))
     ranges, begins, left = [], [0], share
     for number, size in enumerate(sizes):

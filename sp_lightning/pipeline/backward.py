@@ -18,10 +18,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
-from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member, Residency, Unit
@@ -34,15 +32,13 @@ Engine: TypeAlias = Any  # a backward pass is a part of it
 class BackwardPass:
     """Follows backward passes, one after the other."""
 
-    def __init__(self, engine: Engine, window: Window, stream: GradientStream, optimizers: Optimizers) -> None:
+    def __init__(self, engine: Engine, window: Window, stream: GradientStream) -> None:
         self.running = False  # whether a pass is open
         self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._stream = stream
-        self._optimizers = optimizers
         # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
-        self._at_work: EngineAtWork = engine.at_work
         self._engine = engine
         self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
         self._reached: list[Unit] = []
@@ -53,7 +49,7 @@ class BackwardPass:
         """Note a sign of a backward pass; the first one opens the pass."""
         self.forget_failed()
         if not self.running and in_backward():
-            with self._at_work:
+            with self._engine.at_work:
                 if not self.running:  # the host's part of a graph and the device's run in threads of their own
                     self.running = True
                     self._task = graph_task()
@@ -102,15 +98,9 @@ class BackwardPass:
     # -------------------------------------------------------------------------------------------------- units
 
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group]) -> None:
-        """Prepare for the nodes of a member's call, which backward is about to run.
-
-        Args:
-            member: The member that was called.
-            graph: The graph that the call built.
-            groups: The groups whose weights the call computed with.
-        """
+        """Prepare for the nodes of a member's call, which built the graph and computed with the groups' weights."""
         unit = member.unit
-        with self._at_work:
+        with self._engine.at_work:
             self.note()
             self._graphs.add(graph)
             if unit is None or unit.resident:
@@ -134,7 +124,7 @@ class BackwardPass:
         is_expected = not group.conflicts or group in self.in_use
         if self.running and is_expected and _is_valid(group):
             return
-        with self._at_work:
+        with self._engine.at_work:
             self.note()
             self._window.stats.heals += group.residency is Residency.ABSENT
             follows = self.running and not is_expected
@@ -152,12 +142,12 @@ class BackwardPass:
         self._graphs.clear()  # not done: whoever still holds one may run backward again
         if self.running:
             self._stream.abandon_pass()
-        self._optimizers.abandon()  # before the memory that it reads is given to anybody else
+        self._engine.optimizers.abandon()  # before the memory that it reads is given to anybody else
         self._stream.abandon()
         self.running = False
 
     def _end(self) -> None:
-        with self._at_work:
+        with self._engine.at_work:
             for unit in self._reached:
                 self._window.write_back(unit.weights)
             self._leave_units()

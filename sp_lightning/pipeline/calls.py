@@ -45,12 +45,7 @@ class Calls:
 
     @contextmanager
     def step(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
-        """Open a scope, which begins a step if it is not within another.
-
-        Args:
-            look_for_new_parameters: Whether to check for other Parameters in the modules.
-            goes_on: Whether it is for a backward pass of the last step.
-        """
+        """Open a scope, which begins a step if it is not within another; or the last one `goes_on`, with a backward."""
         engine, graphs = self._engine, self._engine.graphs
         with optimizer_waits():  # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
             if graphs.scopes == 0:
@@ -59,7 +54,7 @@ class Calls:
             # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
             is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
             try:
-                with engine.saved.pushed(ahead=True), AccessCheck(engine) if is_checked else nullcontext():
+                with engine.saved.pushed(), AccessCheck(engine) if is_checked else nullcontext():
                     yield
             except BaseException as error:
                 if graphs.scopes == 1 and not in_backward():
@@ -106,7 +101,16 @@ class Calls:
         with engine.at_work:
             engine.stats.resets += 1
             self._inside.clear()
-            engine.abandon()
+            for member in engine.arrangement.members:
+                member.running_calls = 0
+                member.put_back_masters()
+            engine.optimizers.restore_param_groups()
+            engine.backward.abandon()
+            engine.backend.drain()
+            engine.offloader.abandon()
+            engine.order.abandon()
+            engine.window.abandon()
+            engine.planner.abandon()
             engine.graphs.scopes = 0
             engine.graphs.begin()
             optimizer_steps.depth = 0
@@ -243,7 +247,7 @@ class Calls:
                     "Return a clone of the weight, or name it in `resident`."
                 )
         if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
-            bundle = None if engine.activations.are_kept else engine.offloader.current
+            bundle = engine.offloader.open[-1] if engine.offloader.open else None  # none if all are kept
             reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
             before_backward(watched, reach, number, graphs.calls)
         return output

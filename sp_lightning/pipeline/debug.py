@@ -30,7 +30,6 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, engine: Engine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine
-        self._device_type = engine.device.type
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -38,7 +37,6 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check the operands, then run the operation."""
         if not (_is_view(func) or self._engine.at_work or optimizer_steps.depth):
             operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
             self._check(func, [(operand, storage_key(operand)) for operand in operands])
@@ -55,7 +53,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         mixed = [masters[memory].name for _, memory in operands if memory in masters]
         others = [operand for operand, memory in operands if memory not in masters and operand.dim() > 0]
-        if mixed and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
+        device = self._engine.device.type
+        if mixed and any(other.device.type == device for other in others):  # or they are copies on a GPU's host
             raise AssertionError(f"{func} mixes the master of {mixed[0]!r}, on the host, with a device tensor.")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.memory import HostPool, Meter
+from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
@@ -82,9 +82,8 @@ class Engine:
         self.memory = HostMemory(backend, None if processes is None else processes.box)
         self.landing = LandingBuffers(backend, None if processes is None else processes.box)
         self.graphs = Graphs()
-        self.pool = HostPool(backend)
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
-        self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
+        self.offloader = Offloader(backend, self.meter, self.stats)
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
@@ -94,12 +93,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ an arrangement
 
     def arrange(self, autocast: torch.dtype | None) -> None:
-        """Arrange the module's units for what autocast lowers weights to, and take the module over.
-
-        Raises:
-            ValueError: If an option does not fit the module or the available memory.
-            torch.OutOfMemoryError: If what should live on the device does not fit.
-        """
+        """Arrange the module's units for what autocast lowers weights to, and take the module over."""
         self.arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend, autocast)
         self._install()
         self._is_arranged = True
@@ -124,16 +118,15 @@ class Engine:
             arrangement.all_units, self.window, self.landing, self.processes, self._sums_gradients
         )
         self.steps = GroupSteps(self.window, self.stream)
-        self.backward = BackwardPass(self, self.window, self.stream, self.optimizers)
+        self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
-        move_parameters(arrangement.parameters_on_device, self.device)
+        move_parameters([*arrangement.parameters_on_device, *arrangement.unmanaged.values()], self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
         weights = {id(weight.master): weight for weight in arrangement.weights}
         self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
-        move_parameters(arrangement.unmanaged.values(), self.device)
         stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         self.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():
@@ -182,12 +175,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- reasons for another one
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
-        """Arrange units anew if there is a reason to.
-
-        Args:
-            look_for_new_parameters: Whether to check for other Parameters in the modules.
-            waiting: Whether a graph waits for its backward, and needs weights where they are.
-        """
+        """Arrange units anew if there is a reason to, unless a graph is `waiting` for its backward."""
         autocast, learned = self.arrangement.autocast, self.learned
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
@@ -250,11 +238,7 @@ class Engine:
             auto.policies = {} if plan is None else plan.policies
 
     def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
-        """Follow a change of autocast that is found in a member's call.
-
-        Returns:
-            Whether everything was arranged anew for it.
-        """
+        """Follow a change of autocast that is found in a member's call; tell whether units were arranged anew."""
         if self.arrangement.unused_in_step and not (self.graphs.waiting() or self._is_lent_out()):
             self.guard.in_step = False
             self.rearrange(autocast)
@@ -293,19 +277,6 @@ class Engine:
             self.stream.settle()
             self.window.settled = True
 
-    def abandon(self) -> None:
-        """Clean up after an exception has ended whatever was under way."""
-        for member in self.arrangement.members:
-            member.running_calls = 0
-            member.put_back_masters()
-        self.optimizers.restore_param_groups()
-        self.backward.abandon()
-        self.backend.drain()
-        self.offloader.abandon()
-        self.order.abandon()
-        self.window.abandon()
-        self.planner.abandon()
-
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""
         self.graphs.has_served = False
@@ -315,8 +286,7 @@ class Engine:
             self.window.end_step()
             self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         # not after `torch.autograd.grad`, which may run in some processes only
-        on_device = self.arrangement.unmanaged.values()
-        if self.processes is not None and (some_came or any(parameter.grad is not None for parameter in on_device)):
+        if some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values()):
             self.end_pass()
         self.relax_guard()
 

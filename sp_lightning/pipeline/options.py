@@ -113,11 +113,7 @@ def _check_count(name: str, value: object) -> None:
 
 
 def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
-    """Convert a user's definition of a unit to a function of a module and its name.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Convert a user's definition of a unit to a function of a module and its name."""
     if callable(policy) and not isinstance(policy, type):
         return policy
     entries = [policy] if isinstance(policy, str | type) else policy
@@ -135,11 +131,7 @@ def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
 
 
 def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
-    """Convert a user's budget to bytes; `None` if it is a fraction of a device whose memory size is unknown.
-
-    Raises:
-        ValueError: If the budget is not positive, not a size, or a fraction above 1.
-    """
+    """Convert a user's budget to bytes; `None` if it is a fraction of a device whose memory size is unknown."""
     size: Any = budget
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)

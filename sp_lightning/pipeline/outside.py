@@ -44,18 +44,15 @@ class Guard:
 
     def install(self) -> None:
         """Guard the masters."""
-        guarded.update({id(weight.master): (self, weight) for weight in self._weights})
-        self._give_class(HostParameter)
+        for weight in self._weights:
+            guarded[id(weight.master)] = self, weight
+            weight.master.__class__ = HostParameter
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
-        self._give_class(nn.Parameter)
         for weight in self._weights:
+            weight.master.__class__ = nn.Parameter
             guarded.pop(id(weight.master), None)
-
-    def _give_class(self, cls: type[nn.Parameter]) -> None:
-        for weight in self._weights:
-            weight.master.__class__ = cls
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
@@ -97,11 +94,7 @@ class Guard:
             self._engine.settle()
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
-        """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced.
-
-        Raises:
-            RuntimeError: If it is on its way, or if its weight was stepped in backward, and `step()` is still to come.
-        """
+        """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
         gradient = self._engine.stream.of[weight]
         unit = gradient.unit
         if unit.state is State.EMPTY:
@@ -163,10 +156,8 @@ class Guard:
     def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
-        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype.
-
-        Returns:
-            Whether the graph that is being built has no other cast of it.
+        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype. Tell whether the
+        graph that is being built has no other cast of it.
         """
         learned = self._engine.learned
         if builds_graph:
@@ -189,12 +180,8 @@ class Guard:
             self._make_resident(weight)
 
     def _make_resident(self, weight: Weight) -> None:
-        """Give a weight memory of its own on the device until the next arrangement, which is due.
-
-        Raises:
-            RuntimeError: Within a transform of `torch.func`, where new memory would belong to the transform.
-        """
-        if in_transform():
+        """Give a weight memory of its own on the device until the next arrangement, which is due."""
+        if in_transform():  # to which new memory would belong
             raise RuntimeError(
                 f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
                 "`resident=`."

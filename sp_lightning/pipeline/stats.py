@@ -40,9 +40,8 @@ class Stats:
         self.activation_bytes = self.activation_peak_bytes = held
 
 
-def readable_bytes(count: int) -> str:
+def readable_bytes(size: float) -> str:
     """Format a number of bytes, with a unit."""
-    size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -33,7 +33,7 @@ class Summary:
         # devices that share this memory, but for buffers of each
         self.devices = 1 if engine.processes is None else engine.processes.box.count
         self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
-        self.host_activation_bytes = engine.pool.held
+        self.host_activation_bytes = engine.offloader.pool.held
         self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
         self.unit_names = tuple(unit.name for unit in arrangement.units)
         # sent for each unit
@@ -41,17 +41,11 @@ class Summary:
         self.lowered = sum(weight.lowered for weight in weights)  # number of weights that are sent in autocast's dtype
         self.pinned = arrangement.is_pinned  # whether everything that is sent lies in pinned memory
         self.plan = arrangement.plan  # the planner's choice and its prediction; None if nothing was planned
-
-    @property
-    def host_bytes_per_parameter(self) -> float:
-        """Host memory for weights, gradients and optimizer state, divided by `parameters`."""
+        # the share of all weights' bytes by which `device_bytes` is smaller
+        self.saved = max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
+        # host memory for weights, gradients and optimizer state
         in_all = self.host_bytes + self.host_gradient_bytes + self.optimizer_bytes
-        return in_all / self.parameters if self.parameters else 0.0
-
-    @property
-    def saved(self) -> float:
-        """The share of all weights' bytes by which `device_bytes` is smaller."""
-        return max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
+        self.host_bytes_per_parameter = in_all / self.parameters if self.parameters else 0.0
 
     @property
     def living_on_device(self) -> str:

@@ -2,9 +2,9 @@
 
 `tests/pipeline/test_torch_private.py` fails when one of them changes. All else is public torch, or is used where it is
 needed because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`,
-`torch._ops`, `torch._foreach_*`, `Tensor._base` and `_version`, the dictionaries in which modules and parameters keep
-their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an
-RNN's `_flat_weights`.
+`torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and `_version`, the dictionaries in
+which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`,
+`_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
 What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
 trainer/__init__.py.
 """
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -69,12 +68,9 @@ def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
 
 
 def scope_that_ends_before_backward() -> str | None:
-    """Find a scope around this call that changes what it computes, but will have ended when backward runs.
+    """Name a scope around this call that changes what it computes, but will have ended when backward runs.
 
     Torch keeps track of these scopes only internally.
-
-    Returns:
-        A name for the scope, for the user; None outside of any.
     """
     if parametrize._cache_enabled:
         return "`parametrize.cached()`"
@@ -135,11 +131,6 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def weak_storage(tensor: Tensor) -> StorageWeakRef:
-    """Return a weak reference to a tensor's storage: its identity is not reused, but its memory may be freed."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Return the hooks of `Tensor.register_hook`: the graph holds the twin, so the master's are called by hand."""
     return list((parameter._backward_hooks or {}).values())
@@ -147,33 +138,30 @@ def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
     """Return the hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return list((hooks or {}).values())
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
-class StepCode:
-    """Runs the `step` of an optimizer's class with chosen parameters and hyperparameters.
+def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
+    """Return what runs the `step` of an optimizer's class, with hyperparameters, for the parameters of a given state.
 
     It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks
     nor the profiler should take these for steps of the user's. No public name leads there.
     """
+    step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    stepped: Optimizer = object.__new__(type(optimizer))
+    attributes = vars(optimizer).copy()
+    for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
+        attributes.pop(lent, None)
+    for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        attributes[check] = lambda: None  # the check queries the driver for its devices at each call, for 0.1 ms
+    vars(stepped).update(attributes, param_groups=[group])
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self._step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        self._group = group
-        self._optimizer: Optimizer = object.__new__(type(optimizer))
-        attributes = vars(optimizer).copy()
-        for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
-            attributes.pop(lent, None)
-        for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-            attributes[check] = lambda: None  # the check queries the driver for its devices at each call, for 0.1 ms
-        vars(self._optimizer).update(attributes, param_groups=[group])
+    def run(state: dict[Tensor, dict[str, Any]]) -> None:
+        group["params"] = list(state)
+        stepped.state = state  # type: ignore[assignment]
+        step(stepped)
 
-    def run(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step the parameters that are the keys of `state`."""
-        self._group["params"] = list(state)
-        self._optimizer.state = state  # type: ignore[assignment]
-        self._step(self._optimizer)
+    return run
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
@@ -193,11 +181,8 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     """Have torch's allocator map freed memory to where it is needed next, unless the user has configured it.
 
     It would otherwise cut what stays from large free blocks, whose rest is too small for what is as large again. Public
-    is an environment variable alone, which the user would have to set before torch is imported.
-
-    Args:
-        unused: A stream for which nothing was allocated before: some virtual devices cannot map memory, and only say so
-            when memory is asked for.
+    is an environment variable alone, which the user would have to set before torch is imported. Some virtual devices
+    cannot map memory, and only say so when memory is asked for, on a stream for which nothing was allocated before.
     """
     if sys.platform != "linux" or torch.version.cuda is None or torch.cuda.get_allocator_backend() != "native":
         return
@@ -207,8 +192,6 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     try:
         with torch.cuda.stream(unused):
             torch.empty(1, device=unused.device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError:
         _configure_allocator("expandable_segments:False")
 

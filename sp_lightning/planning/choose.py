@@ -59,10 +59,8 @@ def choose(
 ) -> Prediction:
     """Predict the fastest step within a budget of device memory, with its choice.
 
-    `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, or live there.
-
-    Raises:
-        TooLittleMemory: If nothing fits; the message says how much is missing.
+    `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, or live there. If nothing fits, it
+    raises `TooLittleMemory`.
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     smallest = min(windows, key=lambda window: weight_bytes(workload, window))
@@ -80,8 +78,7 @@ def choose(
                 choice = replace(window, ways=ways)
                 if weight_bytes(streamed, choice) <= room:
                     for each in dict.fromkeys([choice, _filled(streamed, choice, room) if fill else choice]):
-                        prediction = predict(streamed, machine, each)
-                        found.append(replace(prediction, choice=replace(each, on_device=on_device)))
+                        found.append(predict(workload, machine, replace(each, on_device=on_device)))
     return min(found, key=_price)
 
 

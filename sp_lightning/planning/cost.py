@@ -72,12 +72,7 @@ class UnitWork:
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)  # for its activations, by preference
     bytes_on_device: int = 0  # with gradients and optimizer state, if it lives there; 0 if it may not
     host_bytes: int = 0  # for weights, the copies that are sent, and optimizer state
-    resent_bytes: int | None = None  # after a step, if weights that are not stepped still lie there; None for all
-
-    @property
-    def bytes_after_step(self) -> int:
-        """Bytes sent to the device after a step, if the weights that are not stepped still lie there."""
-        return 0 if not self.step_bytes else self.weight_bytes if self.resent_bytes is None else self.resent_bytes
+    bytes_after_step: int = 0  # sent to the device after a step, if weights that are not stepped still lie there
 
 
 @dataclass(frozen=True)
@@ -241,7 +236,7 @@ def _as_one(units: Sequence[UnitWork]) -> UnitWork:
         step_bytes=sum(unit.step_bytes for unit in units),
         forward_seconds=sum(unit.forward_seconds for unit in units),
         backward_seconds=sum(unit.backward_seconds for unit in units),
-        resent_bytes=sum(unit.bytes_after_step for unit in units),
+        bytes_after_step=sum(unit.bytes_after_step for unit in units),
     )
 
 

@@ -158,8 +158,8 @@ class Assumptions:
 
 
 def more_compact(given: Assumptions) -> Iterator[Assumptions]:
-    """Yield the ways of `sp_lightning.optim` to keep masters and moments, if it has the optimizer, most exact first."""
-    if given.optimizer in COMPACT:
+    """Yield the ways of `sp_lightning.optim` to keep masters and moments, if torch's is given, most exact first."""
+    if given.optimizer in COMPACT and not given.is_compact:
         for master, moments in _LADDER:
             yield replace(given, precision="bf16-true", master=master, moments=moments)
 

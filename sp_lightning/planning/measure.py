@@ -41,7 +41,7 @@ def bytes_of(unit: Unit) -> UnitWork:
         weight_bytes=sent_bytes(weights),
         gradient_bytes=gradient_bytes(Unit(unit.name, weights=trained)) if trained else 0,
         step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.compute_dtype.itemsize for w in trained),
-        resent_bytes=sent_bytes(trained),
+        bytes_after_step=sent_bytes(trained),
     )
 
 
@@ -236,12 +236,8 @@ def ways_of(
 ) -> tuple[Way, ...]:
     """Return the ways of a unit's activations, by preference: one policy for all members, as far as they can follow.
 
-    Args:
-        unit: The unit, with the seconds that it computes.
-        calls: What each of its members takes.
-        again: The seconds of its second forward.
-        machine: What copies cost; None if nothing can be offloaded.
-        inputs_stay: Whether the inputs of the first one are the batch, which whoever runs the step holds.
+    Its second forward takes `again` seconds. Without a machine, whose copies cost something, nothing can be offloaded.
+    If `inputs_stay`, those of the first member are the batch, which whoever runs the step holds.
     """
     ways: dict[tuple[int, int], Way] = {}
     for policy in _POLICIES if machine is not None else _POLICIES[:2]:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 from typing_extensions import override
 
@@ -23,9 +22,6 @@ from sp_lightning.planning.cost import UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
-
-_Situation: TypeAlias = tuple[tuple[UnitWork, ...], bool]
-"""What a plan is made for: the bytes of all units, and whether there is a backward."""
 
 
 def _warn(result: WindowPlan | str) -> None:
@@ -48,10 +44,12 @@ class AutoPlanner(Planner):
 
     def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
         self._tell = tell
-        self._plans: dict[_Situation, _Planned] = {}
+        # by what they are made for: the bytes of all units, and whether there is a backward
+        self._plans: dict[tuple[tuple[UnitWork, ...], bool], _Planned] = {}
+        self._planned = _Planned()  # for what there is now
         self._arrangement: object = None
-        self._situation: _Situation = ((), False)
-        self._has_limit = False
+        self._units: tuple[UnitWork, ...] = ()
+        self._trains = self._has_limit = False
         self._measuring: FirstSteps | None = None
 
     @override
@@ -61,13 +59,15 @@ class AutoPlanner(Planner):
             return None
         if arrangement is not self._arrangement:
             self._arrangement, self._has_limit = arrangement, engine.budget is not None
-            self._change((tuple(map(bytes_of, [*arrangement.units, arrangement.resident])), self._situation[1]))
+            self._units = tuple(map(bytes_of, [*arrangement.units, arrangement.resident]))
         if not self._has_limit:
             return None
-        if builds_graph:
-            self._change((self._situation[0], True))
-        planned = self._plans.setdefault(self._situation, _Planned())
-        if builds_graph != self._situation[1]:  # a validation step: its times would falsify the measurement
+        self._trains |= builds_graph
+        planned = self._plans.setdefault((self._units, self._trains), _Planned())
+        if planned is not self._planned:
+            self._planned = planned
+            self.abandon()
+        if builds_graph != self._trains:  # a validation step: its times would falsify the measurement
             self.abandon()
             return planned.plan
         size = _input_bytes(engine)
@@ -83,16 +83,11 @@ class AutoPlanner(Planner):
         if measuring is not None:
             measuring.stop()
 
-    def _change(self, situation: _Situation) -> None:
-        if situation != self._situation:
-            self._situation = situation
-            self.abandon()
-
     def _measure(self, engine: Engine, planned: _Planned) -> None:
         """Plan anew once enough steps are measured."""
-        units, trains = self._situation
         if self._measuring is None:
-            self._measuring = FirstSteps(engine, trains, waits=trains and any(unit.step_bytes for unit in units))
+            waits = self._trains and any(unit.step_bytes for unit in self._units)
+            self._measuring = FirstSteps(engine, self._trains, waits)
         if self._measuring.go_on():
             return
         measured, self._measuring = self._measuring, None

@@ -87,17 +87,12 @@ class Report:
 
     def _ladder_lines(self) -> list[str]:
         hosts = _HOSTS if self.given.host_bytes is None else (self.given.host_bytes,)
-        columns = ["memory", "clipped", "step", *map(readable_bytes, hosts)]
-        lines = [f"{'on the host':<55} {''.join(f'{column:>11}' for column in columns)}"]
+        rows = [("on the host", ["memory", "clipped", "step", *map(readable_bytes, hosts)])]
         for rung in self.ladder:
-            label = f"{rung.given.optimizer_words}, {rung.given.precision}"
-            fits = "".join(f"{'fits' if rung.host_bytes + _SYSTEM_BYTES <= size else '-':>11}" for size in hosts)
-            numbers = (
-                readable_bytes(rung.host_bytes),
-                readable_bytes(rung.clipped_bytes),
-                readable_seconds(rung.seconds),
-            )
-            lines.append(f"{label:<55} {''.join(f'{number:>11}' for number in numbers)}{fits}")
+            columns = [*map(readable_bytes, (rung.host_bytes, rung.clipped_bytes)), readable_seconds(rung.seconds)]
+            columns += ["fits" if rung.host_bytes + _SYSTEM_BYTES <= size else "-" for size in hosts]
+            rows.append((f"{rung.given.optimizer_words}, {rung.given.precision}", columns))
+        lines = [f"{label:<55} {''.join(f'{column:>11}' for column in columns)}" for label, columns in rows]
         return [*lines, "clipped: with gradient_clip_val, for which all gradients wait on the host"]
 
 
@@ -127,9 +122,8 @@ def _as_row(label: str, row: Prediction) -> str:
 
 def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]:
     """Return the ways to keep masters and moments that the optimizer has, from what is assumed to the most compact."""
-    ways = [given, *([] if given.is_compact else more_compact(given))]
     rungs = []
-    for way in ways:
+    for way in [given, *more_compact(given)]:
         workload, machine = estimate(module, way)
         predicted = predict(workload, machine, choice)
         clipped = replace(workload, stepping="after backward" if workload.stepping else None)

@@ -247,8 +247,6 @@ def picture(width: float, height: float, shapes: Iterable[str]) -> str:
 
 def round_steps(span: float, count: int = 10) -> list[float]:
     """Return marks from zero to `span`, about `count` of them, at steps of one, two or five times a power of ten."""
-    if span <= 0:
-        return [0.0]
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * rough)

@@ -8,11 +8,10 @@ it is needed, so that a change in Lightning is followed up in one place.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline, Processes
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -20,24 +19,20 @@ if TYPE_CHECKING:
 else:
     ParallelStrategy = object
 
-FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-"""The two namespaces, each with its Fabric package."""
-
 
 class Namespace:
-    """The names of one namespace that the shared implementation uses."""
+    """The names of `lightning.pytorch` or `pytorch_lightning` that the shared implementation uses."""
 
     def __init__(self, name: str) -> None:
-        fabric = FABRIC[name]
+        fabric = "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric"
         plugins = import_module(f"{name}.plugins")
         callbacks = import_module(f"{name}.callbacks")
         rank_zero = import_module(f"{name}.utilities.rank_zero")
         distributed = import_module(f"{fabric}.utilities.distributed")
-        self.name = name
         self.misconfiguration = import_module(f"{name}.utilities.exceptions").MisconfigurationException
         self.fitting = import_module(f"{name}.trainer.states").TrainerFn.FITTING
-        # Precision plugins whose weights are plain tensors on any device; the base class is that of `32-true`.
-        self.precisions = (plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
+        # Precision plugins that convert modules to other dtypes, and do no more; the base class is that of `32-true`.
+        self.converting_dtypes = (plugins.HalfPrecision, plugins.DoublePrecision)
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
         self.summary = callbacks.ModelSummary
@@ -84,14 +79,11 @@ def logged_step(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-namespace = cache(Namespace)
-"""Returns what the adaptor uses from `lightning.pytorch` or `pytorch_lightning`."""
-
-
 class StrategyPart(ParallelStrategy):
     """What the parts of the strategy have in common; each namespace puts its own `ParallelStrategy` below them."""
 
     lightning: ClassVar[Namespace]
+    options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
     # the engine's handle to all processes, once the process group exists; None if there is only one
     processes: Processes | None

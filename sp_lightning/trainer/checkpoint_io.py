@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 else:
     TorchCheckpointIO = object
-
-
-def _on_host(storage: Any, location: str) -> Any:
-    return storage
 
 
 class StreamingCheckpointIO(TorchCheckpointIO):
@@ -63,7 +59,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: str | Path, map_location: Callable[..., Any] | None = _on_host, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the checkpoint at `path`. A local file is memory-mapped: its tensors are read when they are used.
 
@@ -92,13 +88,12 @@ class CheckpointsMixin(StrategyPart):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        io: Any = self._checkpoint_io
-        if io is None:
-            io = self._checkpoint_io = self.streaming_checkpoint_io()
-        elif isinstance(io, self.lightning.wrapping_checkpoint_io):
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.streaming_checkpoint_io()
+        elif isinstance(self._checkpoint_io, self.lightning.wrapping_checkpoint_io):
             # Set the wrapped plugin; the wrapper's setter keeps one that the user chose.
-            io.checkpoint_io = self.streaming_checkpoint_io()
-        return cast("CheckpointIO", io)
+            self._checkpoint_io.checkpoint_io = self.streaming_checkpoint_io()
+        return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.host import HostOptimizer
@@ -23,16 +23,8 @@ def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
-    filled by the first one in `named_modules`.
-
-    Args:
-        module: The module.
-        follows: Whether this process gets its weights from another one: it fills them, as random numbers go on from
-            there, but lets go of the memory.
-        lightning: The Lightning that runs.
-
-    Raises:
-        MisconfigurationException: If a module with meta tensors has no `reset_parameters`.
+    filled by the first one in `named_modules`. A process that `follows` gets its weights from another one: it fills
+    them, as random numbers go on from there, but lets go of the memory.
     """
     for name, owner in module.named_modules():
         tensors = [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
@@ -40,63 +32,46 @@ def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
             continue
         # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
         reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-        lightning.check(
-            callable(reset),
-            f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the meta device and no "
-            "`reset_parameters()` to fill them. Define that method, or build this module without "
-            "`torch.device('meta')`.",
-        )
+        if not callable(reset):
+            raise lightning.misconfiguration(
+                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the meta device and no "
+                "`reset_parameters()` to fill them. Define that method, or build this module without "
+                "`torch.device('meta')`."
+            )
         for tensor in tensors:
-            _give_memory(tensor)
-        assert reset is not None
+            memory = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+            # `.data = ` refuses to turn a meta tensor into a real one.
+            torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
         reset()
         for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
             parameter.data = torch.empty_like(parameter)  # which takes nothing before it is written to
 
 
-def _give_memory(tensor: Tensor) -> None:
-    memory = torch.empty_like(tensor, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-    # `.data = ` refuses to turn a meta tensor into a real one.
-    torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
-
-
-def keep_averages_on_host(callbacks: Iterable[Any], lightning: Namespace) -> None:
+def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightning: Namespace) -> None:
     """Have callbacks that average weights keep their copy of the model, which `setup` makes, where its weights are.
 
-    Raises:
-        MisconfigurationException: If the user wants a copy on the device.
-    """
-    for callback in callbacks:
-        if isinstance(callback, lightning.averaging):
-            chosen = callback._device
-            lightning.check(
-                chosen is None or torch.device(chosen).type == "cpu",
-                f"`{type(callback).__name__}(device={chosen!r})` keeps a second copy of the whole model on the device, "
-                "but `strategy='superpipeline'` keeps weights in host memory. Leave `device` out, or set it to 'cpu'.",
-            )
-            callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
-
-
-def average_in_one_process(trainer: Any, follows: bool, lightning: Namespace) -> None:
-    """Have one process of those that share weights average them, the one that owns them.
-
-    Args:
-        trainer: The Trainer.
-        follows: Whether this is another.
-        lightning: The Lightning that runs.
+    Of processes that share weights, only the one that owns them averages: those that follow it do not.
     """
     for callback in [each for each in trainer.callbacks if isinstance(each, lightning.averaging)]:
-        if not isinstance(callback, lightning.swa):
+        chosen = callback._device
+        lightning.check(
+            chosen is None or torch.device(chosen).type == "cpu",
+            f"`{type(callback).__name__}(device={chosen!r})` keeps a second copy of the whole model on the device, "
+            "but `strategy='superpipeline'` keeps weights in host memory. Leave `device` out, or set it to 'cpu'.",
+        )
+        callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
+        if isinstance(callback, lightning.swa):
+            if follows:
+                callback.transfer_weights = lambda *_: None  # it steers epochs as well, so it stays
+        elif is_shared:
             place = trainer.callbacks.index(callback)
             waits = any(getattr(each, "on_validation_epoch_end", None) is _wait_for_all for each in trainer.callbacks)
             if not waits:  # else from an earlier fit
                 trainer.callbacks.insert(place, lightning.lambda_callback(on_validation_epoch_end=_wait_for_all))
             if follows:
                 trainer.callbacks.remove(callback)
-        elif follows:
-            callback.transfer_weights = lambda *_: None  # it steers epochs as well, so it stays
 
 
 def _wait_for_all(trainer: Any, _: Any) -> None:
@@ -107,15 +82,8 @@ def _wait_for_all(trainer: Any, _: Any) -> None:
 def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool, lightning: Namespace) -> None:
     """Refuse, before the first step makes them, gradients and optimizer state that do not fit into host memory.
 
-    If memory runs out, the system ends the process without an error.
-
-    Args:
-        optimizers: The optimizers.
-        gradients_pass: Whether gradients are stepped as they come, and never wait for all others.
-        lightning: The Lightning that runs.
-
-    Raises:
-        MisconfigurationException: If they do not fit.
+    If memory runs out, the system ends the process without an error. If `gradients_pass`, they are stepped as they
+    come, and never wait for all others.
     """
     free = available_host_memory()
     share = _PASSING if gradients_pass else 1.0
@@ -128,10 +96,9 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool
     advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
     if len(names) == 1:
         advice = _next_rung(names[0], optimizers, share, free) or advice
-    lightning.check(
-        False,
+    raise lightning.misconfiguration(
         f"{' and '.join(names)} would keep {readable_bytes(state)} of state in host memory, beside "
-        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. {advice}",
+        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. {advice}"
     )
 
 
@@ -139,7 +106,7 @@ def _next_rung(name: str, optimizers: Sequence[Optimizer], share: float, free: i
     """Name the most exact way to keep masters and moments that fits, if there is one."""
     trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     numbers, masters = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
-    for way in more_compact(Assumptions(optimizer=name)) if name in COMPACT else ():
+    for way in more_compact(Assumptions(optimizer=name)):
         weights_and_gradients = int((1 + share) * torch.bfloat16.itemsize * numbers)
         needed = weights_and_gradients + way.state_bytes(numbers, masters)
         if needed <= free + masters:

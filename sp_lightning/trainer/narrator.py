@@ -56,13 +56,7 @@ class Narrator:
             return
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
         is_new = self._say(plan_table(pipeline, texts) if in_full else plan_in_brief(pipeline, texts))
-        self._said.update(texts)
         self._tells_outcome = in_full and (is_new or trainer.state.fn == self._lightning.fitting)
-
-    def stepping(self, optimizer: Optimizer, plan: SteppingPlan) -> None:
-        """Report when an optimizer steps which weights, unless that was reported before."""
-        text = _stepping(optimizer, plan)
-        self._say(f"Superpipeline: {text}", text)
 
     def measured(self, result: WindowPlan | str) -> None:
         """Report the result of measuring the first steps: a plan, or why there is none."""

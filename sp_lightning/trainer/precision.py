@@ -49,29 +49,6 @@ class HostGradScaler(torch.amp.GradScaler):
         super()._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
 
-def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp.GradScaler:
-    """Return a scaler with the settings and the state of a `MixedPrecision` plugin's that works on host gradients.
-
-    Raises:
-        MisconfigurationException: If the scaler is a user's subclass made for another device than the CPU.
-    """
-    if isinstance(scaler, HostGradScaler) or not scaler.is_enabled():
-        return scaler
-    if type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
-        host = HostGradScaler()
-        host.load_state_dict(scaler.state_dict())
-        return host
-    lightning.check(
-        scaler._device == "cpu",
-        f"`MixedPrecision(scaler={type(scaler).__name__}(device={scaler._device!r}))` keeps its scale on the device, "
-        "but `strategy='superpipeline'` keeps gradients in host memory. Build the scaler with `device='cpu'`, or "
-        "derive it from `sp_lightning.trainer.precision.HostGradScaler`.",
-    )
-    if scaler._scale is None:  # torch would put the scale on the device of the first loss, whatever `device` says
-        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    return scaler
-
-
 class PrecisionMixin(StepsMixin):
     """The part of the strategy that deals with its precision plugin, some of whose methods become the strategy's.
 
@@ -113,21 +90,25 @@ class PrecisionMixin(StepsMixin):
 
 
 def host_precision(plugin: Any, lightning: Namespace) -> None:
-    """Prepare a precision plugin for weights on the host.
-
-    Raises:
-        MisconfigurationException: If the plugin needs weights that stay on the device.
-    """
+    """Refuse a precision plugin that needs weights on the device; have its scaler work on gradients on the host."""
     cls = type(plugin)
-    builtin = cls.__module__.startswith(f"{lightning.name}.")
-    # A user's plugin that does not convert modules can only change contexts and inputs. One that does (bitsandbytes,
-    # Transformer Engine) inserts layers that keep their weights, or scales for them, on the device.
-    harmless = not builtin and cls.convert_module is lightning.precision.convert_module
+    # A plugin that does not convert modules can only change contexts and inputs. Others (bitsandbytes, Transformer
+    # Engine) insert layers that keep their weights, or scales for them, on the device.
+    converts = cls.convert_module is not lightning.precision.convert_module
     lightning.check(
-        cls is lightning.precision or isinstance(plugin, lightning.precisions) or harmless,
+        isinstance(plugin, lightning.converting_dtypes) or not converts,
         f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that stay on the device, "
         "and they are in host memory. Choose one of `precision='32-true'`, '64-true', 'bf16-true', '16-true', "
         "'bf16-mixed' and '16-mixed'.",
     )
-    if isinstance(plugin, lightning.mixed_precision) and plugin.scaler is not None:
-        plugin.scaler = host_scaler(plugin.scaler, lightning)
+    scaler = plugin.scaler if isinstance(plugin, lightning.mixed_precision) else None
+    if scaler is None or isinstance(scaler, HostGradScaler):
+        return
+    lightning.check(
+        type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler),
+        f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the device, but "
+        "`strategy='superpipeline'` keeps gradients in host memory. Derive the scaler from "
+        "`sp_lightning.trainer.precision.HostGradScaler`.",
+    )
+    plugin.scaler = HostGradScaler(enabled=scaler.is_enabled())
+    plugin.scaler.load_state_dict(scaler.state_dict())

@@ -63,15 +63,10 @@ class ProcessesMixin(StrategyPart):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Set the ranks. The Trainer calls this when it has assigned devices, nodes and the environment.
-
-        Raises:
-            MisconfigurationException: If another number of processes was launched than the Trainer asks for.
-        """
+        """Set the ranks. The Trainer calls this when it has assigned devices, nodes and the environment."""
         environment = self.cluster_environment
         count = self.num_nodes * self.num_processes
-        if environment is None:
-            return
+        assert environment is not None
         environment.set_world_size(count)  # no effect if an external launcher has started the processes
         launched = None  # or unknown
         if environment.creates_processes_externally:
@@ -85,6 +80,11 @@ class ProcessesMixin(StrategyPart):
         )
         if count == 1:
             return
+        self.lightning.check(
+            not self.options.resident_optimizer,
+            "`resident_optimizer=True` works on one device only: which units live on the device would differ between "
+            "processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
+        )
         self.local_rank, self.node_rank = environment.local_rank(), environment.node_rank()
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.global_rank, self.world_size = environment.global_rank(), environment.world_size()
@@ -169,10 +169,6 @@ class ProcessesMixin(StrategyPart):
         if not (self._is_connected and isinstance(tensor, Tensor)):
             return tensor
         return cast("T", self.lightning.reduce(tensor, group, reduce_op=reduce_op))
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return super().reduce_boolean_decision(decision, all) if self._is_connected else decision
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -127,16 +127,14 @@ class StepsMixin(StrategyPart):
 
     def _hindrances(self, automatic: bool) -> list[str]:
         """List what may read or change gradients between backward and the step."""
-        precision, trainer = type(self.precision_plugin), self._module.trainer
-        is_known = issubclass(precision, self.lightning.precisions) or precision is self.lightning.precision
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         # Of plugin and strategy the classes: on the objects, some of these methods are ours.
         return [
             *([] if automatic else ["the step is not one of automatic optimization"]),
-            *([] if is_known else [f"`{precision.__name__}` may do anything to gradients"]),
-            *_overridden([precision], _OF_THE_PRECISION),
+            *_overridden([type(self.precision_plugin)], _OF_THE_PRECISION),
             *_overridden([type(self)], _OF_THE_STRATEGY),
             *_overridden([self._module], _OF_THE_MODULE),
-            *_overridden(trainer.callbacks, _SEES_GRADIENTS),  # type: ignore[attr-defined]
+            *_overridden(callbacks, _SEES_GRADIENTS),
         ]
 
 
@@ -156,11 +154,10 @@ def _is_users(thing: Any, hook: str) -> bool:
 
 @contextmanager
 def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
-    """Open a scope for a step or its backward; scopes may be nested. Of one that trains, activations are a part.
+    """Have an error of device memory say what a step, or its backward, took; scopes may be nested.
 
-    Raises:
-        torch.OutOfMemoryError: If what runs in the scope runs out of device memory. The message begins with the
-            original one, by which Lightning's `BatchSizeFinder` knows such errors.
+    The message begins with the original one, by which Lightning's `BatchSizeFinder` knows such errors. Of a step that
+    trains, activations are a part.
     """
     try:
         yield

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from sp_lightning.optim import of_torch, passes
-from sp_lightning.optim.of_torch import OnePass, Work, has_torchs_bits, scaling_of
+from sp_lightning.optim.host import Work
+from sp_lightning.optim.of_torch import OnePass, has_torchs_bits, scaling_of
 
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),

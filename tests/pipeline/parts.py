@@ -134,6 +134,7 @@ class FakeSegment:
     lying: int = NOTHING
     edited: bool = False
     sends_copies: bool = False
+    is_followed: bool = False
     weights: Sequence[Weight] = ()
 
     @property

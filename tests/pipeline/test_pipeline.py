@@ -236,7 +236,7 @@ def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_a_backward_after_the_end_says_so(activations: str) -> None:
     """Weights and inputs are elsewhere by then."""
     model = layers()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import torch_private
 from sp_lightning.pipeline.torch_private import (
-    StepCode,
     call_before_compiling,
+    code_of_step,
     contains_others,
     explain_graph_break,
     graph_task,
@@ -45,7 +46,6 @@ from sp_lightning.pipeline.torch_private import (
     tensor_hooks,
     top_saved_tensor_hooks,
     use_expandable_segments,
-    weak_storage,
     when_backward_ends,
     without_compile,
     without_torch_function,
@@ -193,7 +193,7 @@ def test_an_identity_is_not_used_again_while_it_is_kept() -> None:
     kept, keys = [], []
     for _ in range(50):
         tensor = torch.ones(4)
-        kept.append(weak_storage(tensor))
+        kept.append(StorageWeakRef(tensor.untyped_storage()))
         keys.append(storage_key(tensor))
         assert not kept[-1].expired()
         del tensor
@@ -293,7 +293,7 @@ def test_the_code_of_an_optimizer_steps_given_tensors(
     state: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch asked for devices, which is slow"))
     with torch.no_grad():
-        StepCode(optimizer, group).run({other: state})
+        code_of_step(optimizer, group)({other: state})
     monkeypatch.undo()
     for handle in handles:
         handle.remove()

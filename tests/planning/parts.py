@@ -126,7 +126,8 @@ class Blocks(simulated.Machine):
 
     def workload(self, **facts: Any) -> Workload:
         """What a step of them has to do."""
-        unit = UnitWork("", UNIT_BYTES, UNIT_BYTES, STEP_BYTES, self.forward, self.backward)
+        computing = self.forward, self.backward
+        unit = UnitWork("", UNIT_BYTES, UNIT_BYTES, STEP_BYTES, *computing, bytes_after_step=UNIT_BYTES)
         return Workload(tuple(replace(unit, name=f"blocks.{n}") for n in range(self.units)), **facts)
 
     @property

@@ -171,9 +171,7 @@ class Look:
 
 
 def _other_random_numbers() -> list[Any]:
-    if "numpy" not in sys.modules:
-        return [random.getstate()]
-    _, bits, position, *_ = sys.modules["numpy"].random.get_state()
+    _, bits, position, *_ = sys.modules["numpy"].random.get_state()  # torch imports it
     return [random.getstate(), bits.tobytes(), position]
 
 

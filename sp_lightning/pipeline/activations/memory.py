@@ -81,11 +81,6 @@ class Meter:
         self._before = self._peak = 0  # the bytes that were held as the stretch began, and the most since
         self._baseline: int | None = None  # what is allocated whatever is computed; None if the device does not tell
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that are held now."""
-        return self._stats.activation_bytes
-
     def hold(self, tensor: Tensor) -> Held | None:
         """Count the memory of a tensor until the returned object is dropped; None if it does not count."""
         key = storage_key(tensor) if self.counts else 0
@@ -99,20 +94,21 @@ class Meter:
         held = self._by_memory.get(key)
         if held is None:
             held = self._by_memory[key] = Held(tensor.untyped_storage().nbytes(), self._stats)
-            self._peak, self.step_peak = max(self._peak, self.bytes), max(self.step_peak, self.bytes)
+            now = self._stats.activation_bytes
+            self._peak, self.step_peak = max(self._peak, now), max(self.step_peak, now)
         return held
 
     def begin_step(self) -> None:
         """Begin a step, which has a peak of its own, and which nobody measures yet."""
         self.counts, self._baseline = self.always, None
-        self.step_peak = self._before = self._peak = self.bytes
+        self.step_peak = self._before = self._peak = self._stats.activation_bytes
 
     def measure(self, inputs: Iterable[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()
         held = [self.hold(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
-        self._baseline = None if memory is None else memory.allocated - self.bytes
+        self._baseline = None if memory is None else memory.allocated - self._stats.activation_bytes
         del held
 
     def end_stretch(self) -> Stretch:
@@ -121,7 +117,7 @@ class Meter:
         if self._baseline is not None and (memory := self._backend.count_peak_anew()) is not None:
             operations = max(0, memory.peak - self._baseline - self._peak)
         stretch = Stretch(self._before, self._peak - self._before, operations)
-        self._before = self._peak = self.bytes
+        self._before = self._peak = self._stats.activation_bytes
         return stretch
 
 
@@ -143,18 +139,8 @@ class HostPool:
         """Lend a buffer of at least so many bytes: the smallest there is."""
         size = -(-nbytes // _PAGE) * _PAGE
         place = bisect.bisect_left(self._free, size, key=_size)
-        return self._free.pop(place) if place < len(self._free) else self._make(size)
-
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
-        if buffer in self._buffers:  # not if the pool was closed meanwhile
-            bisect.insort(self._free, buffer, key=_size)
-
-    def close(self) -> None:
-        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
-        self._release(list(self._buffers))
-
-    def _make(self, size: int) -> HostBuffer:
+        if place < len(self._free):
+            return self._free.pop(place)
         if self._free:  # all too small: they make room
             self._backend.drain()  # the device may still be reading what was given back
             self._release(self._free)
@@ -169,6 +155,15 @@ class HostPool:
         self._buffers.add(buffer)
         self.held += size
         return buffer
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
+        if buffer in self._buffers:  # not if the pool was closed meanwhile
+            bisect.insort(self._free, buffer, key=_size)
+
+    def close(self) -> None:
+        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
+        self._release(list(self._buffers))
 
     def _release(self, buffers: list[HostBuffer]) -> None:
         self._buffers.difference_update(buffers)

@@ -36,15 +36,15 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.pipeline.activations.memory import Held, HostPool, Meter
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import in_backward, storage_key, weak_storage
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 _WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
@@ -75,7 +75,8 @@ class Activation:
         self.held = held  # while that memory counts
         self.host: HostBuffer | None = None  # its copy
         self.ticket: Ticket | None = None  # the copy that nothing has waited for yet
-        self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
+        # while this lives, no other storage gets the same identity
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._leftovers = leftovers
         self._was_changed = False
 
@@ -111,13 +112,6 @@ class Offloaded(NamedTuple):
         """Whether it was written to in place, as far as that matters."""
         return self.activation.is_changed
 
-    def rebuild(self) -> Tensor:
-        """Make the tensor again."""
-        device = self.activation.device
-        assert device is not None
-        empty = torch.empty(0, dtype=self.dtype, device=device.device)
-        return empty.set_(device.untyped_storage(), self.offset, self.size, self.stride)
-
 
 class Bundle:
     """Activations that were saved in one call of a unit's member.
@@ -139,44 +133,18 @@ class Bundle:
 class Offloader:
     """Sends saved activations to the host and fetches them for backward."""
 
-    def __init__(self, backend: Backend, pool: HostPool, meter: Meter, stats: Stats) -> None:
+    def __init__(self, backend: Backend, meter: Meter, stats: Stats) -> None:
+        self.pool = HostPool(backend)
         self._backend = backend
-        self._pool = pool
         self._meter = meter
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
         self.open: list[Bundle | None] = []  # of calls under way, innermost last; None for those without a graph
-        self._last_bundle: Bundle | None = None
         self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[_Leftover] = deque()
-        self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ forward
-
-    def begin_step(self) -> None:
-        """Begin a step; its first bundle follows none of an earlier step."""
-        self._last_bundle = None
-
-    @property
-    def current(self) -> Bundle | None:
-        """The bundle of the call that was entered last; None in backward, and without a graph."""
-        return self.open[-1] if self.open else None
-
-    def enter(self, member: Member, leaves: bool) -> None:
-        """Note that a call of a unit begins, and whether what it saves leaves."""
-        with self._lock:
-            is_forward = torch.is_grad_enabled() and not in_backward()  # what a recomputation saves is used at once
-            self.open.append(Bundle(member, leaves) if is_forward else None)
-
-    def leave(self) -> Bundle | None:
-        """End the call that was entered last; return what it has saved."""
-        with self._lock:
-            bundle = self.open.pop() if self.open else None  # none is open after a reset
-            if bundle is not None:
-                bundle.before, self._last_bundle = self._last_bundle, bundle
-                self.release_sent()
-            return bundle
 
     def send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
@@ -187,7 +155,7 @@ class Offloader:
                 assert activation.device is not None
                 memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
                 memory.set_(activation.device.untyped_storage())
-                activation.host = self._pool.take(activation.nbytes)
+                activation.host = self.pool.take(activation.nbytes)
                 activation.ticket = self._backend.download(activation.host.bytes[: activation.nbytes], memory)
                 self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
                 activation.stage = Stage.LEAVING
@@ -212,7 +180,7 @@ class Offloader:
 
     def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves; return None if it is not to be offloaded, or has to stay."""
-        bundle = self.current
+        bundle = self.open[-1] if self.open else None
         if bundle is None or not bundle.leaves:
             return None
         key = self._memory_that_may_leave(tensor)
@@ -250,7 +218,9 @@ class Offloader:
             if activation.stage is Stage.BACK and activation.ticket is not None:
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.ticket = None
-            return packed.rebuild()
+            assert activation.device is not None
+            empty = torch.empty(0, dtype=packed.dtype, device=activation.device.device)
+            return empty.set_(activation.device.untyped_storage(), packed.offset, packed.size, packed.stride)
 
     # ----------------------------------------------------------------------------------------------------- backward
 
@@ -264,8 +234,6 @@ class Offloader:
                     self._fetch(activation)
 
     def _fetch(self, activation: Activation) -> None:
-        if self._closed:
-            raise outdated_graph_error("activations that were offloaded to the host")
         assert activation.host is not None
         device = activation.device = self._backend.allocate(activation.nbytes)
         ticket = activation.ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
@@ -280,7 +248,7 @@ class Offloader:
             host, _, ticket = self._leftovers.popleft()
             if ticket is not None and not landed:
                 self._backend.wait(ticket)
-            self._pool.give_back(host)
+            self.pool.give_back(host)
 
     # ------------------------------------------------------------------------------------------------------ endings
 
@@ -291,17 +259,14 @@ class Offloader:
         """
         with self._lock:
             self.open.clear()
-            self._last_bundle = None
             for activation in self._leaving:
                 if activation.stage is Stage.LEAVING and activation.host is not None:
-                    self._pool.give_back(activation.host)
+                    self.pool.give_back(activation.host)
                     activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
             self._leaving.clear()
             self._reclaim_host_memory(landed=True)
 
     def close(self) -> None:
         """Release all host memory."""
-        with self._lock:
-            self.abandon()
-            self._closed = True
-            self._pool.close()
+        self.abandon()
+        self.pool.close()

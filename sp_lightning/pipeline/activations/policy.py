@@ -144,7 +144,8 @@ class Activations:
         self._offloader = offloader
         self._policy_of_call: Policy | None = None  # of the outermost call of a unit that is under way
         self._recorded: UnitCall | None = None  # that call, if its forward may run again
-        self._latest: Bundle | None = None  # of the call that was left last, until something comes after it
+        self._last: Bundle | None = None  # of the call of this step that was left last
+        self._latest: Bundle | None = None  # the same, until something comes after it
         self._to_drop: ref[UnitCall] | None = None  # that call, if what it saved is to be dropped then
         self._has_turned = False  # in this pass
         self._saved_at_turn = math.inf  # bytes that were saved after it, the last time; nobody knows at first
@@ -157,9 +158,9 @@ class Activations:
     def begin_step(self) -> None:
         """Begin a step; no graph waits for its backward."""
         self._has_turned = False
+        self._last = None
         if self.auto is not None:
             self.auto.begin_step()
-        self._offloader.begin_step()
         self._saved.meter.begin_step()
 
     def manages(self, member: Member) -> bool:
@@ -191,16 +192,21 @@ class Activations:
 
     def enter(self, member: Member) -> None:
         """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
-        if not in_backward():
+        bundle = None
+        if not in_backward():  # what a recomputation saves is used at once
             self._go_on()
-        self._offloader.enter(member, (self._policy_of_call or self._policy) in OFFLOADING)
+            if torch.is_grad_enabled():
+                bundle = Bundle(member, leaves=(self._policy_of_call or self._policy) in OFFLOADING)
+        self._offloader.open.append(bundle)
         if self._recorded is not None:
             self._recorded.pack_inputs()
 
     def leave(self) -> None:
         """Note that the call that was entered last is left."""
-        bundle = self._offloader.leave()
+        bundle = self._offloader.open.pop()
         if bundle is not None:
+            bundle.before, self._last = self._last, bundle
+            self._offloader.release_sent()
             self._go_on()  # after a call within this one
             self._latest, self._to_drop = bundle, None
 

@@ -41,7 +41,6 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.weight import outdated_graph_error
 
 _LOOKS = 2  # a member's first call may make things that are used from then on; what the second changes, each one does
 
@@ -87,9 +86,9 @@ class UnitCall:
     def pack_inputs(self) -> None:
         """Have the inputs held for the second forward, on the device or on the host."""
         if not self._inputs.packed:
-            self._bytes_before = self._meter.bytes
+            self._bytes_before = self._shared.stats.activation_bytes
             self._inputs.pack(self._shared.saved)
-            self._held = self._meter.bytes
+            self._held = self._shared.stats.activation_bytes
 
     def conclude(self, output: Any, warns: bool) -> bool:
         """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
@@ -101,7 +100,7 @@ class UnitCall:
         obstacle = self._obstacle() if is_worth_it else None
         is_dropped = is_worth_it and obstacle is None and self.member.name not in self._shared.kept
         if self._meter.counts:
-            held, saved = self._held - self._bytes_before, max(0, self._meter.bytes - self._held)
+            held, saved = self._held - self._bytes_before, max(0, self._shared.stats.activation_bytes - self._held)
             large = min(_bytes_worth_a_copy(tensors), held + saved)
             self.footprint = Footprint(held, saved, large, held + saved, is_dropped)
         del self._look
@@ -118,7 +117,6 @@ class UnitCall:
             kept.drop()
 
     def _learn(self, obstacle: str | None, warns: bool) -> None:
-        """Record what the call has shown about its member."""
         name, shared = self.member.name, self._shared
         shared.looks[name] += 1
         if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.kept:
@@ -167,8 +165,6 @@ class UnitCall:
     def repeat(self) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
         shared, name = self._shared, repr(self.member.name)
-        if shared.saved.backward is None:  # detached since
-            raise outdated_graph_error(f"the inputs of {name}")
         if self._inputs.are_changed or self._surroundings.are_changed or self._state_of_module() != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -103,13 +103,6 @@ class Kept:
         return self.tensor
 
 
-class _Delegated(NamedTuple):
-    """A saved tensor that was packed by the hooks that were on top before ours."""
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
-
-
 Packed: TypeAlias = _Handle | Offloaded | Kept
 """What is held in place of a saved tensor, unless it is the tensor itself with its version."""
 
@@ -124,14 +117,12 @@ class SavedTensors:
         self.backward: BackwardPass | None = None  # what brings weights for it
         self._offloader = offloader
 
-    def pushed(self, ahead: bool = False) -> AbstractContextManager[Any]:
+    def pushed(self) -> AbstractContextManager[Any]:
         """Return a scope in which the hooks are pushed, if they are not on top already.
 
-        `ahead`: even while grad mode is off. A validation step may switch it on, and then not only calls of units save
+        They are even while grad mode is off. A validation step may switch it on, and then not only calls of units save
         weights: a double backward does, too.
         """
-        if not (torch.is_grad_enabled() or ahead):
-            return nullcontext()
         outer = top_saved_tensor_hooks()
         on_top = None if outer is None else getattr(outer[0], "func", outer[0])
         if getattr(on_top, "__self__", None) is self:
@@ -164,14 +155,14 @@ class SavedTensors:
             return self.hold(tensor)
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
 
-    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | _Delegated:
+    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | Callable[[], Tensor]:
         """Return what autograd saves where other hooks were on top, which get everything that is not a weight.
 
         A weight may leave the device before backward, which they cannot know; only a checkpoint does not keep it.
         """
         pack, unpack = outer
         handle = None if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else self.handle(tensor)
-        return handle or _Delegated(pack(tensor), unpack)
+        return handle or partial(unpack, pack(tensor))
 
     def hold(self, tensor: Tensor) -> Offloaded | Kept:
         """Hold a tensor that is no weight, on the device or on the host."""
@@ -186,6 +177,8 @@ class SavedTensors:
                 raise _changed_in_place(tensor.shape)
             return tensor
         if isinstance(packed, Kept | Offloaded):
+            if self.backward is None:  # detached since
+                raise outdated_graph_error("what a unit has saved")
             tensor = packed.get() if isinstance(packed, Kept) else self._offloader.unpack(packed)
             if packed.is_changed:
                 raise _changed_in_place(tensor.shape)
@@ -197,8 +190,8 @@ class SavedTensors:
                 raise outdated_graph_error(name)
             if packed.is_changed:
                 raise _changed_in_place(name)
-        else:
-            tensor = packed.unpack(packed.packed)
+        else:  # from the hooks below
+            tensor = packed()
             twin = self.twins.get(storage_key(tensor))
         if twin is not None:
             assert self.backward is not None

@@ -60,27 +60,20 @@ class Learned:
             known.intersection_update(alive)
 
     def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
-        """Draw the conclusions for the next arrangement; called between steps.
+        """Draw conclusions between steps, and tell whether these call for another arrangement.
 
-        Args:
-            units: The streamed units of the present arrangement, in the expected order.
-            called: Names of those that the first step called, in the order of their first calls.
-
-        Returns:
-            Whether another arrangement is called for.
+        `called` are the names of units that the first step called, in the order of their first calls.
         """
         if self.order is None and called:
             self.order = list(dict.fromkeys(called))
             # Consecutive units must not share a place, or the later one cannot be fetched ahead.
             self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
-        lowered = self.lowered - self.used_as_is
-        self.outdated |= not lowered <= self._sent_lowered
-        self._sent_lowered = lowered
         self._explain_outside(units)
-        outdated, self.outdated = self.outdated, False
-        if outdated:
+        is_outdated = self.has_news
+        self.outdated, self._sent_lowered = False, self.lowered - self.used_as_is
+        if is_outdated:
             self.plan = None  # which was made for other units
-        return outdated
+        return is_outdated
 
     def _explain_outside(self, units: Sequence[Unit]) -> None:
         """Find out why weights of these units were used outside of them."""
@@ -114,15 +107,7 @@ class Learned:
 
 
 class Arrangement:
-    """The layout of a module's weights on host and device. Nothing is changed before everything has been checked.
-
-    Attributes:
-        units: Streamed units in expected order.
-        resident: The unit of resident weights.
-
-    Raises:
-        ValueError: If an option does not fit the module or the memory.
-    """
+    """The layout of a module's weights on host and device. Nothing is changed before everything has been checked."""
 
     def __init__(
         self,
@@ -179,27 +164,25 @@ class Arrangement:
         """Make groups, each with its place on the device and its weights' twins there."""
         arena, offsets = self._backend.allocate(self.layout.arena_bytes), iter(self.layout.offsets)
         in_arena: list[tuple[Group, int]] = []
-        try:
-            for units in self.layout.parts:
-                parts = [part for unit in units for part in _parts_of(unit)]
-                segments = [memory.segment(part) for part in parts]
-                self.segments += segments
-                group = Group(len(self.groups), units, segments)
-                self.groups.append(group)
-                if units[0] in self.layout.kept:
-                    group.lie_in(self._backend.allocate(group.nbytes))
-                else:
-                    in_arena.append((group, offset := next(offsets)))
-                    group.lie_in(arena[offset : offset + group.nbytes])
-        except BaseException:
-            memory.keep(self.segments)
-            raise
+        for units in self.layout.parts:
+            parts = [part for unit in units for part in _parts_of(unit)]
+            segments = [memory.segment(part) for part in parts]
+            self.segments += segments
+            group = Group(len(self.groups), units, segments)
+            self.groups.append(group)
+            if units[0] in self.layout.kept:
+                group.lie_in(self._backend.allocate(group.nbytes))
+            else:
+                in_arena.append((group, offset := next(offsets)))
+                group.lie_in(arena[offset : offset + group.nbytes])
         for group, begin in in_arena:
             end = begin + group.nbytes
             others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
             group.conflicts = frozenset(others)
         memory.keep(self.segments)
         memory.wait_for_values()
+        # whether all host memory that is sent is pinned; units that live on the device have none
+        self.is_pinned = all(segment.source.pinned for segment in self.segments if segment.nbytes)
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
@@ -228,9 +211,10 @@ class Arrangement:
         for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
+            are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in segment)
             for weight in casts:
                 weight.cast_to = self.autocast
-                if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
+                if are_many:  # else most would be copied for the sake of a few
                     weight.compute_dtype = self.autocast
             for weight in known:
                 if id(weight.master) not in as_is:
@@ -280,17 +264,8 @@ class Arrangement:
                 twin.lay_leaf()
         self.twins.clear()  # twins are known by their memory, which others may get now
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether all host memory that is sent is pinned; units that live on the device have none."""
-        return all(segment.source.pinned for segment in self.segments if segment.nbytes)
-
 
 def _parts_of(unit: Unit) -> list[list[Weight]]:
     """Return what of a unit is sent together: its frozen weights, and its trained ones."""
     parts = [[weight for weight in unit.weights if weight.master.requires_grad is trained] for trained in (False, True)]
     return [part for part in parts if part]
-
-
-def _bytes_of(weights: Sequence[Weight]) -> int:
-    return sum(weight.nbytes for weight in weights)

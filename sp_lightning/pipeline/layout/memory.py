@@ -63,12 +63,9 @@ class WindowPlan:
 
 
 def travel_together(units: Iterable[_Unit], k_prime: int, alone: Collection[_Unit] = ()) -> list[list[_Unit]]:
-    """Divide units into lists that travel together: up to `k_prime` neighbors, whose gradients arrive in succession.
+    """Divide units (or their numbers) into lists that travel together: up to `k_prime` neighbors, or one of `alone`.
 
-    Args:
-        units: The units, or their numbers.
-        k_prime: How many travel together.
-        alone: Those that travel alone.
+    The gradients of neighbors arrive in succession.
     """
     parts: list[list[_Unit]] = []
     for unit in units:
@@ -79,17 +76,10 @@ def travel_together(units: Iterable[_Unit], k_prime: int, alone: Collection[_Uni
 
 
 def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
-    """Choose offsets such that any `window` consecutive pieces do not overlap.
+    """Return offsets such that any `window` consecutive pieces do not overlap, and the size of the arena.
 
     Nor do the last pieces and the first ones, if that takes no more memory: after the last unit comes the first one
-    where it is also the head (tied embeddings), and in inference.
-
-    Args:
-        sizes: Bytes of the pieces, in the order in which they are used.
-        window: How many consecutive pieces must fit side by side.
-
-    Returns:
-        The offsets, and the size of the arena: never more than `window` times the largest piece.
+    where it is also the head (tied embeddings), and in inference. It is never more than `window` times the largest.
     """
     slot = max(sizes, default=0)
     in_slots = [index % window * slot for index in range(len(sizes))], window * slot
@@ -147,18 +137,9 @@ class DeviceLayout:
 def choose_device_layout(
     division: Division, options: PipelineOptions, plan: WindowPlan | None, budget: int | None
 ) -> DeviceLayout:
-    """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest.
+    """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest, or raise.
 
     The planner's does not if weights are sent in another dtype than when the plan was made.
-
-    Args:
-        division: The units.
-        options: The user's choices.
-        plan: The planner's choice.
-        budget: Device memory for all of it; None if no limit is known.
-
-    Raises:
-        ValueError: If none fits.
     """
     together = options.k_prime if isinstance(options.k_prime, int) else 1
     k = options.k if isinstance(options.k, int) else _DEFAULT_SLOTS * together
@@ -181,15 +162,7 @@ def sent_bytes(weights: Iterable[Weight]) -> int:
 
 
 def check_host_memory(units: Sequence[Unit], present: int) -> None:
-    """Check that the host has memory for gradients and for copies of weights.
-
-    Args:
-        units: All units.
-        present: Bytes for these that are there already.
-
-    Raises:
-        ValueError: If it has not.
-    """
+    """Raise if the host lacks memory for gradients and copies of weights; `present` bytes of it are there already."""
     weights = [weight for unit in units for weight in unit.weights]
     seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
     coming = max(0, sum(map(gradient_bytes, units)) - sum(g.nbytes for g in seen if g.layout is torch.strided))

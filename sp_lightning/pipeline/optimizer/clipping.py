@@ -23,8 +23,8 @@ from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.weight import Weight
 
-_Found = Sequence[tuple[nn.Parameter, Gradient | None]]
-"""Parameters that have a gradient, each with ours; None where it has one of its own, as it does not stream."""
+_Found = Sequence[Gradient | Tensor]
+"""Gradients of parameters: ours, and the `.grad` of those that do not stream."""
 
 
 class Clipping:
@@ -52,7 +52,7 @@ class Clipping:
         """
         parameters = list(parameters)
         with self._at_work:
-            done = self._clip_norm(self._with_gradients(parameters), max_norm)
+            done = self._clip_norm(self._find(parameters), max_norm)
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -62,31 +62,40 @@ class Clipping:
             weights = ((p, self._weights.get(id(p))) for p in parameters)
             stream = self._steps.stream
             left = [p for p, w in weights if w is None or stream.of[w].unit.state is not State.CONSUMED]
-            found = self._with_gradients(left)
+            found = self._find(left)
             if found is not None:
                 for gradient in _ours(found):
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
-                left = _others(found)
+                left = [p for p in left if id(p) not in self._weights and p.grad is not None]
         if left:
             nn.utils.clip_grad_value_(left, limit)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """Unscale as `GradScaler.unscale_` does.
+        """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
 
-        Args:
-            optimizer: The optimizer whose gradients are unscaled.
-            inverse_scale: The factor, on the host.
-
-        Returns:
-            Whether a gradient is not finite; None if nothing was done, because the gradients did not bring their norms.
+        If the gradients did not bring their norms, nothing is done, and None is returned.
         """
         with self._at_work:
-            found = self._with_gradients(parameters_of(optimizer))
-            return None if found is None else self._unscale(found, inverse_scale)
+            found = self._find(parameters_of(optimizer))
+            if found is None:
+                return None
+            gradients, others = _ours(found), _others(found)
+            measured = [(each.host, each.norm) for each in gradients if each.host is not None and each.norm is not None]
+            if len(measured) < len(gradients):
+                return None  # only reading all of them could tell
+            self._steps.stream.settle()
+            measured += zip(others, _norms(others, torch.float32), strict=True)
+            # a norm may have overflowed though all elements are finite
+            overflow = any(not norm.isfinite() and not tensor.isfinite().all() for tensor, norm in measured)
+            factor = inverse_scale.clone()
+            for gradient in gradients:
+                gradient.scaling = gradient.scaling.times(factor)
+            _multiply(others, inverse_scale)
+            return overflow
 
     def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
-        dtypes = {parameter.dtype for parameter, _ in found or ()}
+        dtypes = {each.weight.dtype if isinstance(each, Gradient) else each.dtype for each in found or ()}
         if not found or len(dtypes) > 1 or not dtypes <= MEASURED:
             return False
         dtype = dtypes.pop()
@@ -95,11 +104,12 @@ class Clipping:
         if scaling.factors:
             self._steps.stream.settle()  # one of them may be computed by an earlier clip
         # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
-        if not all(map(_is_power_of_two, scaling.factors)) or any(each.scaling != scaling for each in gradients):
+        is_exact = all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors)
+        if not is_exact or any(each.scaling != scaling for each in gradients):
             return False
         known = iter(_norms(others, dtype))
         # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
-        held = [(next(known), None) if each is None else (each.norm, each.host) for _, each in found]
+        held = [(each.norm, each.host) if isinstance(each, Gradient) else (next(known), None) for each in found]
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype)
 
@@ -127,64 +137,40 @@ class Clipping:
             _multiply(others, factor)
         return True
 
-    def _unscale(self, found: _Found, inverse_scale: Tensor) -> bool | None:
-        gradients, others = _ours(found), _others(found)
-        norms = [gradient.norm for gradient in gradients if gradient.norm is not None]
-        if len(norms) < len(gradients):
-            return None  # only reading all of them could tell
-        self._steps.stream.settle()
-        tensors = [*(gradient.host for gradient in gradients), *(parameter.grad for parameter in others)]
-        # a norm may have overflowed though all elements are finite
-        suspects = [
-            t for t, n in zip(tensors, [*norms, *_norms(others, torch.float32)], strict=True) if not n.isfinite()
-        ]
-        overflow = not all(tensor is None or bool(tensor.isfinite().all()) for tensor in suspects)
-        factor = inverse_scale.clone()
-        for gradient in gradients:
-            gradient.scaling = gradient.scaling.times(factor)
-        _multiply(others, inverse_scale)
-        return overflow
-
-    def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
-        """Find the parameters with a gradient; None if torch has to see the gradients themselves.
+    def _find(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
+        """Find the gradients of parameters; None if torch has to see them itself.
 
         That is so if that of a weight is the user's, if one is no plain tensor, or if one is to be clipped by value,
         after which nothing can follow.
         """
-        found: list[tuple[nn.Parameter, Gradient | None]] = []
+        found: list[Gradient | Tensor] = []
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._steps.stream.of[weight]
             if gradient is not None and gradient.host is not None:
                 if gradient.scaling.clamp is not None:
                     return None
-                found.append((parameter, gradient))
+                found.append(gradient)
             elif (own := parameter.grad) is not None:
                 if weight is not None or type(own) is not Tensor or own.layout is not torch.strided:
                     return None
-                found.append((parameter, None))
+                found.append(own)
         return found
 
 
 def _ours(found: _Found) -> list[Gradient]:
-    return [gradient for _, gradient in found if gradient is not None]
+    return [gradient for gradient in found if isinstance(gradient, Gradient)]
 
 
-def _others(found: _Found) -> list[nn.Parameter]:
-    return [parameter for parameter, gradient in found if gradient is None]
+def _others(found: _Found) -> list[Tensor]:
+    return [gradient for gradient in found if isinstance(gradient, Tensor)]
 
 
-def _norms(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
-    """Return the norms of parameters' own gradients; the host waits for them."""
-    gradients = [parameter.grad for parameter in parameters]
-    return [norm.cpu() for norm in torch._foreach_norm(gradients, 2, dtype)] if gradients else []  # type: ignore[arg-type]
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the norms of gradients that do not stream; the host waits for them."""
+    return [norm.cpu() for norm in torch._foreach_norm(gradients, 2, dtype)] if gradients else []
 
 
-def _multiply(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
-
-
-def _is_power_of_two(factor: float | Tensor) -> bool:
-    return math.frexp(float(factor))[0] == 0.5
+def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

@@ -7,7 +7,6 @@ that the optimizer has now, and nobody looks at gradients in between. Whoever do
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.of_torch import Work
+from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
@@ -36,15 +35,13 @@ from sp_lightning.pipeline.weights.window import Window
 class Plan:
     """What is decided once for an optimizer, as long as its param groups have the same parameters."""
 
-    def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], weights: Mapping[int, Weight], stream: GradientStream
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
         self.others: list[list[nn.Parameter]] = []  # for each param group, the parameters that are no weights of ours
-        for number, of_group in enumerate(parameters):
+        for number, param_group in enumerate(optimizer.param_groups):
             self.others.append([])
-            for parameter in of_group:
+            for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
                 if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
                     self.others[-1].append(parameter)
@@ -75,15 +72,9 @@ class GroupSteps:
         gradients: Mapping[Gradient, Tensor],
         buffers: Sequence[HostGradients] = (),
     ) -> None:
-        """Have the thread step a group when its gradients have landed; weights without one stay as they are.
+        """Have the thread step a group when its gradients have landed, and then release the buffers that they lie in.
 
-        Args:
-            group: The group.
-            optimizer: The optimizer.
-            plan: What is decided for it.
-            settings: Its param groups without their parameters.
-            gradients: The gradients of these weights, and maybe of others.
-            buffers: Landing buffers that gradients lie in, which are released after the step.
+        Weights without a gradient stay as they are.
         """
         updates: dict[int, list[Update]] = {}  # by the numbers of param groups
         tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
@@ -98,10 +89,10 @@ class GroupSteps:
                     updates.setdefault(plan.gradients[gradient], []).append((work, gradient.scaling))
                     tickets[weight] = gradient.unit.ticket
                     moved += 2 * weight.home.nbytes + tensor.nbytes
-        counted = self._count(group, plan)
         if not tickets:
-            self._end(group, counted)
+            self.end(group, plan)
             return
+        counted = self._count(group, plan)
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
@@ -136,31 +127,20 @@ class GroupSteps:
         after = [*self.window.copies_of([group]), *after]
         group.being_stepped = self.window.backend.work(job, after, moved, cleanup, rank)
         self.window.backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
-        if group.apart:
-            # weights made resident are in groups that do not wait for this one's step
-            self.finish([group])
+        if group.apart:  # weights made resident are in groups that do not wait for this one's step
+            self.window.finish_optimizer(group)
 
-    def follow(self, group: Group, plan: Plan) -> None:
-        """Have the thread wait until another process has stepped weights that this one has, too."""
+    def end(self, group: Group, plan: Plan) -> None:
+        """Count a step that changes no weight of a group here; the thread waits for the process that steps them."""
         counted = self._count(group, plan)
-        if counted:
+        if counted and group.is_followed:
             weights = {weight for weight in group.weights if self.stream.of[weight] in plan.gradients}
             stepped = [memory.reached(number) for memory, number in counted]
             self._submit(group, partial(_note_stepped, group, weights), weights, stepped)
-
-    def end(self, plan: Plan) -> None:
-        """Count a step that the processes with the same weights take in another way, or not at all."""
-        for group in plan.groups:
-            if group.is_followed:
-                self.follow(group, plan)
-            else:
-                self._end(group, self._count(group, plan))
-
-    def _end(self, group: Group, counted: Sequence[tuple[SharedMemory, int]]) -> None:
-        if counted:
+        elif counted:
             self.window.finish_optimizer(group)
-        for memory, number in counted:
-            memory.reach(number)
+            for memory, number in counted:
+                memory.reach(number)
 
     def _count(self, group: Group, plan: Plan) -> list[tuple[SharedMemory, int]]:
         """Count a step of weights that other processes have, too, whether or not it changes them; once."""
@@ -174,33 +154,25 @@ class GroupSteps:
                 counted.append((memory, memory.begun))
         return counted
 
-    def finish(self, groups: Iterable[Group] | None = None) -> None:
-        """Wait until no step reads or writes the memory of these groups any more, by default of all.
+    def finish(self, groups: Iterable[Group]) -> None:
+        """Wait until no step reads or writes the memory of these groups any more.
 
         Raises:
-            Exception: The first error of a step. All other steps have ended by then, and their errors are dropped: they
-                mostly have the same cause.
+            Exception: The first error of a step, when all have ended; the others mostly have the same cause.
         """
         errors = []
-        for group in self.window.groups if groups is None else groups:
+        for group in groups:
             try:
                 self.window.finish_optimizer(group)
             except Exception as error:
                 errors.append(error)
-        if errors and groups is not None:
-            with contextlib.suppress(Exception):
-                self.finish()
         if errors:
             raise errors[0]
 
     def settle(self) -> None:
-        """Wait until every step is done, and no copy to the device reads a master: others may write to them.
-
-        Raises:
-            Exception: The first error of a step.
-        """
+        """Wait until every step is done, and no copy to the device reads a master: others may write to them."""
         try:
-            self.finish()
+            self.finish(self.window.groups)
         finally:
             self.window.finish_copies(self.window.groups)
 
@@ -275,19 +247,18 @@ class EarlyStep:
         for shipment in shipments:
             self._steps.stream.pass_on(shipment.unit)
         if group.is_followed:
-            self._steps.follow(group, self.plan)
+            self._steps.end(group, self.plan)
         else:
             buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
             self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
         self._steps.counted.add(group)
         if not (group.is_followed or arrived.keys().isdisjoint(self.new)):
             self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
-        for unit in [shipment.unit for shipment in shipments]:
-            unit.state = State.CONSUMED
-            self.stepped.append(unit)
-        if not self.keeps_gradients:
-            for gradient in arrived:
-                gradient.unit.forget([gradient])
+        for shipment in shipments:
+            shipment.unit.state = State.CONSUMED
+            self.stepped.append(shipment.unit)
+            if not self.keeps_gradients:
+                shipment.unit.forget(shipment.gradients)
         self._steps.window.stats.steps_in_backward += len(group.units)
 
     def finish(self) -> None:
@@ -295,13 +266,14 @@ class EarlyStep:
         self._steps.counted.clear()
         for unit in self.stepped:
             unit.state = State.HELD if self.keeps_gradients else State.EMPTY
-        for weight in [gradient.weight for gradient in self.new]:
-            if not self.optimizer.state.get(weight.master):
-                self.optimizer.state.pop(weight.master, None)  # it got no gradient
+        for master in [gradient.weight.master for gradient in self.new]:
+            if not self.optimizer.state.get(master):
+                self.optimizer.state.pop(master, None)  # it got no gradient
 
     def abandon(self) -> None:
         """Finish, and warn if not all weights have been stepped: the optimizer's `step()` will not be called."""
-        self._steps.end(self.plan)
+        for group in self.plan.groups:
+            self._steps.end(group, self.plan)
         self.finish()
         trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
         stepped = sum(len(unit.trained) for unit in self.stepped)
@@ -314,11 +286,7 @@ class EarlyStep:
             )
 
     def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
-        """Check what the scope has vouched for, as the `step()` of an optimizer is called.
-
-        Raises:
-            RuntimeError: Units have been stepped that the optimizer would step again, or with other settings.
-        """
+        """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
         name = type(self.optimizer).__name__
         if optimizer is not self.optimizer:
             if any(gradient in plan.gradients for unit in self.stepped for gradient in unit.trained):

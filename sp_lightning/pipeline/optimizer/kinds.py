@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -27,8 +28,6 @@ ON_HOST = (on_host.AdamW, on_host.Adam, on_host.SGD, on_host.Lion)
 
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
-
-State = dict[str, Any]
 
 
 def why_not_by_unit(optimizer: Optimizer) -> str | None:
@@ -64,10 +63,8 @@ def makes_state(optimizer: Optimizer, master: nn.Parameter, settings: dict[str, 
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     """Copy all param groups without their parameters: a scheduler may change them before the copies are used.
 
-    Args:
-        optimizer: The optimizer.
-        fused: Whether to take torch's fused CPU kernels where the user left the choice to torch, which takes its
-            slowest path on the CPU then (pytorch#74588).
+    With `fused`, to torch's fused CPU kernels where the user left the choice to torch, which takes its slowest path
+    on the CPU then (pytorch#74588).
     """
     groups = []
     for param_group in optimizer.param_groups:
@@ -115,22 +112,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if closure is None:
         _tell(optimizer)
         return None
-    # there are no gradients before the optimizer has called the closure
+    then_tell = partial(_call_and_tell, optimizer, closure)  # before that there are no gradients
     if len(args) > 1:
-        return (args[0], _then_tell(optimizer, closure), *args[2:]), kwargs
-    return args, {**kwargs, "closure": _then_tell(optimizer, closure)}
+        return (args[0], then_tell, *args[2:]), kwargs
+    return args, {**kwargs, "closure": then_tell}
 
 
-def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    def closure_and_more() -> Any:
-        for listener in list(_listeners):
-            listener.before_closure()
-        with optimizer_waits():  # the closure computes, and may do so outside of modules
-            result = closure()
-        _tell(optimizer)
-        return result
-
-    return closure_and_more
+def _call_and_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    for listener in list(_listeners):
+        listener.before_closure()
+    with optimizer_waits():  # the closure computes, and may do so outside of modules
+        result = closure()
+    _tell(optimizer)
+    return result
 
 
 def _tell(optimizer: Optimizer) -> None:

@@ -93,12 +93,7 @@ class Optimizers(Clipping):
         self._steps.window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take the weights that will be stepped unit by unit out of an optimizer that is about to step.
-
-        Raises:
-            RuntimeError: It would step something else than it should.
-            ValueError: It has to step unit by unit, and cannot.
-        """
+        """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
         if optimizer not in self._seen and not self._accept(optimizer):
             return
         with self._at_work:
@@ -144,7 +139,8 @@ class Optimizers(Clipping):
             if by_unit and not self._follows:
                 self._step(optimizer, plan)
             else:
-                self._steps.end(plan)
+                for group in plan.groups:
+                    self._steps.end(group, plan)
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.finish()
                 self._early = None
@@ -162,10 +158,7 @@ class Optimizers(Clipping):
         return self._processes is not None and not self._processes.box.is_keeper
 
     def _accept(self, optimizer: Optimizer) -> bool:
-        """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module.
-
-        It may have those of other models only.
-        """
+        """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module."""
         for parameter in parameters_of(optimizer):
             name = getattr(parameter, "twin_of", None)
             if name is not None:  # it has no gradient, so an optimizer would silently skip it
@@ -223,8 +216,7 @@ class Optimizers(Clipping):
         if plan is None or known != identities:
             if plan is not None:
                 self._steps.settle()  # what the earlier plan has begun works on the same state
-            parameters = [group["params"] for group in optimizer.param_groups]
-            plan = Plan(parameters, self._weights, self._steps.stream)
+            plan = Plan(optimizer, self._weights, self._steps.stream)
             self._plans[optimizer] = identities, plan
         return plan
 
@@ -241,22 +233,16 @@ class Optimizers(Clipping):
         """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
         `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
-        error to read or change gradients in between.
-
-        Args:
-            optimizer: The optimizer.
-            clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
+        error to read or change gradients in between. With `clamp`, they are clipped to plus and minus this value.
         """
         early = self._early_step(optimizer, clamp) if self._early is None else None
-        if early is None:
-            yield
-            return
-        self._early = self._steps.stream.taker = early
+        self._early = self._early or early
+        self._steps.stream.taker = early
         try:
             yield
         finally:
             self._steps.stream.taker = None
-        if not early.stepped:  # after an exception other processes may have stepped some
+        if early is not None and not early.stepped:  # after an exception other processes may have stepped some
             self._early = None
             with self._at_work:
                 early.finish()

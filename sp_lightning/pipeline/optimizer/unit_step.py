@@ -8,36 +8,31 @@ of the user's optimizer makes a pass for each operation. All bits are as after `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from sp_lightning.optim import rules
-from sp_lightning.optim.of_torch import OnePass, Work, scaling_of
+from sp_lightning.optim.host import Work
+from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Scaling
-from sp_lightning.pipeline.torch_private import StepCode
+from sp_lightning.pipeline.torch_private import code_of_step
 
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
 _ALONE = 1 << 16
-
 
 Update: TypeAlias = tuple[Work, Scaling]
 """What is to be done for a weight, and the unscaling and clipping of its gradient before the update."""
 
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
-    """Update masters and state as `optimizer.step()` would, and copies.
+    """Update masters and state as `optimizer.step()` would with these settings of a param group, and copies.
 
     The caller turns gradients, inference mode and overrides of torch functions off.
-
-    Args:
-        optimizer: The user's optimizer.
-        settings: The param group without its parameters, as it was when the user's `step` was called.
-        updates: Those of weights that have a gradient, without their scaling in numbers.
     """
-    code = StepCode(optimizer, settings.copy())
+    code = code_of_step(optimizer, settings.copy())
     together: list[Update] = []
     one_pass, works = OnePass(optimizer, settings), []
     numbers: dict[Any, rules.Scaling | None] = {}  # those of a scaling are shared: each look at a factor takes time
@@ -59,7 +54,7 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         one_pass.step(works)
 
 
-def _update(code: StepCode, updates: Sequence[Update]) -> None:
+def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
     for (weight, arrived, *_), scaling in updates:
         gradient, scaling = arrived, scaling.without_ones
@@ -68,7 +63,7 @@ def _update(code: StepCode, updates: Sequence[Update]) -> None:
             scaling.apply_(gradient)
         weight.grad = gradient
     if updates:
-        code.run({work.weight: work.state for work, _ in updates})
+        code({work.weight: work.state for work, _ in updates})
     for work, _ in updates:
         if work.copy is not None:
             work.copy.copy_(work.weight)

@@ -46,15 +46,10 @@ def find_units(
     split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
 ) -> Division:
-    """Find the units of a module tree.
+    """Find the units of a module tree, by the user's `policy` or by the rules at the top of this file.
 
-    Args:
-        root: The module.
-        policy: The user's definition of a unit; None finds units by the rules at the top of this file.
-        resident: Names of modules and parameters that stay on the device.
-        device_bytes: The device memory for a step, if that is known: blocks above a part of it are descended into.
-        split: Modules that turned out not to be called themselves; they are descended into.
-        used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
+    Blocks above a part of `device_bytes` are descended into, and so are those that turned out not to be called
+    themselves (`split`). What is named in `resident`, or turned out to be `used_outside`, stays on the device.
 
     Raises:
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
@@ -153,9 +148,7 @@ def _has_blocks(tree: Tree, module: nn.Module) -> bool:
 def _join_sharing(tree: Tree, atoms: Sequence[nn.Module]) -> tuple[list[list[nn.Module]], set[int]]:
     """Join a leaf to the first one that it shares a weight with (a tied embedding and head).
 
-    Returns:
-        The parts, and the weights that are resident, by the identity of the parameter: also those that blocks share,
-        and those of modules outside of all atoms.
+    Weights that blocks share are resident, and so are those of modules outside of all atoms.
     """
     inside = {id(module) for atom in atoms for module in atom.modules()}
     resident = {id(p) for _, owner, p in named_own_parameters(tree.root) if id(owner) not in inside}
@@ -224,8 +217,7 @@ def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, inner: Iterab
 def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) -> list[Member]:
     """Make members of what is outside of units: of whole subtrees without units, and of each module around units.
 
-    Returns:
-        Members without a unit: modules around units, whose calls open a step.
+    Those of the latter that own no weights are returned: they have no unit, and their calls open a step.
     """
     members = [member for unit in [*units, resident] for member in unit.members]
     have_gates = {id(member.module) for member in members}

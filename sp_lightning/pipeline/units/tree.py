@@ -18,11 +18,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Tree:
-    """A module with everything below it; the arguments are those of `find_units`.
-
-    Raises:
-        ValueError: If there is nothing to stream, or a name is unknown.
-    """
+    """A module with everything below it; the arguments are those of `find_units`."""
 
     def __init__(
         self,

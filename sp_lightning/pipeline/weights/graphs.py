@@ -58,23 +58,16 @@ class Graphs:
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
-        waits, self.has_served = self.has_served, False
-        for graph in self._earlier:
-            waits |= not graph.done
-        return waits
+        has_served, self.has_served = self.has_served, False
+        return has_served or any(not graph.done for graph in self._earlier)
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
     """Run an action before backward reaches the nodes with which a call made its outputs.
 
     A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
-    whose weights would have to make room for this call's at the very moment at which they are needed.
-
-    Args:
-        outputs: The tensors that the call returned.
-        action: Called before backward reaches each of their nodes, with the gradients that arrive there.
-        since: The number of calls when this one began.
-        now: The number of calls now.
+    whose weights would have to make room for this call's at the very moment at which they are needed. So `since` is the
+    number of calls when this one began, and `now` that of all.
     """
     nodes: set[Any] = set()
     for output in outputs:

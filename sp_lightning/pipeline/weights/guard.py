@@ -54,16 +54,13 @@ class HostParameter(nn.Parameter):
         """Hand the operation to the guard of the first master among its arguments."""
         # mostly, an attribute is read or written
         master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs or {}), cls), None)
-        found = guarded.get(id(master))
-        if found is None:
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))
-        guard, weight = found
-        if getattr(func, "__self__", None) is _GRADIENT:
+        guard, weight = guarded.get(id(master), (None, None))
+        if guard is not None:
+            if getattr(func, "__self__", None) is not _GRADIENT:
+                return guard.run(func, args, kwargs or {})
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
-            with without_torch_function():
-                return func(*args)
-        return guard.run(func, args, kwargs or {})
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as an ordinary Parameter."""

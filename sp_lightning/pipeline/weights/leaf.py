@@ -62,8 +62,7 @@ class EagerLeaf(TwinParameter):
     @property
     def grad(self) -> Tensor | None:
         """The master's gradient: what autograd gives the leaf is taken from it at once."""
-        gradient: Tensor | None = self.master.grad
-        return gradient
+        return self.master.grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:

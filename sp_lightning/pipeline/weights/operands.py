@@ -63,8 +63,7 @@ def tensors_in(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     found: list[Tensor] = []
-    if output is not None:
-        _collect(output, found, set())
+    _collect(output, found, set())
     return found
 
 

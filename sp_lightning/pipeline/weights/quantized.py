@@ -10,7 +10,6 @@ Nobody trains such weights, so masters are not guarded, and nothing is known of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +57,9 @@ class QuantizedTwin(Twin):
         return sum(part._version for part in parts_of(self.parameter))
 
     def is_touched(self) -> bool:
-        """Tell that it is not, as nobody trains it.
+        """Tell that it is not, as nobody trains it; raise if it is, or has other memory.
 
-        Raises:
-            RuntimeError: If a forward has written to it, or has given a part other memory, as bitsandbytes does on a
-                CPU, where it packs weights.
+        On a CPU, bitsandbytes packs weights into such.
         """
         pairs = zip(parts_of(self.parameter), self._places, strict=True)
         if self.leaf_version() != self._version_seen or any(
@@ -83,9 +80,7 @@ class QuantizedWeight(Weight):
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)
-        parts = parts_of(master)
-        self._form = _form_of(parts)
-        nbytes = lay_out([part.nbytes for part in parts])[1]
+        nbytes = lay_out([part.nbytes for part in parts_of(master)])[1]
         self.layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
 
@@ -96,8 +91,6 @@ class QuantizedWeight(Weight):
 
     def adopt(self, host: Tensor, is_filled: bool = False) -> None:
         """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
-        if self.master.device != host.device:
-            move_parameter(self.master, host.device)
         parts = parts_of(self.master)
         places = [tensor_in(host, offset, part, part.dtype) for part, offset in _offsets(parts)]
         for part, place in zip(parts, places, strict=True) if not is_filled else ():
@@ -105,24 +98,23 @@ class QuantizedWeight(Weight):
         _lay(self.master, places)
         self.host = self.home = host
 
-    def follow(self) -> bool:
-        """If a part of the master was given other memory, move the values back into ours; tell whether it was."""
-        start, parts = self.home.data_ptr(), parts_of(self.master)
-        if all(part.data_ptr() == start + offset for part, offset in _offsets(parts)):
-            return False
-        if self.is_converted:
+    def lies_in(self, memory: Tensor) -> bool:
+        """Tell whether the parts of the master lie just where this tensor does."""
+        start = memory.data_ptr()
+        return all(part.data_ptr() == start + offset for part, offset in _offsets(parts_of(self.master)))
+
+    def follow(self) -> None:
+        """Raise if the master was given other memory, which between steps is a reason to arrange units anew."""
+        if not self.lies_in(self.home):
             raise RuntimeError(
-                f"The quantized weight {self.name!r} was converted, or made trainable, while a graph waits for its "
+                f"The quantized weight {self.name!r} was converted, or given other memory, while a graph waits for its "
                 "backward or an optimizer has not stepped yet. Do so between steps."
             )
-        self.adopt(self.home)
-        self.replacements += 1
-        return True
 
     @property
     def is_converted(self) -> bool:
-        """Whether the master has become another tensor, whose values cannot simply be moved back into our memory."""
-        return self.master.requires_grad or _form_of(parts_of(self.master)) != self._form
+        """Whether the master was converted, given other memory, or made trainable."""
+        return self.master.requires_grad or not self.lies_in(self.home)
 
 
 def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:
@@ -133,11 +125,6 @@ def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:
     for name, value in vars(master).items():
         vars(copied).setdefault(name, value)
     return copied
-
-
-def _form_of(parts: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """Return what must stay the same about parts for them to be exchanged."""
-    return [(part.shape, part.stride(), part.dtype) for part in parts]
 
 
 def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:

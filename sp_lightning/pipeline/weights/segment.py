@@ -13,7 +13,6 @@ that are stepped, a frozen base that still lies there is not sent again.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,6 +61,8 @@ class Segment:
             if pin:
                 self.memory.pin()
         self.sends_copies = self.source is not self.memory
+        # whether another process owns the masters, and this one has them, too
+        self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
         self._copied_epoch = NOTHING
         self._versions: list[int] = []  # at the last look
         self._replacements = sum(weight.replacements for weight in self.weights)
@@ -75,20 +76,14 @@ class Segment:
     # -------------------------------------------------------------------------------------------------- their changes
 
     def check(self) -> None:
-        """Note changes of masters since the last look, if they were sent, also changes that torch does not count.
-
-        Raises:
-            RuntimeError: If this process has written to masters that are another's, too.
-        """
+        """Note changes of masters since the last look, if they were sent, also changes that torch does not count."""
         before = self._versions
         is_changed = self._look()
         if is_changed and self.is_followed:
             self._refuse_writes(before)
-        self.is_edited |= is_changed
         if self.lying == NOTHING and not self.sends_copies:
             self._sample = None
-            return
-        if not is_changed and self._sample is not None:
+        elif not is_changed and self._sample is not None:
             is_changed = not torch.equal(self._words.take(self._sampled), self._sample)
         if is_changed:
             self.is_edited = True
@@ -103,20 +98,16 @@ class Segment:
     def _look(self) -> bool:
         """Look at masters, and tell whether these have changed since the last look, or may have.
 
-        Nothing is known of a master that was given other memory.
+        Nothing is known of a master that has other memory than ours.
         """
-        has_moved, versions = False, []
+        lies_elsewhere, versions = False, []
         for weight in self.weights:
-            has_moved |= weight.follow()
+            weight.follow()
+            lies_elsewhere |= weight.host is not weight.home
             versions.append(weight.version)
-        is_changed = has_moved or versions != self._versions
+        is_changed = lies_elsewhere or versions != self._versions
         self._versions = versions
         return is_changed
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether another process owns the masters, and this one has them, too."""
-        return self.memory.shared is not None and not self.memory.shared.box.is_keeper
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         replacements = sum(weight.replacements for weight in self.weights)
@@ -192,11 +183,8 @@ class HostMemory:
     def __init__(self, backend: Backend, box: Box | None) -> None:
         self._backend = backend
         self._box = box
-        self._buffers: dict[_Key, HostBuffer] = {}
+        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in it
         self._is_new = False  # whether some of it was made since values were waited for
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""
@@ -205,9 +193,12 @@ class HostMemory:
 
     def segment(self, weights: Sequence[Weight]) -> Segment:
         """Make a segment of weights: in the memory in which they lie, in this order, or in new memory."""
-        memory = self._buffers.get(_key_of(weights))
-        if memory is None or not all(map(Weight.lies_in, weights, memory.tensors)):
-            memory = self._move_into_new_memory(weights)
+        masters = tuple(id(weight.master) for weight in weights)
+        memory = self._buffers.pop(masters, None)
+        if memory is not None and not all(w.lies_in(place) for w, place in zip(weights, memory.tensors, strict=True)):
+            memory.release()
+            memory = None
+        memory = self._buffers[masters] = memory or self._move_into_new_memory(weights)
         return Segment(weights, True, memory)
 
     def _move_into_new_memory(self, weights: Sequence[Weight]) -> HostBuffer:
@@ -225,23 +216,15 @@ class HostMemory:
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other, in which no master lies any more."""
-        kept = {_key_of(segment.weights): segment.memory for segment in segments}
-        for buffer in set(self._buffers.values()).difference(kept.values()):
-            buffer.release()
-        self._buffers = kept
+        kept = {segment.memory for segment in segments}
+        for masters in [masters for masters, memory in self._buffers.items() if memory not in kept]:
+            self._buffers.pop(masters).release()
 
     def wait_for_values(self) -> None:
         """Wait until the process that owns the weights has moved them into memory that is shared."""
         if self._box is not None and self._is_new:
             self._box.meet()
         self._is_new = False
-
-
-_Key: TypeAlias = tuple[int, ...]  # the identities of masters
-
-
-def _key_of(weights: Sequence[Weight]) -> _Key:
-    return tuple(id(weight.master) for weight in weights)
 
 
 def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:

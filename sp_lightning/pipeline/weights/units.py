@@ -56,11 +56,8 @@ class Group:
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
         self.apart: list[Group] = []  # groups of single weights of it, which were made resident
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether another process owns and steps its masters, and this one has them, too."""
-        return any(segment.is_followed for segment in self.segments)
+        # whether another process owns and steps its masters, and this one has them, too
+        self.is_followed = any(segment.is_followed for segment in segments)
 
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory."""
@@ -110,8 +107,7 @@ class Member:
     def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
         """Put twins in place of the masters. Masters are read, so the guard must not look.
 
-        Args:
-            prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
+        First, `prepare` gets each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
         """
         for entry in self.entries:
             twin, master = entry.weight.twin, entry.weight.master
@@ -171,16 +167,13 @@ class Unit:
 
 @dataclass
 class Division:
-    """A module divided into units, as returned by `find_units`.
-
-    Attributes:
-        unmanaged: Parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules,
-            those that share memory with others); they are moved to the device.
-    """
+    """A module divided into units, as returned by `find_units`."""
 
     units: list[Unit]  # streamed units in expected order
     resident: Unit  # all resident weights as one unit; its members are modules that own some
     callers: list[Member]  # members without a unit: modules around units, whose calls open a step
+    # parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules, those that share
+    # memory with others); they are moved to the device
     unmanaged: dict[str, nn.Parameter]
 
     def put_in_order(self, names: Sequence[str]) -> None:

@@ -98,12 +98,7 @@ class Twin:
 
 
 class Weight:
-    """A weight of the model.
-
-    Attributes:
-        host: The master's memory as a plain tensor.
-        home: The memory that the engine has for it; `host` is other memory after `p.data = ...`.
-    """
+    """A weight of the model."""
 
     unit: Unit
     twin: Twin
@@ -112,6 +107,7 @@ class Weight:
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
+        # the master's memory as a plain tensor, and the engine's memory for it: the same, but after `p.data = ...`
         self.host = self.home = master.data
         self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype
@@ -162,24 +158,22 @@ class Weight:
         """Tell whether the master lies just where this tensor does."""
         return self.master.data_ptr() == memory.data_ptr() and _form(self.master) == _form(memory)
 
-    def follow(self) -> bool:
-        """Find the master where `p.data = ...` has put it, and tell whether it has, or had, other memory than ours.
+    def follow(self) -> None:
+        """Find the master where `p.data = ...` has put it: in other memory than ours, or back in that.
 
         Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
         """
-        address, at_home = self.master.data_ptr(), self.home.data_ptr()
-        if self.host is self.home and address == at_home:
-            return False
+        address = self.master.data_ptr()
+        if address == self.host.data_ptr():
+            return
         if self.is_converted:
             raise RuntimeError(
                 f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and is "
                 f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
                 "or an optimizer has not stepped yet. Convert the module between steps."
             )
-        if address != self.host.data_ptr():
-            self.host = self.home if address == at_home else self.master.data
-            self.replacements += 1
-        return True
+        self.host = self.home if address == self.home.data_ptr() else self.master.data
+        self.replacements += 1
 
     @property
     def is_converted(self) -> bool:

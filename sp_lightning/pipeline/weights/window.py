@@ -146,8 +146,7 @@ class Window:
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
         """Start copies for upcoming uses, as far as there is room.
 
-        Args:
-            in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
+        Groups `in_use` are read by backward, although no call is inside of them, and not to be reloaded now.
         """
         needed = set(in_use)
         for member in self.order.upcoming(self._horizon):
@@ -193,11 +192,7 @@ class Window:
             self.note_write(other)
 
     def finish_optimizer(self, group: Group) -> None:
-        """Wait until the optimizer is done with the group's masters.
-
-        Raises:
-            Exception: Whatever the optimizer's step raised.
-        """
+        """Wait until the optimizer is done with the group's masters; an error of its step is raised here."""
         work = group.being_stepped
         if work is None:
             return
@@ -210,13 +205,9 @@ class Window:
 
     def copies_of(self, groups: Iterable[Group]) -> list[Ticket]:
         """Return the tickets of copies that may still read these groups' masters, used or not."""
-        copies = []
-        for group in groups:
-            for reader in (group, *group.apart):  # weights that were made resident are copied by themselves
-                for ticket in reader.uploads:
-                    if not ticket.done:
-                        copies.append(ticket)
-        return copies
+        # weights that were made resident are copied by themselves
+        readers = [reader for group in groups for reader in (group, *group.apart)]
+        return [ticket for reader in readers for ticket in reader.uploads if not ticket.done]
 
     def finish_copies(self, groups: Iterable[Group]) -> None:
         """Wait until no copy reads these groups' masters: somebody may write to them."""
@@ -302,11 +293,7 @@ class Window:
                 self.write_back(group.weights)
 
     def write_back(self, weights: Iterable[Weight]) -> None:
-        """Copy those of the weights that were written to on the device to their masters.
-
-        Raises:
-            RuntimeError: One was written to after the optimizer had stepped it in this backward.
-        """
+        """Copy those of the weights that were written to on the device to their masters."""
         for weight in weights:
             twin = weight.twin
             if not twin.is_touched():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sp_lightning.pipeline import AcceleratorBackend
-from sp_lightning.pipeline.activations.memory import Footprint, HostPool, Meter
+from sp_lightning.pipeline.activations.memory import Footprint, Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.recompute import SecondForwards
@@ -27,7 +27,7 @@ def member(name: str) -> Member:
 def auto_policy(backend: Backend | None = None) -> AutoPolicy:
     backend = backend or RecordingBackend()
     meter = Meter(backend, Stats())
-    saved = SavedTensors(meter, Offloader(backend, HostPool(backend), meter, Stats()))
+    saved = SavedTensors(meter, Offloader(backend, meter, Stats()))
     return AutoPolicy(SecondForwards(saved, backend, Stats()), {})
 
 
@@ -142,7 +142,7 @@ def test_memory_for_operations_is_left_free() -> None:
     def hold(nbytes: int) -> None:
         backend.allocate_more(nbytes)
         meter._stats.activation_bytes += nbytes
-        meter._peak = max(meter._peak, meter.bytes)
+        meter._peak = max(meter._peak, meter._stats.activation_bytes)
 
     for number in range(2):
         auto.begin_step()

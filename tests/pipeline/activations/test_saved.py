@@ -8,12 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.pipeline.activations.memory import HostPool, Meter
+from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import top_saved_tensor_hooks, weak_storage
+from sp_lightning.pipeline.torch_private import top_saved_tensor_hooks
 from sp_lightning.pipeline.weights.weight import Twin
 
 from ..parts import place
@@ -28,7 +29,7 @@ class Scene:
         self.required: list[Twin] = []
         backend, stats = self.placed.backend, Stats()
         meter = Meter(backend, stats)
-        self.saved = SavedTensors(meter, Offloader(backend, HostPool(backend), meter, stats))
+        self.saved = SavedTensors(meter, Offloader(backend, meter, stats))
         self.saved.twins = self.placed.by_memory
         self.saved.backward = self
 
@@ -50,7 +51,7 @@ def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     x = torch.ones(3, requires_grad=True)
     with scene.saved.pushed():
         y = x.exp()
-    memory = weak_storage(y)
+    memory = StorageWeakRef(y.untyped_storage())
     del y
     assert memory.expired()
 

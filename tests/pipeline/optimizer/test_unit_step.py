@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.optim.of_torch import Work
+from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
 from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from sp_lightning.pipeline.optimizer.unit_step import update_weights
-from sp_lightning.pipeline.torch_private import StepCode
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 SHAPES = [(64, 64), (64,), (7, 3), (128, 96), (128,), (), (5, 64)]
@@ -143,6 +142,7 @@ def test_a_weight_in_other_memory_is_stepped_there() -> None:
 
 def test_a_gradient_that_can_be_used_as_it_is_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, gradient, seen = nn.Parameter(torch.ones(8)), torch.ones(8), []
-    monkeypatch.setattr(StepCode, "run", lambda _, state: seen.extend(master.grad for master in state))
+    code = lambda *_: lambda state: seen.extend(master.grad for master in state)  # noqa: E731
+    monkeypatch.setattr(unit_step, "code_of_step", code)
     update_weights(SGD([weight]), {"lr": 0.1}, [(Work(weight.data, gradient, {}), Scaling((1.0,)))])
     assert list(map(id, seen)) == [id(gradient)]

@@ -160,6 +160,30 @@ def test_one_that_is_converted_gets_other_memory() -> None:
     assert torch.equal(actual, gradient(other))
 
 
+@BOTH_KINDS
+def test_other_memory_is_sent(quantize: Quantize) -> None:
+    model, other = quantized(quantize), quantized(quantize)
+    with attached(model):
+        gradient(model)
+        for each in (model, other):
+            part, *_ = parts_of(weight_of(each))
+            part.data = part.data.flip(0)
+        assert torch.equal(gradient(model), gradient(other))
+
+
+def test_they_stay_where_they_lie() -> None:
+    """Another arrangement does not move them."""
+    model = quantized(Int8Linear)
+    with attached(model) as pipeline:
+        gradient(model)
+        before = [part.data_ptr() for part in parts_of(weight_of(model))]
+        model.added = nn.Linear(1, 1)
+        with pipeline.step():
+            gradient(model)
+        assert pipeline.stats.arrangements > 1
+        assert [part.data_ptr() for part in parts_of(weight_of(model))] == before
+
+
 # ---------------------------------------------------------------------------------------------------------- in a step
 
 
@@ -210,6 +234,17 @@ def test_other_memory_is_refused() -> None:
     model.blocks[1].register_forward_pre_hook(replace)
     with attached(model), pytest.raises(RuntimeError, match=r"'blocks.1.up.base.weight', or gave it other memory"):
         gradient(model)
+
+
+def test_other_memory_in_a_step_is_an_error() -> None:
+    """It would have to be copied back into ours, or the weight would have to move."""
+    model = quantized(PackedLinear)
+    with attached(model, k=1) as pipeline, pipeline.step():
+        model(inputs())
+        weight_of(model).data = weight_of(model).data.clone()
+        pipeline.weights_changed()
+        with pytest.raises(RuntimeError, match=r"'blocks.1.up.base.weight' was converted, or given other memory"):
+            model(inputs())
 
 
 # ------------------------------------------------------------------------------------------------------------- moving
