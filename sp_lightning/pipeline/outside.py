@@ -46,13 +46,17 @@ class Guard:
         """Guard the masters."""
         for weight in self._weights:
             guarded[id(weight.master)] = self, weight
-            weight.master.__class__ = HostParameter
+        self._give_class(HostParameter)
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
+        self._give_class(nn.Parameter)
         for weight in self._weights:
-            weight.master.__class__ = nn.Parameter
             guarded.pop(id(weight.master), None)
+
+    def _give_class(self, cls: type[nn.Parameter]) -> None:
+        for weight in self._weights:
+            weight.master.__class__ = cls
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""

@@ -124,13 +124,13 @@ class HostGradients(GradientMemory):
         self._host = HostBuffer(nbytes, backend, pin=True, memory=memory)
         super().__init__(self._host.bytes)
         self._is_free = False  # whether nothing is on its way into it, or waits in it to be read by this process
-        self._left: Tensor | None = None  # what is not zero until another process has read it
+        self._left: Ticket | None = None  # done when another process has read it
         self._released = released
 
     @property
     def is_left(self) -> bool:
         """Whether another process has still to read it."""
-        return self._left is not None and bool(self._left)
+        return self._left is not None and not self._left.done
 
     @property
     def is_free(self) -> bool:
@@ -141,8 +141,8 @@ class HostGradients(GradientMemory):
         """Take it for other gradients."""
         self._is_free, self._left = False, None
 
-    def leave(self, until: Tensor) -> None:
-        """Leave what lies in it to another process, which has read it when this is zero."""
+    def leave(self, until: Ticket) -> None:
+        """Leave what lies in it to another process, which has read it when this is done."""
         self._left = until
 
     def release(self) -> None:

@@ -105,13 +105,12 @@ class SharedSums:
         dtypes = [gradient.dtype for gradient in gradients.values()]
         return not self.ends and list(gradients) == list(range(len(self.places))) and dtypes == self._left_as.dtypes
 
-    def leave(self, buffer: HostGradients) -> bool:
-        """Leave this process's part to others, in its turn; tell whether it was left."""
-        own = self._left[self._box.rank]
-        if own:  # it was left, and has been followed by more
+    def leave(self, buffer: HostGradients, until: Ticket) -> bool:
+        """Leave this process's part to others, in its turn, until the pass is complete; tell whether it was left."""
+        if self._left[self._box.rank]:  # it was left, and has been followed by more
             return False
-        own.fill_(buffer.file + 1)
-        buffer.leave(own)
+        self._left[self._box.rank] = buffer.file + 1
+        buffer.leave(until)
         return True
 
     def add(self, gradients: Mapping[int, Tensor], share: float) -> None:

@@ -80,7 +80,7 @@ class Turns:
         anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
         share, number, sums.is_over = 1 / self._processes.count, sums.number, is_over
         buffer = None if shipment is None else shipment.buffer
-        to_leave = buffer if not own and sums.can_leave(parts) else None
+        to_leave, complete = buffer if not own and sums.can_leave(parts) else None, sums.complete()
         tickets = unit.ticket, None if shipment is None else shipment.ticket
 
         def add() -> None:
@@ -88,7 +88,7 @@ class Turns:
                 for target, arrived in own:
                     target.copy_(arrived)
                 sums.begin_anew(anew)
-                if to_leave is None or not self._landing.may_leave_one or not sums.leave(to_leave):
+                if to_leave is None or not self._landing.may_leave_one or not sums.leave(to_leave, complete):
                     sums.add(parts, share)
             if is_over and sums.ends:
                 sums.measure_norms(measures)

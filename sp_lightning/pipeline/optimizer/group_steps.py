@@ -58,8 +58,6 @@ class GroupSteps:
     def __init__(self, window: Window, stream: GradientStream) -> None:
         self.window = window
         self.stream = stream
-        # groups that were stepped in backward, for which other processes count the step that is still to be taken
-        self.counted: set[Group] = set()
         # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
         self.fused = window.backend.device.type != "cpu"
 
@@ -145,7 +143,7 @@ class GroupSteps:
     def _count(self, group: Group, plan: Plan) -> list[tuple[SharedMemory, int]]:
         """Count a step of weights that other processes have, too, whether or not it changes them; once."""
         counted: list[tuple[SharedMemory, int]] = []
-        if group in self.counted:
+        if group.is_ahead:
             return counted
         for segment in group.segments:
             memory = segment.memory.shared
@@ -202,9 +200,10 @@ class EarlyStep:
         # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []
-        # those whose state this step makes; it stands in the order in which torch would make it
-        trained = [(g, optimizer.param_groups[number]) for g, number in plan.gradients.items() if IS_TRAINED(g)]
-        self.new = [g for g, settings in trained if makes_state(optimizer, g.weight.master, settings)]
+        # those whose state this step makes, in this process; it stands in the order in which torch would make it
+        trained = [g for g in plan.gradients if IS_TRAINED(g) and not g.weight.unit.group.is_followed]
+        settings = optimizer.param_groups
+        self.new = [g for g in trained if makes_state(optimizer, g.weight.master, settings[plan.gradients[g]])]
         optimizer.state.update({g.weight.master: {} for g in self.new})
 
     def wants(self, unit: UnitGradients) -> bool:
@@ -251,8 +250,8 @@ class EarlyStep:
         else:
             buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
             self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
-        self._steps.counted.add(group)
-        if not (group.is_followed or arrived.keys().isdisjoint(self.new)):
+        group.is_ahead = any(shipment.unit.sums is not None for shipment in shipments)
+        if not group.is_ahead and not arrived.keys().isdisjoint(self.new):
             self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
         for shipment in shipments:
             shipment.unit.state = State.CONSUMED
@@ -263,8 +262,10 @@ class EarlyStep:
 
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
-        self._steps.counted.clear()
+        if self.new:  # other processes, which backward could not wait for, have ended theirs
+            self._steps.finish([unit.unit.group for unit in self.stepped])
         for unit in self.stepped:
+            unit.unit.group.is_ahead = False
             unit.state = State.HELD if self.keeps_gradients else State.EMPTY
         for master in [gradient.weight.master for gradient in self.new]:
             if not self.optimizer.state.get(master):

@@ -117,7 +117,7 @@ class Optimizers(Clipping):
                 self._early.check(optimizer, plan, why_not)
             if self._processes is not None:
                 # another process may write to masters; those that are stepped already are sent after that
-                self._steps.window.finish_copies(set(self._steps.window.groups) - self._steps.counted)
+                self._steps.window.finish_copies(group for group in self._steps.window.groups if not group.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
@@ -255,11 +255,7 @@ class Optimizers(Clipping):
         if processes is not None and (keeps_gradients or not processes.sums_are_complete):
             return None
         with self._at_work:
-            early = EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
-            if processes is not None and early.new and not self._follows:
-                early.finish()  # it would wait for the first step of each unit, while others may wait for this process
-                return None
-        return early
+            return EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""

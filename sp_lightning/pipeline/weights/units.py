@@ -58,6 +58,8 @@ class Group:
         self.apart: list[Group] = []  # groups of single weights of it, which were made resident
         # whether another process owns and steps its masters, and this one has them, too
         self.is_followed = any(segment.is_followed for segment in segments)
+        # whether it was stepped in backward, with the gradients of other processes, and `step()` is still to be called
+        self.is_ahead = False
 
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory."""

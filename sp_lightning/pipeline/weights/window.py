@@ -156,7 +156,9 @@ class Window:
             if group.suspect and not group.users:  # a call inside has what it began with, though a step ends meanwhile
                 self._verify(group)
             if group.residency is Residency.ABSENT:
-                if not self._may_take_place(group, needed):
+                # other processes, without which it is not stepped, may wait for this one, which would for its place
+                awaits_others = group.is_ahead and self._is_being_stepped(group)
+                if awaits_others or not self._may_take_place(group, needed):
                     break
                 self._load(group)
             needed.add(group)

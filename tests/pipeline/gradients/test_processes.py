@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.pipeline.gradients import shared_sums
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
@@ -26,6 +27,7 @@ from ...processes import in_processes
 from ...random_graphs import Example, examples
 from ...zoo.blocks import WIDTH, Block
 from ...zoo.quantized import Int8Linear
+from ..parts import PendingTicket, RecordingBackend
 from .parts import Model, assert_averages_closely, average_gradients, chain, rows, train
 
 
@@ -126,7 +128,7 @@ def added_up_by_the_last() -> None:
 
 
 def in_backward() -> None:
-    """Units are stepped when all processes have added their gradients, from the second step on: state is there."""
+    """Units are stepped when all processes have added their gradients."""
     model = chain()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with attached(model, on_a_machine=2) as pipeline:
@@ -135,7 +137,33 @@ def in_backward() -> None:
             with pipeline.optimizers.stepping_in_backward(optimizer):
                 model(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
-        assert pipeline.stats.steps_in_backward == 4 * (3 if dist.get_rank() else 2)
+        assert pipeline.stats.steps_in_backward == 4 * 3
+
+
+class InAnyOrder(nn.Module):
+    """Calls its layers in an order that other processes do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in torch.randperm(5, generator=self.generator).tolist():
+            x = self.layers[number](x)
+        return x
+
+
+def other_orders() -> None:
+    """Nobody waits for another's gradient of a unit to give its place, or a buffer, to one that the other waits for."""
+    model = InAnyOrder()
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with attached(model, on_a_machine=2, units=[nn.Linear], debug=True) as pipeline:
+        for _ in range(50):
+            pipeline.meet_processes()
+            with pipeline.optimizers.stepping_in_backward(optimizer):
+                model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
 
 
 def traffic_of_two_machines() -> None:
@@ -280,6 +308,7 @@ def test_single_things() -> None:
             mixed_dtypes,
             accumulation,
             in_backward,
+            other_orders,
             a_pass_of_one_process_alone,
             other_units,
             quantized_weights_of_the_first,
@@ -292,12 +321,29 @@ def test_more_than_two() -> None:
     in_processes([four, added_up_by_the_last, traffic_of_two_machines], count=4)
 
 
+def test_what_is_left_to_other_processes_lies_there_until_their_pass_is_complete() -> None:
+    """Meanwhile gradients come through the other half of the buffers, so that nobody waits for another process."""
+    buffers, complete = LandingBuffers(RecordingBackend(), box=None), PendingTicket()
+    buffers.serve([])
+    left, passing = buffers.take(8, patient=True), buffers.take(8, patient=True)
+    assert buffers.may_leave_one
+    left.leave(complete)
+    left.release()
+    passing.release()
+    assert not buffers.may_leave_one
+    assert buffers.take(8, patient=True) is passing
+    complete.finish()
+    assert buffers.may_leave_one
+    assert buffers.take(8, patient=True) is left
+
+
 # ----------------------------------------------------------------------------------------------- what cannot be right
 
 
 @contextmanager
-def attached(model: nn.Module, on_a_machine: int = 1) -> Iterator[Pipeline]:
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), processes=Processes(on_a_machine))
+def attached(model: nn.Module, on_a_machine: int = 1, **options: Any) -> Iterator[Pipeline]:
+    processes = Processes(on_a_machine)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, **options), processes=processes)
     try:
         yield pipeline
     finally:
