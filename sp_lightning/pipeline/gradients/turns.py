@@ -78,20 +78,26 @@ class Turns:
         assert self._processes is not None
         ended, unit.anew = unit.anew, []
         anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
-        share, number, sums.is_over = 1 / self._processes.count, sums.number, is_over
+        box, share = self._processes.box, 1 / self._processes.count
+        number, sums.is_over = sums.number, is_over
         buffer = None if shipment is None else shipment.buffer
-        to_leave, complete = buffer if not own and sums.can_leave(parts) else None, sums.complete()
+        to_leave = buffer if not own and sums.can_leave(parts) else None
+        complete = sums.complete()
         tickets = unit.ticket, None if shipment is None else shipment.ticket
 
         def add() -> None:
-            with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
-                for target, arrived in own:
-                    target.copy_(arrived)
-                sums.begin_anew(anew)
-                if to_leave is None or not self._landing.may_leave_one or not sums.leave(to_leave, complete):
-                    sums.add(parts, share)
-            if is_over and sums.ends:
-                sums.measure_norms(measures)
+            try:
+                with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
+                    for target, arrived in own:
+                        target.copy_(arrived)
+                    sums.begin_anew(anew)
+                    if to_leave is None or not self._landing.may_leave_one or not sums.leave(to_leave, complete):
+                        sums.add(parts, share)
+                if is_over and sums.ends:
+                    sums.measure_norms(measures)
+            except BaseException as error:  # the turn will not end, so nothing that comes after it may be waited for
+                box.failure = RuntimeError(f"The gradients of {unit.unit.name!r} could not be added up: {error!r}")
+                raise
             if is_over:
                 sums.pass_on(number)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 from unittest.mock import Mock, patch
@@ -20,6 +21,7 @@ from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.pipeline.gradients import shared_sums
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
+from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
@@ -127,19 +129,6 @@ def added_up_by_the_last() -> None:
     assert added.call_count == (3 * 2 if is_last else 0)
 
 
-def in_backward() -> None:
-    """Units are stepped when all processes have added their gradients."""
-    model = chain()
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with attached(model, on_a_machine=2) as pipeline:
-        for _ in range(3):
-            pipeline.meet_processes()
-            with pipeline.optimizers.stepping_in_backward(optimizer):
-                model(torch.randn(5, WIDTH)).square().mean().backward()
-            optimizer.step()
-        assert pipeline.stats.steps_in_backward == 4 * 3
-
-
 class InAnyOrder(nn.Module):
     """Calls its layers in an order that other processes do not know."""
 
@@ -154,8 +143,11 @@ class InAnyOrder(nn.Module):
         return x
 
 
-def other_orders() -> None:
-    """Nobody waits for another's gradient of a unit to give its place, or a buffer, to one that the other waits for."""
+def in_backward() -> None:
+    """Units are stepped when all processes have added their gradients, in whatever orders.
+
+    Nobody waits for that to give the place of a unit, or a buffer, to one for which the others wait.
+    """
     model = InAnyOrder()
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
     with attached(model, on_a_machine=2, units=[nn.Linear], debug=True) as pipeline:
@@ -164,6 +156,7 @@ def other_orders() -> None:
             with pipeline.optimizers.stepping_in_backward(optimizer):
                 model(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
+        assert pipeline.stats.steps_in_backward == 49 * 5, "not the step in which units are arranged anew"
 
 
 def traffic_of_two_machines() -> None:
@@ -308,7 +301,6 @@ def test_single_things() -> None:
             mixed_dtypes,
             accumulation,
             in_backward,
-            other_orders,
             a_pass_of_one_process_alone,
             other_units,
             quantized_weights_of_the_first,
@@ -443,6 +435,23 @@ def an_exception_while_gradients_are_averaged() -> None:
         assert_same_trace(expected, actual)
 
 
+def an_addition_that_fails() -> None:
+    """Its process says so at once; the others would wait until it has ended, or for their timeout."""
+    model = InAnyOrder()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), processes=Processes(2, timedelta(seconds=2)))
+    failing = patch.object(SharedSums, "add", side_effect=MemoryError("nothing is left"))
+    expected = "nothing is left" if dist.get_rank() else "has waited for the others for 2 s"
+
+    def step() -> None:
+        with pipeline.optimizers.stepping_in_backward(optimizer):
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+        float(model.layers[0].weight.sum())
+
+    with failing if dist.get_rank() else nullcontext(), pytest.raises(RuntimeError, match=expected):
+        step()
+
+
 def test_processes_that_disagree_raise() -> None:
     in_processes(
         [
@@ -454,5 +463,6 @@ def test_processes_that_disagree_raise() -> None:
             other_numbers_of_steps,
             sparse_gradients,
             an_exception_while_gradients_are_averaged,
+            an_addition_that_fails,
         ]
     )
