@@ -92,7 +92,7 @@ class Breakdown:
 
 
 def break_down(recording: Recording) -> Breakdown:
-    """Add up the times of a finished recording's steps, of which there is one. Work outside of them does not count."""
+    """Add up the times of a finished recording's steps; there must be one. Work outside of them does not count."""
     if not recording.steps:
         raise ValueError("The recording has no step: surround at least one forward with `with pipeline.record()`.")
     begin, end = recording.steps[0][0], recording.steps[-1][1]
