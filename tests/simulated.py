@@ -307,11 +307,6 @@ class TimedBlock(nn.Module):
         return _Timed.apply(self.linear(x), self.backend, *self.seconds)
 
 
-def adding_bytes(count: int) -> int:
-    """Return what is read and written where so many processes add their gradients of a unit up."""
-    return (count + 1) * UNIT_BYTES
-
-
 class SimulatedProcesses(Processes):
     """The first of several processes; what the others do to shared memory takes the host's time at the same moments."""
 
@@ -351,6 +346,6 @@ class SimulatedMemory(SharedMemory):
         added: dict[int, Ticket] = vars(self).setdefault("added", {})
         if number not in added:
             read = self.bytes[-ALIGNMENT:].zero_  # which tells that what was left there has been read
-            moved = adding_bytes(self.box.count) if number else 0
+            moved = (self.box.count + 1) * UNIT_BYTES if number else 0  # gradients are read, their sum is written
             added[number] = self.box.backend.work(read, [self.box.backend.downloaded], moved)
         return added[number]

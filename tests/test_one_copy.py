@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import re
 import signal
@@ -33,8 +35,11 @@ WIDTH = 1024
 
 
 def pss() -> int:
-    """This process's part of the memory that it has: of what several have, each has its share."""
-    return 1024 * int(re.search(r"Pss:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
+    """This process's part of the memory that it has, not of libraries: of what several have, each has its share."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the heap keeps of memory that was freed
+    dist.barrier()
+    return 1024 * sum(map(int, re.findall(r"Pss_(?:Anon|Shmem):\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())))
 
 
 def train(shared: bool) -> tuple[int, int]:
@@ -50,7 +55,6 @@ def train(shared: bool) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
     float(model[0].weight.sum())  # waits for the step
-    dist.barrier()
     summary = pipeline.summary()
     of_the_device = summary.device_bytes + summary.gradient_bytes  # which here is the host
     taken = pss() - before - of_the_device - pipeline._engine.landing.nbytes()
@@ -61,11 +65,14 @@ def train(shared: bool) -> tuple[int, int]:
 
 def one_copy() -> None:
     """All processes take as much as one, but for the buffers through which gradients come, and step as much."""
-    (alone, steps), together = train(shared=False), torch.tensor(train(shared=True))
+    train(shared=False), train(shared=True)  # what the interpreter takes once is there from then on
+    alone, together = torch.tensor(train(shared=False)), torch.tensor(train(shared=True))
+    dist.all_reduce(alone, dist.ReduceOp.MAX)  # less was measured where something was freed late
     dist.all_reduce(together)
-    assert alone > 15.5 * 8 * MIB, "not everything was counted"
-    assert together[0] <= 1.05 * alone, f"{alone / MIB:.1f} MiB alone, {together[0] / MIB:.1f} together"
-    assert together[1] == steps == 2 * 8
+    print(f"{alone[0] / MIB:.1f} MiB alone, {together[0] / MIB:.1f} in {dist.get_world_size()} processes")
+    assert 15.5 * 8 * MIB < alone[0] < 17 * 8 * MIB
+    assert 0.9 * alone[0] < together[0] <= 1.05 * alone[0]
+    assert together[1] == alone[1] == 2 * 8
 
 
 def no_copy_of_a_model_from_the_meta_device() -> None:
