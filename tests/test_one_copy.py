@@ -32,12 +32,14 @@ from .processes import in_processes, new_process
 
 MIB = 2**20
 WIDTH = 1024
+LIBC = ctypes.CDLL(None)
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def pss() -> int:
     """This process's part of the memory that it has, not of libraries: of what several have, each has its share."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the heap keeps of memory that was freed
+    LIBC.malloc_trim(0)
     dist.barrier()
     return 1024 * sum(map(int, re.findall(r"Pss_(?:Anon|Shmem):\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())))
 
@@ -65,6 +67,7 @@ def train(shared: bool) -> tuple[int, int]:
 
 def one_copy() -> None:
     """All processes take as much as one, but for the buffers through which gradients come, and step as much."""
+    LIBC.mallopt(M_MMAP_THRESHOLD, MIB // 16)  # the heaps of threads would keep tensors that were freed
     train(shared=False), train(shared=True)  # what the interpreter takes once is there from then on
     alone, together = torch.tensor(train(shared=False)), torch.tensor(train(shared=True))
     dist.all_reduce(alone, dist.ReduceOp.MAX)  # less was measured where something was freed late
