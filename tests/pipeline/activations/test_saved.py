@@ -132,5 +132,5 @@ def test_a_graph_of_an_earlier_arrangement_raises(scene: Scene) -> None:
     with scene.saved.pushed():
         y = x @ scene.twin.parameter
     scene.saved.twins = {}
-    with pytest.raises(RuntimeError, match=r"weight 'unit.0' of a graph.*rebuild"):
+    with pytest.raises(RuntimeError, match=r"weight 'unit.0' of a graph.*anew"):
         y.sum().backward()
