@@ -27,7 +27,7 @@ def outdated_graph_error(what: str) -> RuntimeError:
     """Make the error for a backward that needs a weight, or a unit, which is elsewhere by now."""
     return RuntimeError(
         f"backward needs {what} of a graph that was built before superpipeline arranged its memory anew "
-        "(after a first step, or by `detach()`). Call backward in the step of its forward."
+        "(after a first step, or in `detach()`). Call backward in the step of its forward."
     )
 
 
