@@ -78,7 +78,8 @@ class BackwardPass:
             if weight not in self._refusing:  # gradients of graphs on the master itself
                 with without_torch_function():
                     node = get_gradient_edge(weight.master).node
-                self._refusing[weight] = node, node.register_prehook(partial(_refuse, weight))
+                # afterwards: torch 2.9 forgets hooks before a node where a user's function has saved the weight
+                self._refusing[weight] = node, node.register_hook(partial(_refuse, weight))
 
     def _collect(self, twin: Twin, _leaf: Tensor) -> None:
         with without_torch_function():
@@ -165,8 +166,8 @@ class BackwardPass:
         self.in_use = []
 
 
-def _refuse(weight: Weight, gradients: Sequence[Tensor | None]) -> None:
-    """Raise if autograd is about to bring a gradient to a master itself, on the host.
+def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> None:
+    """Raise if autograd has brought a gradient to a master itself, on the host.
 
     Between steps, masters are ordinary Parameters, so a graph may be built on them: a penalty on weights that is
     computed before the step that adds it to its loss. Within a step, an `autograd.Function` that masters are given to

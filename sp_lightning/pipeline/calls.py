@@ -32,6 +32,8 @@ from sp_lightning.pipeline.weights.operands import autocast_dtype, replace_insta
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
 
+_COMPILES_UNDER_A_MODE = torch.__version__ < "2.10"  # in each call anew: its guards do not hold there
+
 
 class Calls:
     """Opens and closes steps, and runs the calls of modules in them."""
@@ -53,6 +55,7 @@ class Calls:
             graphs.scopes += 1
             # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
             is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
+            is_checked &= not (engine.arrangement.compiled and _COMPILES_UNDER_A_MODE)
             try:
                 with engine.saved.pushed(), AccessCheck(engine) if is_checked else nullcontext():
                     yield

@@ -126,6 +126,7 @@ def test_a_step_is_checked_in_debug_only(debug: bool) -> None:
         pipeline.detach()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="it compiles anew in each call, so it is not checked there")
 def test_compiled_code_is_checked_and_stays_compiled(scene: Scene) -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")

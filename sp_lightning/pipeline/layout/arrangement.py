@@ -19,7 +19,7 @@ from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.leaf import LEAF_IN_GRAPHS, EagerLeaf, LoweredParameter, weights_to_leave
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -202,7 +202,7 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
         if self.compiled:  # such code does not show how it uses weights
             for weight in [weight for unit in self.all_units for weight in unit.weights]:
-                weight.leaf_class = LEAF_IN_GRAPHS
+                weight.leaf_class = TwinParameter
             return
         if self.autocast is None:
             return

@@ -84,10 +84,6 @@ def take_gradient(leaf: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-LEAF_IN_GRAPHS: type[nn.Parameter] = TwinParameter if torch.__version__ >= "2.11" else nn.Parameter
-"""The class of leaves in a model that torch compiles, or parts of it; 2.6 made three times as many graphs of ours."""
-
-
 # ----------------------------------------------------------------------------------- leaves that tell how they are used
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -190,7 +190,8 @@ def test_gradients_are_asked_of_the_leaf_in_the_graph(scene: Scene) -> None:
     loss = (scene.placed.twins[0].parameter * 3).sum()
     (gradient,) = torch.autograd.grad(loss, [scene.w], retain_graph=True)
     assert gradient.eq(6).all()
-    assert torch.autograd.grad(loss, {"b": scene.b}, allow_unused=True, retain_graph=True) == {"b": None}
+    if torch.__version__ >= "2.14":  # older ones know no dictionaries
+        assert torch.autograd.grad(loss, {"b": scene.b}, allow_unused=True, retain_graph=True) == {"b": None}
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, scene.b)
     assert scene.owner.served == []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from sp_lightning.pipeline.weights.leaf import LEAF_IN_GRAPHS, TwinParameter
+from sp_lightning.pipeline.weights.leaf import TwinParameter
 from tests.helpers import Run, assert_same_story, attached, sgd
 from tests.zoo.blocks import WIDTH, Chain, chain
 
@@ -41,7 +41,6 @@ def test_torch_treats_it_like_any_parameter(leaf: TwinParameter) -> None:
     assert list(module.parameters()) == [leaf]
 
 
-@pytest.mark.skipif(LEAF_IN_GRAPHS is not TwinParameter, reason="such leaves are not used in compiled models then")
 def test_compiled_code_counts_as_well(leaf: TwinParameter) -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def clamped(weight: nn.Parameter) -> Tensor:
