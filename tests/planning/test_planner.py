@@ -61,7 +61,7 @@ def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("error")
 def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, rate: float) -> None:
-    """Memory within 5 %, and never more than the budget; time within 10 %, or 35 % where units are very uneven."""
+    """Memory within 2 %, and never more than the budget; time within 10 %; 5 and 35 % where units are very uneven."""
     build, batch = MODELS[name]
     torch.manual_seed(0)
     model = build()
@@ -71,7 +71,7 @@ def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, r
     plan = trained.summary.plan
     assert plan is not None
     assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.35 if name == "ResNet" else 0.1)
-    assert plan.device_bytes == pytest.approx(trained.counted, rel=0.05)
+    assert plan.device_bytes == pytest.approx(trained.counted, rel=0.05 if name == "ResNet" else 0.02)
     assert trained.counted <= budget
 
 

@@ -99,15 +99,18 @@ class UnitCall:
         is_worth_it = not known.issuperset(map(storage_key, tensors)) and not any(each.is_changed for each in kept)
         obstacle = self._obstacle() if is_worth_it else None
         is_dropped = is_worth_it and obstacle is None and self.member.name not in self._shared.kept
-        if self._meter.counts:
-            held, saved = self._held - self._bytes_before, max(0, self._shared.stats.activation_bytes - self._held)
-            large = min(_bytes_worth_a_copy(tensors), held + saved)
-            self.footprint = Footprint(held, saved, large, held + saved, is_dropped)
+        stats = self._shared.stats
+        working = max(self._held, stats.activation_bytes) - self._bytes_before
         del self._look
         if is_dropped:
             self._inputs.tensors.clear()
         else:
             del self._inputs, self._surroundings
+        if self._meter.counts:
+            held = self._held - self._bytes_before if is_dropped else 0  # other inputs are not held for it any more
+            saved = max(0, stats.activation_bytes - self._bytes_before - held)
+            large = min(_bytes_worth_a_copy(tensors), held + saved)
+            self.footprint = Footprint(held, saved, large, working, is_dropped)
         self._learn(obstacle, warns)
         return is_dropped
 
