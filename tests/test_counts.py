@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -420,4 +421,4 @@ def test_python_calls_of_a_unit_in_a_step() -> None:
     finally:
         pipeline.detach()
     calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    assert calls / 10 / BLOCKS < 1300
+    assert calls / 10 / BLOCKS < (1300 if sys.version_info < (3, 12) else 1700)  # then of all threads

@@ -15,6 +15,7 @@ from torch import nn
 
 from sp_lightning.pipeline.gradients.unit_gradients import State
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
+from sp_lightning.pipeline.weights.graphs import CastCache
 from sp_lightning.pipeline.weights.guard import (
     HostParameter,
     differentiate,
@@ -39,6 +40,7 @@ class Guard:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
         self.window = engine.window
+        self._casts = CastCache(engine.device)
         self._engine = engine
         self._weights = [weight for weight in engine.arrangement.weights if not isinstance(weight, QuantizedWeight)]
 
@@ -161,15 +163,16 @@ class Guard:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
         Its gradients are at once: they have come out of a cast, and have all their bits in that dtype. Tell whether the
-        graph that is being built has no other cast of it.
+        graph that is being built has no other cast of it: autocast's cache may have the first one.
         """
         learned = self._engine.learned
         if builds_graph:
             again = in_backward()
             graph = graph_task() if again else self._engine.graphs.current.number
-            earlier, weight.cast_in[again] = weight.cast_in.get(again), graph
+            filling = self._casts.filling()
+            (earlier, filled), weight.cast_in[again] = weight.cast_in.get(again, (None, None)), (graph, filling)
             if graph == earlier:
-                return False
+                return filling is not None and filling == filled
             adds_up = not again and self._engine.graphs.is_waiting(earlier)  # with gradients of another cast
             weight.cast_to = None if adds_up or id(weight.master) in learned.used_as_is else dtype
         if builds_graph or not weight.master.requires_grad:

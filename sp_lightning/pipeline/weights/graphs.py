@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 _WATCHED_AT = "superpipeline"  # a key in a node's metadata
@@ -60,6 +62,35 @@ class Graphs:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
         has_served, self.has_served = self.has_served, False
         return has_served or any(not graph.done for graph in self._earlier)
+
+
+class CastCache:
+    """Autocast's cache, which has one cast of each weight until the outermost scope of autocast ends.
+
+    Nothing tells of that. So it is given something that lives with a cast which only the cache holds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cast = nn.Parameter(torch.zeros(1, 1, device=device))
+        self._numbers = count()
+        self._filling: Callable[[], _Filling | None] = lambda: None
+
+    def filling(self) -> int | None:
+        """Return a number that is another one whenever the cache was emptied; None if autocast does without it."""
+        if not torch.is_autocast_cache_enabled():
+            return None
+        filling = self._filling()
+        if filling is None:
+            nothing = self._cast.detach()[:, :0]
+            node: Any = torch.addmm(self._cast, nothing, nothing.t()).grad_fn  # it saves nothing for backward
+            filling = node.next_functions[0][0].metadata[_WATCHED_AT] = _Filling(next(self._numbers))
+            self._filling = weakref.ref(filling)
+        return filling.number
+
+
+class _Filling:
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:

@@ -116,8 +116,8 @@ class Weight:
         # the dtype that autocast casts it to, if a graph has just one cast of it and no other use; else None
         self.cast_to: torch.dtype | None = None
         self.leaf_class: type[nn.Parameter] = EagerLeaf
-        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward
-        self.cast_in: dict[bool, int] = {}
+        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward, and its cache then
+        self.cast_in: dict[bool, tuple[int | None, int | None]] = {}
         self.replacements = 0  # how often the master was found in other memory
         # the leaf of an earlier twin, if it was lowered until something used it as it is
         self.lowered_leaves: list[nn.Parameter] = []

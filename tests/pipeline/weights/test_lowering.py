@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "matmul": (lambda x, w: x @ w, True),
     "with-another-class": (lambda x, w: F.linear(x.as_subclass(Picture), w).as_subclass(Tensor), True),
     "transposed": (lambda x, w: x @ w.t(), False),
-    "twice": (lambda x, w: F.linear(F.linear(x, w), w), False),
+    "twice": (lambda x, w: F.linear(F.linear(x, w), w), True),  # if there is a cache
     "converted": (lambda x, w: F.linear(x.bfloat16(), w.to(torch.bfloat16)), False),
     "in-parts": (lambda x, w: torch.cat([F.linear(x, w[:3]), F.linear(x, w[3:])], 1), False),
     "multiplied": (lambda x, w: x * w.sum(), False),
@@ -79,31 +79,31 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
                 results += [loss.detach(), *(p.grad.clone() for p in runner.parameters())]
             half = len(results) // 2
             assert all(map(torch.equal, results[:half], results[half:]))
-        assert pipeline.summary().lowered == (3 if lowered else 0)
+        assert pipeline.summary().lowered == (3 if lowered and (cache or name != "twice") else 0)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("regions", [1, 2])
 def test_units_called_twice_in_one_region_of_autocast_or_in_two(regions: int, policy: Policy) -> None:
-    """Each region casts weights anew, and gradients of two casts add up in fp32."""
+    """Each region casts weights anew, and gradients of two casts add up in fp32; those of one in bf16."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)])
     plain = copy.deepcopy(model)
     x = torch.randn(4, 16)
     with attached(model, k=1, units=None, activations=policy) as pipeline:
-        for _ in range(3):
+        for step in range(4):
             for runner in (plain, model):
                 with pipeline.step():
                     with torch.autocast("cpu", torch.bfloat16):
                         with torch.autocast("cpu", torch.bfloat16):  # its end is not one of a region
                             first = runner(x)
-                        second = runner(first) if regions == 1 else None
-                    if second is None:
+                        second = runner(first) if step and regions == 1 else x  # in one, once at first
+                    if regions == 2:
                         with torch.autocast("cpu", torch.bfloat16):
                             second = runner(first)
                 (first.float() - second.float()).square().mean().backward()
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-        assert pipeline.summary().lowered == 0
+        assert pipeline.summary().lowered == (12 if regions == 1 else 0)
 
 
 @pytest.mark.parametrize("cache", [True, False])
