@@ -71,7 +71,7 @@ class CastCache:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cast = nn.Parameter(torch.zeros(1, 1, device=device))
+        self._device = device
         self._numbers = count()
         self._filling: Callable[[], _Filling | None] = lambda: None
 
@@ -81,8 +81,9 @@ class CastCache:
             return None
         filling = self._filling()
         if filling is None:
-            nothing = self._cast.detach()[:, :0]
-            node: Any = torch.addmm(self._cast, nothing, nothing.t()).grad_fn  # it saves nothing for backward
+            weight = nn.Parameter(torch.zeros(1, 1, device=self._device))
+            nothing = weight.detach()[:, :0]
+            node: Any = torch.addmm(weight, nothing, nothing.t()).grad_fn  # it saves nothing for backward
             filling = node.next_functions[0][0].metadata[_WATCHED_AT] = _Filling(next(self._numbers))
             self._filling = weakref.ref(filling)
         return filling.number
