@@ -32,7 +32,8 @@ from sp_lightning.pipeline.weights.operands import autocast_dtype, replace_insta
 from sp_lightning.pipeline.weights.order import Pass
 from sp_lightning.pipeline.weights.units import Group, Member
 
-_COMPILES_UNDER_A_MODE = torch.__version__ < "2.10"  # in each call anew: its guards do not hold there
+# under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
+_COMPILES_ANEW = torch.__version__ < "2.10"
 
 
 class Calls:
@@ -55,7 +56,7 @@ class Calls:
             graphs.scopes += 1
             # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
             is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
-            is_checked &= not (engine.arrangement.compiled and _COMPILES_UNDER_A_MODE)
+            is_checked &= not (engine.arrangement.compiled and _COMPILES_ANEW)
             try:
                 with engine.saved.pushed(), AccessCheck(engine) if is_checked else nullcontext():
                     yield

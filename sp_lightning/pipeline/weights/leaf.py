@@ -5,9 +5,10 @@ A forward may contain `self.weight.data.clamp_()`, which has to reach the master
 
 [Note: weights that autocast lowers]
 They are sent in its dtype, at half the bytes. Which ones these are shows in the first step, in which leaves tell how
-they are used. A leaf passes as the operand of what autocast casts, once in each graph. Whatever else a program does
-with a lowered weight gets it in its own dtype at once, which is how it is sent from then on. So numbers are those of
-plain autocast in every step. Code that torch compiles tells nothing, so no weight of a model with such code is lowered.
+they are used. A leaf passes as the operand of what autocast casts, in each graph for as long as autocast's cache would
+have one cast of it. Whatever else a program does with a lowered weight gets it in its own dtype at once, which is how
+it is sent from then on. So numbers are those of plain autocast in every step. Code that torch compiles tells nothing,
+so no weight of a model with such code is lowered.
 
 `torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
@@ -162,7 +163,7 @@ class LoweredParameter(EagerLeaf):
         return func(*args, **kwargs)
 
     def _is_cast(self) -> bool:
-        """Tell whether autocast casts it now, and its gradients may be lower ones, as no others are added to them.
+        """Tell whether autocast casts it now, and its gradients may be lower ones, as all come out of this cast.
 
         What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
         """
