@@ -10,6 +10,10 @@ instance would do it, too, but `block.compile()` and shallow copies pass it by.
 The subclass is always on top: `module.__class__` is the class below it, and that is what changes when one is assigned.
 So parametrizations come and go as ever, which torch keeps in a class that it puts below. Copies and pickles of a gate
 are plain modules.
+
+Nobody hears of these subclasses: no metaclass that wants arguments or counts calls, no `__init_subclass__` that keeps a
+registry or raises. And they derive from the plain class alone, so whatever the memory of its instances looks like
+(`Generic`, `ABC`, `__slots__` or `dict` among the bases), Python lets an instance change between the two.
 """
 
 from __future__ import annotations
@@ -66,22 +70,48 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
     methods: dict[str, Any] = {_PLAIN: plain, "__call__": __call__}
     methods["__class__"] = property(lambda self: plain, _change_class)
+    methods |= {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods |= {name: _as_plain(name) for name in _OF_THE_CLASS if hasattr(plain, name)}
-    # Neither a metaclass nor an `__init_subclass__` of the user's, a registry say, hears of a class made like this.
-    gate: type[nn.Module] = type.__new__(type(plain), plain.__name__, (nn.Module,), methods)
-    gate.__bases__ = (plain,)
-    gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
-    return gate
+    return _subclass_unheard(plain, methods)
+
+
+class _EndOfMaking(Exception):
+    """Nothing that is left of the making of a class is wanted."""
+
+
+class _Catch:
+    """An attribute of a class that is being made, which gets hold of the class, and ends its making there.
+
+    Python tells a class's attributes of it once it is whole (`__set_name__`), and its bases (`__init_subclass__`) next.
+    """
+
+    caught: type[nn.Module]
+
+    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
+        type.__delattr__(owner, name)
+        self.caught = owner
+        raise _EndOfMaking
+
+
+def _subclass_unheard(plain: type[nn.Module], contents: dict[str, Any]) -> type[nn.Module]:
+    """Make a subclass of which neither the class nor its metaclass hears."""
+    catch = _Catch()
+    try:
+        type.__new__(type(plain), plain.__name__, (plain,), {**contents, "_superpipeline_catch": catch})
+    except (_EndOfMaking, RuntimeError) as error:  # which Python < 3.12 makes of what `__set_name__` raises
+        if not isinstance(error.__cause__ or error, _EndOfMaking):
+            raise
+    return catch.caught
 
 
 def _as_plain(name: str) -> Callable[..., Any]:
     """Make a method that runs the one of this name while the module has its plain class."""
 
-    def method(self: nn.Module, *args: Any) -> Any:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = _gates.pop(id(self), None)
         _change_class(self, self.__class__)
         try:
-            return getattr(self, name)(*args)
+            return getattr(self, name)(*args, **kwargs)
         finally:
             if found is not None:
                 _gates[id(self)] = found
