@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from sp_lightning.pipeline.weights.units import Group, Member, Residency, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
-Engine: TypeAlias = Any  # a backward pass is a part of it
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.engine import Engine
 
 
 class BackwardPass:

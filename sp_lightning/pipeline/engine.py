@@ -8,6 +8,8 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -31,13 +33,16 @@ from sp_lightning.pipeline.torch_private import storage_key, without_torch_funct
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.gates import Calls, install_gate, remove_gate
+from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.calls import Calls
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 

@@ -8,7 +8,7 @@ latter in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 
-Engine: TypeAlias = Any  # the guard is a part of it
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.engine import Engine
 
 
 class Guard:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -34,8 +34,9 @@ from sp_lightning.pipeline.torch_private import (
 )
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-UnitCall: TypeAlias = Any  # it and the next are made of saved tensors, and import this file
-BackwardPass: TypeAlias = Any
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.activations.recompute import UnitCall
+    from sp_lightning.pipeline.backward import BackwardPass
 
 
 class _Handle:

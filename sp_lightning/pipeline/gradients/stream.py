@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
-EarlyStep: TypeAlias = Any  # the room of optimizers builds on this one
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.optimizer.group_steps import EarlyStep
 
 
 class GradientStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.optim import optimizers as on_host
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
@@ -85,7 +88,6 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- hearing of steps
 
 
-Optimizers: TypeAlias = Any  # what hears of the steps of all optimizers imports this file
 _listeners: set[Optimizers] = set()
 _handles: list[RemovableHandle] = []
 

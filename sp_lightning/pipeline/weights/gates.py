@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from sp_lightning.pipeline.torch_private import explain_graph_break
 from sp_lightning.pipeline.weights.units import Member
 
-Calls: TypeAlias = Any  # what runs modules' calls (calls.py), and knows gates
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.calls import Calls
+
 
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
 

@@ -54,8 +54,9 @@ class HostParameter(nn.Parameter):
         """Hand the operation to the guard of the first master among its arguments."""
         # mostly, an attribute is read or written
         master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs or {}), cls), None)
-        guard, weight = guarded.get(id(master), (None, None))
-        if guard is not None:
+        found = guarded.get(id(master))
+        if found is not None:
+            guard, weight = found
             if getattr(func, "__self__", None) is not _GRADIENT:
                 return guard.run(func, args, kwargs or {})
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
@@ -87,15 +88,15 @@ class HostParameter(nn.Parameter):
 
 def _before_access(master: HostParameter) -> None:
     """Have a master finished, before somebody outside of the engine reads it."""
-    guard, weight = guarded.get(id(master), (None, None))
-    if guard is not None:
+    found = guarded.get(id(master))
+    if found is not None:
+        guard, weight = found
         guard.before_access(weight)
 
 
 def weight_of(master: HostParameter) -> Weight:
     """Return the weight of a guarded master."""
-    weight: Weight = guarded[id(master)][1]
-    return weight
+    return guarded[id(master)][1]
 
 
 def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

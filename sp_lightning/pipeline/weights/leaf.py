@@ -16,7 +16,7 @@ so no weight of a model with such code is lowered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from torch.nn import functional as F
 from sp_lightning.pipeline.torch_private import explain_graph_break, in_backward, running_node, without_torch_function
 from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 
-Weight: TypeAlias = Any  # weights make their leaves, and import this file
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.outside import Guard
+    from sp_lightning.pipeline.weights.weight import Weight
+
 
 _GRADIENT: Any = Tensor.grad
 
@@ -109,7 +112,7 @@ def weights_to_leave(module: nn.Module) -> set[int]:
     return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
-guarded: dict[int, tuple[Any, Weight]] = {}
+guarded: dict[int, tuple[Guard, Weight]] = {}
 """The guards of weights (outside.py) and the weights, by the identity of their masters: a leaf may outlive both."""
 
 
@@ -126,9 +129,10 @@ class LoweredParameter(EagerLeaf):
 
     def _as_is(self) -> nn.Parameter:
         """Return the weight in its own dtype, which is this leaf if it is only watched."""
-        guard, weight = guarded.get(id(self.master), (None, None))
-        if guard is None or weight is None:
+        found = guarded.get(id(self.master))
+        if found is None:
             return self
+        guard, weight = found
         guard.keep_as_is(weight)
         return self if self.dtype is weight.dtype else guard.serve(weight)
 
@@ -167,10 +171,11 @@ class LoweredParameter(EagerLeaf):
 
         What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
         """
-        guard, weight = guarded.get(id(self.master), (None, None))
+        found = guarded.get(id(self.master))
         kind = self.device.type
-        if guard is None or weight is None or not torch.is_autocast_enabled(kind):
+        if found is None or not torch.is_autocast_enabled(kind):
             return False
+        guard, weight = found
         if weight.lowered and torch.get_autocast_dtype(kind) is not weight.compute_dtype:
             return False
         again = in_backward()
@@ -179,7 +184,7 @@ class LoweredParameter(EagerLeaf):
         if self.dtype is not weight.compute_dtype:
             return False  # it was served, and may have been changed since
         graph = self.requires_grad and torch.is_grad_enabled()
-        return bool(guard.note_cast(weight, torch.get_autocast_dtype(kind), builds_graph=graph))
+        return guard.note_cast(weight, torch.get_autocast_dtype(kind), builds_graph=graph)
 
 
 explain_graph_break(

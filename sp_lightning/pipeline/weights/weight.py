@@ -8,7 +8,7 @@ twins take the masters' places in the module tree, so the graph is built on the 
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
-Group: TypeAlias = Any  # units and groups are made of weights, and import this file
-Unit: TypeAlias = Any
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.weights.units import Group, Unit
+
 
 _DATA: Any = Tensor.data
 
