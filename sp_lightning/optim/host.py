@@ -16,12 +16,17 @@ from sp_lightning.optim.layout import (
     State,
     check_group,
     count_in,
+    is_compact,
     laid_like,
     make_state,
+    moment_in,
     read_master,
 )
 from sp_lightning.optim.passes import Pass, run
 from sp_lightning.optim.rules import NO_SCALING, Memory, Rule, Scaling
+
+COMPACT = "compact"
+"""The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""
 
 
 class Work(NamedTuple):
@@ -34,6 +39,16 @@ class Work(NamedTuple):
     scaling: Scaling | None = NO_SCALING  # what is done to the gradient before; None if that is too much
 
 
+def check_as_torch(
+    torchs: type[torch.optim.Adam | torch.optim.SGD], options: dict[str, Any], foreach: bool | None, fused: bool | None
+) -> None:
+    """Have an optimizer of torch's raise, in its words, if it does not take these options; and none may be NaN."""
+    torchs([torch.empty(0, device="cpu")], **options, foreach=foreach, fused=fused)
+    for name, value in options.items():
+        if value != value:  # torch's SGD takes NaN
+            raise ValueError(f"Invalid {name} value: {value}")
+
+
 class HostOptimizer(Optimizer):
     """An optimizer over fp32 and bf16 parameters in host memory."""
 
@@ -43,7 +58,7 @@ class HostOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, moments: str) -> None:
         if find_spec("numba") is None:
             raise ImportError(f'{type(self).__name__} needs numba: pip install "sp-lightning[fast]"')
-        super().__init__(params, {**defaults, "master": master, "moments": moments, "maximize": False})
+        super().__init__(params, {**defaults, "master": master, "moments": moments})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, whose parameters have to be in host memory."""
@@ -85,14 +100,15 @@ class HostOptimizer(Optimizer):
         """Return the pass that takes this step of a weight."""
         p, gradient, state, copy, scaling = work
         assert scaling is not None
-        low, first, second = state.get("master", state.get("low")), state.get(cls.first), state.get(cls.second)
+        low = state.get("master", state.get("low"))
+        first, first_scale = moment_in(state, cls.first)
+        second, second_scale = moment_in(state, cls.second)
         if any(kept is not None and kept.stride() != p.stride() for kept in (low, first, second)):
             raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
-        scales = state.get(f"{cls.first}_scale"), state.get(f"{cls.second}_scale")
         is_random = group.get("master") == "split24" or group.get("moments", "fp32") != "fp32"
         return Pass(
             cls.rule(group, step),
-            Memory(p, low, laid_like(gradient, p), first, second, copy, *scales),
+            Memory(p, low, laid_like(gradient, p), first, second, copy, first_scale, second_scale),
             scaling._replace(factor=-scaling.factor) if group["maximize"] else scaling,
             seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF if is_random else None,
         )
@@ -138,17 +154,33 @@ class HostOptimizer(Optimizer):
                 yield p, self.master(p), plain
 
     def _read_moment(self, state: State, name: str) -> Tensor:
-        value: Tensor = state[name].float()
-        if f"{name}_scale" in state:
+        moment, scale = moment_in(state, name)
+        assert moment is not None
+        value = moment.to(torch.float32, copy=True)
+        if scale is not None:
             from sp_lightning.optim.kernels import read_moment
 
-            read_moment(*_coded(state, name), name == self.second, value.data_ptr(), value.numel())
-        return value.abs() if name == self.second else value.clone()
+            read_moment(moment.data_ptr(), scale.data_ptr(), name == self.second, value.data_ptr(), value.numel())
+        return value.abs() if name == self.second else value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a checkpoint. Compact state comes with a param group more, for which torch's optimizers refuse it.
+
+        They pass over state whose name they do not know, and SGD would go on without its momentum.
+        """
+        saved = super().state_dict()
+        if any(map(is_compact, saved["state"].values())):
+            words = (
+                f"this is state of sp_lightning.optim.{type(self).__name__}, with masters or moments in fewer bytes: "
+                "load it into one like it, or give torch's optimizer what its `export()` yields"
+            )
+            saved["param_groups"].append({"params": [], COMPACT: words})
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of an optimizer like this one, or of torch's: then masters begin with the weights."""
         own_groups = [{k: v for k, v in group.items() if k in self.defaults} for group in self.param_groups]
-        saved_groups = state_dict["param_groups"]
+        saved_groups = [group for group in state_dict["param_groups"] if COMPACT not in group]
         for own, saved in zip(own_groups, saved_groups, strict=False):
             had = {**own, **saved}
             if (had["master"], had["moments"]) != (own["master"], own["moments"]):
@@ -159,7 +191,8 @@ class HostOptimizer(Optimizer):
                 )
             if saved.get("amsgrad"):
                 raise ValueError("the checkpoint has amsgrad=True: continue it with torch's optimizer")
-        super().load_state_dict({**state_dict, "state": {}})  # which would cast all state to the dtype of the weight
+        # torch would cast all state to the dtype of the weight
+        super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
         for group, own in zip(self.param_groups, own_groups, strict=True):
             group.update({**own, **group})
         ids = chain.from_iterable(group["params"] for group in saved_groups)
@@ -173,28 +206,27 @@ class HostOptimizer(Optimizer):
         moments = self.moments_of(group)
         state = make_state(p, group, moments)
         saved = {name: value for name, value in saved.items() if value is not None}
-        coded = [name for name in moments if name in saved and not saved[name].is_floating_point()]
-        if not {*moments, *(f"{name}_scale" for name in coded)} <= saved.keys() <= state.keys():
+        of_torch = {*moments} <= saved.keys() <= {"step", *moments}
+        if saved.keys() != state.keys() and not of_torch:
             raise ValueError(
                 f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} keeps "
                 f"{', '.join(state)}: load it into the optimizer that it is of, or move state over with `export()`"
             )
         for name, value in saved.items():
-            if name != "step" and value.numel() != state[name].numel():
+            target, scale = moment_in(state, name)
+            assert target is not None
+            if name != "step" and value.numel() != target.numel():
                 raise ValueError(
-                    f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(state[name].shape)}"
+                    f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(target.shape)}"
                 )
-            if value.is_floating_point() and not state[name].is_floating_point():
+            if scale is None:
+                target.copy_(value)
+            else:
                 from sp_lightning.optim.kernels import write_moment
 
-                value = laid_like(value.float().sqrt() if name == self.second else value.float(), p)
-                write_moment(*_coded(state, name), name == self.second, value.data_ptr(), value.numel())
-            else:
-                state[name].copy_(value)
+                is_second = name == self.second
+                value = laid_like(value.float().sqrt() if is_second else value.float(), p)
+                write_moment(target.data_ptr(), scale.data_ptr(), is_second, value.data_ptr(), value.numel())
         if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
             state["step"].fill_(1.0)
         return state
-
-
-def _coded(state: State, name: str) -> tuple[int, int]:
-    return state[name].data_ptr(), state[f"{name}_scale"].data_ptr()

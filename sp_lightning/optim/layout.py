@@ -1,4 +1,9 @@
-"""How a master and moments lie in memory: the state of a parameter is made, read, and handed to the kernels."""
+"""How a master and moments lie in memory: the state of a parameter is made, read, and handed to the kernels.
+
+[Note: names] A moment has the name that torch gives it only if torch would read it as it is. Of an `exp_avg`, codes are
+`exp_avg_codes`, beside their `exp_avg_scale`; an `exp_avg_sq` whose sign tells how a tie was rounded is
+`exp_avg_sq_with_ties`. So whoever takes state by torch's names finds none, and cannot misread it.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +52,11 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
-    """Return the state of a parameter before its first step, with moments of these names."""
-    state: State = {"step": torch.tensor(0.0)}
+    """Return the state of a parameter before its first step, with moments of these names.
+
+    Torch's default dtype and device are the user's: Lightning sets the former to bf16 around a `training_step`.
+    """
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     moments, master = group["moments"], group["master"]
     kind = "split" if master == "auto" else master  # the exact one that takes the fewest bytes
     if p.dtype == torch.bfloat16 and kind == "fp32":
@@ -58,13 +66,28 @@ def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
     for name in names:
         if moments == "int8":
             codes = torch.uint8 if name == "exp_avg_sq" else torch.int8
-            state[name] = torch.zeros_like(p, dtype=codes)
-            state[f"{name}_scale"] = torch.zeros(-(-p.numel() // GROUP))
+            state[f"{name}_codes"] = torch.zeros_like(p, dtype=codes)
+            groups = -(-p.numel() // GROUP)
+            state[f"{name}_scale"] = torch.zeros(groups, dtype=torch.float32, device=p.device)
         else:
-            state[name] = torch.zeros_like(p, dtype=torch.float32 if moments == "fp32" else torch.bfloat16)
+            dtype = torch.float32 if moments == "fp32" else torch.bfloat16
+            has_ties = name == "exp_avg_sq" and "low" in state
+            state[f"{name}_with_ties" if has_ties else name] = torch.zeros_like(p, dtype=dtype)
     if "momentum_buffer" in state:
         state["momentum_buffer"].neg_()  # -0, to which a first gradient is added as if it were copied
     return state
+
+
+def moment_in(state: State, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return a moment, however it is kept, and the scales of its codes; see [Note: names]."""
+    if (codes := state.get(f"{name}_codes")) is not None:
+        return codes, state[f"{name}_scale"]
+    return state.get(f"{name}_with_ties", state.get(name)), None
+
+
+def is_compact(state: State) -> bool:
+    """Tell whether state has more of a weight than torch's optimizers would read: a master, or codes."""
+    return not state.keys().isdisjoint(("master", "low")) or any(name.endswith("_codes") for name in state)
 
 
 def count_in(states: Sequence[State]) -> list[float]:
@@ -88,8 +111,8 @@ def read_master(p: Tensor, state: State) -> Tensor:
         return state["master"].clone() if "master" in state else p.detach().float()
     width = 8 * state["low"].itemsize
     low, middle = state["low"].int(), 1 << (width - 1)
-    second = state.get("exp_avg_sq")
-    was_up = torch.signbit(second) if second is not None and second.is_floating_point() else torch.ones_like(low).bool()
+    second = state.get("exp_avg_sq_with_ties")
+    was_up = torch.ones_like(low).bool() if second is None else torch.signbit(second)
     up = (low > middle) | ((low == middle) & was_up)
     high = (p.detach().view(torch.int16).int() & 0xFFFF) - up.int()
     whole: Tensor = (high << 16) | (low << (16 - width))

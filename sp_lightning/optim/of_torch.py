@@ -21,7 +21,7 @@ from sp_lightning.optim.host import HostOptimizer, Work
 from sp_lightning.optim.layout import fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
 from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import INFINITY, ONE, Scaling
+from sp_lightning.optim.rules import ONE, Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -77,7 +77,9 @@ def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: to
     if len(factors) > 2:
         return None
     first, then = [*(np.float32(float(factor)) for factor in factors), ONE, ONE][:2]
-    return Scaling(first, then, INFINITY if limit is None else np.float32(torch.tensor(limit, dtype=dtype).item()))
+    if limit is None:
+        return Scaling(first, then)
+    return Scaling(first, then, np.float32(torch.tensor(limit, dtype=dtype, device="cpu").item()))
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
@@ -93,9 +95,9 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
 @cache
 def has_torchs_bits(cls: Any, dtype: torch.dtype) -> bool:
     """Try whether an optimizer's fused kernels and ours round alike on this CPU, over weights of a dtype."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     return dtype in (torch.float32, torch.bfloat16) and all(
-        _agree(cls, options, torch.randn(4, size, generator=random).to(dtype))
+        _agree(cls, options, torch.randn(4, size, generator=random, dtype=torch.float32, device="cpu").to(dtype))
         for options in _TRIED[cls]
         for size in _SIZES
     )
@@ -111,7 +113,7 @@ def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> boo
     theirs.grad = gradient.to(value.dtype)
     names = own.moments_of(settings)
     states = [{name: m.abs() for name, m in zip(names, moments, strict=False)} for _ in range(2)]
-    optimizer.state[theirs] = states[0] | {"step": torch.tensor(2.0)}
+    optimizer.state[theirs] = states[0] | {"step": torch.tensor(2.0, dtype=torch.float32, device="cpu")}
     optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks that others have for steps
     run([own.pass_of(settings, Work(ours, gradient, states[1], copy), 3.0)])
     return (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from typing_extensions import override
 
-from sp_lightning.optim.host import HostOptimizer
+from sp_lightning.optim.host import HostOptimizer, check_as_torch
 from sp_lightning.optim.rules import ADAM, LION, MOMENTUM, NESTEROV, Rule
 
 
@@ -21,6 +22,8 @@ class AdamW(HostOptimizer):
         eps: What is added to the root of the second moment.
         weight_decay: Decoupled weight decay.
         amsgrad: Not supported.
+        maximize: Step up the gradient, not down.
+        foreach, fused: Choose among torch's ways to step, all of which have one pass for it here.
         master: How bf16 parameters keep their fp32 weights: "fp32" copies, "split" (the 16 bits that bf16 has not; the
             same numbers), "split24" (8 more bits, rounded at random), or None. "auto" is "split"; fp32 parameters need
             none.
@@ -39,12 +42,17 @@ class AdamW(HostOptimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
         master: str | None = "auto",
         moments: str = "fp32",
     ) -> None:
         if amsgrad:
             raise ValueError(f"amsgrad=True: use torch.optim.{type(self).__name__}, which has it")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, master, moments)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        check_as_torch(torch.optim.Adam, options, foreach, fused)
+        super().__init__(params, options, master, moments)
 
     @classmethod
     @override
@@ -77,10 +85,16 @@ class Adam(AdamW):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
         master: str | None = "auto",
         moments: str = "fp32",
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, master=master, moments=moments)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, foreach=foreach, fused=fused, master=master, moments=moments,
+        )  # fmt: skip
 
 
 class SGD(HostOptimizer):
@@ -97,13 +111,18 @@ class SGD(HostOptimizer):
         weight_decay: float = 0,
         nesterov: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
         master: str | None = "auto",
         moments: str = "fp32",
     ) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov=True takes a momentum, and no dampening")
-        own = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        super().__init__(params, {**own, "weight_decay": weight_decay, "nesterov": nesterov}, master, moments)
+        options = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": maximize,
+        }  # fmt: skip
+        check_as_torch(torch.optim.SGD, options, foreach, fused)
+        super().__init__(params, options, master, moments)
 
     @classmethod
     @override
@@ -134,10 +153,15 @@ class Lion(HostOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
         master: str | None = "auto",
         moments: str = "fp32",
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, master, moments)
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        check_as_torch(torch.optim.Adam, options, foreach, fused)
+        super().__init__(params, options, master, moments)
 
     @classmethod
     @override

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from sp_lightning.optim.host import COMPACT, HostOptimizer
 from sp_lightning.trainer import StrategyPart
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class CheckpointsMixin(StrategyPart):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The base class moves optimizer state to the device, but state belongs where its weight is.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            words = None if isinstance(optimizer, HostOptimizer) else state["param_groups"][-1].get(COMPACT)
+            self.lightning.check(words is None, f"{type(optimizer).__name__} cannot load this checkpoint: {words}.")
             optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
 
     @override

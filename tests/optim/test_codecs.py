@@ -43,7 +43,7 @@ def test_split_keeps_every_bit(has_sign):
         weight = torch.full(value.shape, -0.0, dtype=torch.bfloat16)
         low = torch.zeros(value.shape, dtype=torch.uint16)
         second = torch.zeros_like(value) if has_sign else None
-        state = {"low": low, **({} if second is None else {"exp_avg_sq": second})}
+        state = {"low": low, **({} if second is None else {"exp_avg_sq_with_ties": second})}
         expected = value.masked_fill(value.isnan(), float("nan")).view(torch.int32)
         for lr, gradient in ((-1.0, value), (0.0, torch.zeros_like(value))):
             step(lr, weight, low, gradient, second)

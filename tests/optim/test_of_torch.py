@@ -124,4 +124,10 @@ def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):
     assert not has_torchs_bits(torch.optim.AdamW, torch.float32)
     monkeypatch.undo()
     has_torchs_bits.cache_clear()
-    assert has_torchs_bits(torch.optim.AdamW, torch.float32)
+    torch.set_default_dtype(torch.bfloat16)  # which is the user's, as is the default device
+    try:
+        with torch.device("meta"):
+            assert has_torchs_bits(torch.optim.AdamW, torch.float32)
+            assert scaling_of((), 0.5, torch.float32).limit == 0.5
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -44,7 +45,7 @@ def give_gradients(plain, ours, factor=1.0):
     ("name", "dtype", "steps", "options"),
     [
         ("AdamW", torch.float32, 5, {"weight_decay": 0.1}),
-        ("AdamW", torch.float32, 5, {"weight_decay": 0.0, "betas": (0.4, 0.99)}),
+        ("AdamW", torch.float32, 5, {"weight_decay": 0.0, "betas": (0.4, 0.99), "maximize": True}),
         ("Adam", torch.float32, 5, {"weight_decay": 0.1}),
         ("Adam", torch.float32, 5, {}),
         ("SGD", torch.float32, 5, {"weight_decay": 0.1}),
@@ -69,13 +70,11 @@ def test_masters_and_moments_have_the_bits_of_torch_over_fp32_weights(name, dtyp
         give_gradients(plain, ours, factor=1 / (1 + step % 3))
         for each in (theirs, own, *schedules):
             each.step()
-    for p, q in zip(plain, ours, strict=True):
-        assert torch.equal(bits(p), bits(own.master(q)))
+    for p, (q, master, state) in zip(plain, own.export(), strict=True):
+        assert torch.equal(bits(p), bits(master))
         if dtype == torch.bfloat16 and name == "AdamW":  # others have no sign for a tie
             assert torch.equal(p.bfloat16().view(torch.int16), q.detach().view(torch.int16))
-        for key in own.moments_of(own.param_groups[0]):
-            kept = own.state[q][key]
-            assert torch.equal(bits(theirs.state[p][key]), bits(kept.abs() if key == "exp_avg_sq" else kept))
+        assert all(torch.equal(bits(theirs.state[p][key]), bits(state[key])) for key in state if key != "step")
 
 
 @pytest.mark.parametrize(
@@ -207,12 +206,37 @@ def test_threads_do_not_matter(moments):
         (lambda: optim.SGD([weight(torch.float)], moments="int4"), "moments='int4': expected one of"),
         (lambda: optim.SGD([{"params": [weight(torch.float)], "master": "fp64"}]), "master='fp64': expected one of"),
         (lambda: optim.AdamW([weight(torch.float)], amsgrad=True), r"amsgrad=True: use torch.optim.AdamW"),
-        (lambda: optim.SGD([weight(torch.float)], nesterov=True), "nesterov=True takes a momentum"),
+        (lambda: optim.SGD([weight(torch.float)], momentum=float("nan")), "Invalid momentum value: nan"),
+        (lambda: optim.SGD([weight(torch.float)], lr=float("nan")), "Invalid lr value: nan"),
+        (lambda: optim.Lion([weight(torch.float)], betas=(0.9, 1.0)), "Invalid beta parameter at index 1: 1.0"),
     ],
 )
 def test_what_cannot_be_stepped_is_said(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            ("AdamW", {name: value})
+            for name in ("lr", "eps", "weight_decay")
+            for value in (-1.0, float("nan"), "1e-3", None)
+        ),
+        *(("SGD", {name: value}) for name in ("lr", "momentum", "weight_decay") for value in (-1.0, "1e-3")),
+        *(("Adam", {"betas": value}) for value in ((0.9, 1.0), (float("nan"), 0.9), (0, 0.9), 0.9, (0.9,))),
+        ("Adam", {"lr": torch.zeros(2)}),
+        ("SGD", {"nesterov": True}),
+        ("SGD", {"foreach": True, "fused": True}),
+        ("AdamW", {"foreach": True, "fused": True, "maximize": True}),
+    ],
+)
+def test_arguments_are_checked_in_torchs_words(name, options):
+    with pytest.raises(Exception) as theirs:  # noqa: PT011
+        getattr(torch.optim, name)([weight(torch.float)], **options)
+    with pytest.raises(theirs.type, match=f"^{re.escape(str(theirs.value))}$"):
+        getattr(optim, name)([weight(torch.float)], **options)
 
 
 def weight(dtype, **options):
@@ -238,7 +262,7 @@ def test_what_is_refused_leaves_the_optimizer_as_it_was():
         ((optim.AdamW, {"moments": "int8"}), (optim.AdamW, {}), "master='auto', moments='int8', but this optimizer"),
         # codes without their scales
         ((optim.AdamW, {"moments": "int8"}),) * 2
-        + ("has step, low, exp_avg, exp_avg_sq, exp_avg_sq_scale, but AdamW",),
+        + ("has step, low, exp_avg_codes, exp_avg_sq_codes, exp_avg_sq_scale, but AdamW",),
         ((torch.optim.AdamW, {"amsgrad": True}), (optim.AdamW, {}), "amsgrad=True: continue it with torch's"),
         ((torch.optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), "has momentum_buffer, but AdamW .* keeps step, low"),
         ((torch.optim.AdamW, {}), (optim.Lion, {}), "has step, exp_avg, exp_avg_sq, but Lion"),
@@ -262,6 +286,66 @@ def test_a_checkpoint_of_another_layout_is_refused(saved, own, message):
     saved["state"][0].pop("exp_avg_scale", None)
     with pytest.raises(ValueError, match=message):
         own.load_state_dict(saved)
+
+
+def stepped(cls, dtype, **options):
+    p = weight(dtype, device="cpu")
+    p.grad = torch.ones_like(p)
+    own = cls([p], **options)
+    own.step()
+    return p, own
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "options", "dtype"),
+    [
+        (optim.AdamW, torch.optim.AdamW, {"master": "fp32"}, torch.bfloat16),
+        (optim.Adam, torch.optim.Adam, {"moments": "int8"}, torch.float),
+        (optim.SGD, torch.optim.SGD, {}, torch.bfloat16),
+        (optim.Lion, torch.optim.SGD, {"moments": "int8"}, torch.float),
+    ],
+)
+def test_torch_refuses_what_it_would_misread(own, theirs, options, dtype):
+    p, compact = stepped(own, dtype, **options)
+    with pytest.raises(ValueError, match="loaded state dict has a different number of parameter groups"):
+        theirs([p]).load_state_dict(compact.state_dict())
+    own([p], **options).load_state_dict(compact.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "names"),
+    [
+        (torch.float, {}, {"exp_avg", "exp_avg_sq"}),
+        (torch.bfloat16, {}, {"exp_avg"}),
+        (torch.float, {"moments": "int8"}, set()),
+    ],
+)
+def test_state_has_torchs_names_only_if_it_is_the_same(dtype, options, names):
+    p, own = stepped(optim.AdamW, dtype, **options)
+    assert own.state[p].keys() & {"exp_avg", "exp_avg_sq"} == names
+    theirs = torch.optim.AdamW([p])
+    with nullcontext() if len(names) == 2 else pytest.raises(KeyError, match="exp_avg"):
+        theirs.load_state_dict({**own.state_dict(), "param_groups": theirs.state_dict()["param_groups"]})
+        theirs.step()
+
+
+@pytest.mark.parametrize("master", ["fp32", "split24"])
+def test_torchs_default_dtype_and_device_are_not_those_of_state(master):
+    """Lightning sets the dtype around a training step, in which manual optimization steps."""
+
+    def state():
+        p, own = stepped(optim.AdamW, torch.bfloat16, master=master, moments="int8")
+        assert own.state_bytes(own.param_groups[0]) == sum(value.nbytes for value in own.state[p].values())
+        return own.state[p]
+
+    expected = state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = state()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_weight_that_was_laid_out_anew_is_said():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,12 +36,30 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
-def fit(strategy: Strategy, make: partial[torch.optim.Optimizer], **arguments: object) -> list[Tensor]:
+class Manual(Module):
+    """Steps inside of `training_step`, around which Lightning sets torch's default dtype."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()
+
+
+def fit(
+    strategy: Strategy,
+    make: partial[torch.optim.Optimizer],
+    cls: type[Module] = Module,
+    batches: int = 8,
+    **arguments: Any,
+) -> list[Tensor]:
     """Train; weights and all tensors of the optimizer's state."""
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, **arguments)
     torch.manual_seed(0)
-    module = Module(make)
-    trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
+    module = cls(make)
+    trainer.fit(module, DataLoader(torch.randn(batches, 2, WIDTH), batch_size=None))
     state = trainer.optimizers[0].state
     kept = [value for weight in module.parameters() for value in state[weight].values()]
     return [*(weight.detach() for weight in module.parameters()), *kept]
@@ -84,6 +104,47 @@ def test_units_are_stepped_in_one_pass_with_the_bits_of_a_plain_step(
     got = fit(SuperpipelineStrategy(k=2, k_prime=1), make, precision=precision, **arguments)
     assert passes
     assert all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize(("moments", "steps"), [pytest.param("fp32", 400, marks=pytest.mark.slow), ("int8", 20)])
+def test_manual_optimization_has_the_bits_of_automatic(moments: str, steps: int) -> None:
+    def trained(cls: type[Module]) -> list[Tensor]:
+        make = partial(optim.AdamW, lr=1e-2, master="split", moments=moments)
+        return fit(SuperpipelineStrategy(k=2, k_prime=1), make, cls, batches=steps, precision="bf16-true")
+
+    automatic, manual = trained(Module), trained(Manual)
+    assert all(torch.equal(left, right) for left, right in zip(automatic, manual, strict=True))
+    assert {value.item() for value in manual if value.shape == ()} == {steps}
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's, whose state has the default dtype."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            count = self.state[p].setdefault("count", torch.zeros(()))
+            p.sub_(p.grad * 0.1 / count.add_(0.7).to(p.dtype))
+        return loss
+
+
+@pytest.mark.parametrize("cls", [Module, Manual])
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.ASGD,
+        partial(torch.optim.Adam, eps=1e-3),
+        partial(torch.optim.NAdam, eps=1e-3),
+        partial(Counting, defaults={"lr": 0.01}),
+    ],
+)
+def test_state_has_the_default_dtype_of_the_users_thread(make: Any, precision: Any, cls: type[Module]) -> None:
+    expected = fit(SingleDeviceStrategy(device="cpu"), make, cls, precision=precision)
+    found = fit(SuperpipelineStrategy(k=2, k_prime=1), make, cls, precision=precision)
+    assert [value.dtype for value in found] == [value.dtype for value in expected]
+    assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
 
 
 class OverMasters(torch.optim.Optimizer):
@@ -136,6 +197,24 @@ def test_split_has_every_bit_of_fp32_masters_for_200_steps() -> None:
         assert torch.equal(master, own_master)
         for name, value in theirs.adamw.state[master].items():
             assert torch.equal(value, state[name]), name
+
+
+def test_torchs_optimizer_is_told_of_a_compact_checkpoint(tmp_path: Path) -> None:
+    def trained(make: Any, resume: Path | None, epochs: int) -> L.Trainer:
+        trainer = L.Trainer(
+            accelerator="cpu", strategy=SuperpipelineStrategy(k=2, k_prime=1), precision="bf16-true", barebones=True,
+            max_epochs=epochs,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer.fit(Module(make), DataLoader(torch.randn(2, 2, WIDTH), batch_size=None), ckpt_path=resume)
+        return trainer
+
+    trained(ADAMW, None, 1).save_checkpoint(tmp_path / "a.ckpt")
+    modules = (trained(ADAMW, resume, 2).lightning_module for resume in (None, tmp_path / "a.ckpt"))
+    assert all(torch.equal(*pair) for pair in zip(*(module.parameters() for module in modules), strict=True))
+    words = r"^AdamW cannot load this checkpoint: this is state of sp_lightning\.optim\.AdamW, .*`export\(\)` yields"
+    with pytest.raises(MisconfigurationException, match=words):
+        trained(torch.optim.AdamW, tmp_path / "a.ckpt", 2)
 
 
 def test_steps_are_taken_in_backward() -> None:

@@ -111,7 +111,7 @@ class Clipping:
         # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
         held = [(each.norm, each.host) if isinstance(each, Gradient) else (next(known), None) for each in found]
         with torch.inference_mode(False):
-            factor = torch.empty((), dtype=dtype)
+            factor = torch.empty((), dtype=dtype, device="cpu")
 
         def job() -> None:
             with torch.inference_mode(False), torch.no_grad():

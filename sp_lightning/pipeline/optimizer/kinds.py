@@ -20,8 +20,11 @@ from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 
-BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
-"""Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
+BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Rprop)
+"""Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything.
+
+They step on a thread of the engine, and no setting that the user's thread may change meanwhile has a say in that.
+"""
 
 BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
@@ -40,6 +43,8 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
         return "a GradScaler has left it to the optimizer's own kernel to skip steps"
     if has_foreign_step_hooks(optimizer):
         return f"a step hook may look at everything that {name} steps"
+    if type(optimizer) is ASGD:  # `torch.as_tensor` of its `eta`; Lightning sets this dtype around forwards
+        return "ASGD reads torch's default dtype in each step, which a forward may change meanwhile"
     if type(optimizer) not in BY_ELEMENT + BY_WEIGHT + ON_HOST:
         return f"{name} is not one of torch's optimizers, or of ours, that treat each weight by itself"
     if step_is_replaced(optimizer):

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer import group_steps
-from sp_lightning.pipeline.optimizer.kinds import BY_WEIGHT
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT
 
 from .parts import (
     WIDTH,
@@ -130,6 +130,27 @@ def test_a_step_under_autocast_multiplies_matrices_in_its_dtype(cls: type[Optimi
 
 
 # ---------------------------------------------------------------------------------------------- nobody sees half a step
+
+
+@pytest.mark.parametrize("cls", [*BY_ELEMENT, *BY_WEIGHT, ASGD])
+def test_the_default_dtype_of_a_forward_is_not_that_of_a_step(cls: type[Optimizer]) -> None:
+    """Lightning sets it around forwards in half precision; a step that is under way then has begun before."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Tensor]:
+        optimizer = cls([p for p in model.parameters() if p.dim() == 2], lr=0.01)  # type: ignore[call-arg]
+        plain_step(model, optimizer)
+        for _ in range(2):
+            with held_up(pipeline) as gate:
+                open_soon(gate)
+                plain_step(model, optimizer)
+                torch.set_default_dtype(torch.bfloat16)
+                try:
+                    model(X)
+                finally:
+                    torch.set_default_dtype(torch.float32)
+        return everything(model, optimizer)
+
+    check_story(story)
 
 
 def test_a_step_returns_at_once() -> None:
