@@ -104,9 +104,15 @@ class CheckpointsMixin(StrategyPart):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The base class moves optimizer state to the device, but state belongs where its weight is.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            words = None if isinstance(optimizer, HostOptimizer) else state["param_groups"][-1].get(COMPACT)
-            self.lightning.check(words is None, f"{type(optimizer).__name__} cannot load this checkpoint: {words}.")
-            optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
+            try:
+                optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
+            except ValueError as error:
+                groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
+                words = groups[-1].get(COMPACT)
+                if words is None or isinstance(optimizer, HostOptimizer):
+                    raise
+                message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
+                raise self.lightning.misconfiguration(message) from error
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
