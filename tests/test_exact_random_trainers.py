@@ -1,0 +1,177 @@
+"""Random Trainers: what surrounds a model (its class, precision, callbacks, a worker, a teacher) changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning as L
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from lightning.pytorch import callbacks
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, AdamW, NAdam, Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from sp_lightning import SuperpipelineStrategy, optim, superpipeline
+from sp_lightning.pipeline.options import ActivationPolicy
+
+from .class_shapes import SHAPES, shaped
+from .lightning_modules import Base, Block, assert_same_training, loader
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(AdamW, lr=0.01),
+    "nadam": partial(NAdam, lr=0.01),
+    "asgd": partial(ASGD, lr=0.05),
+    "ours": partial(optim.AdamW, lr=0.01),
+    "ours, int8": partial(optim.AdamW, lr=0.01, moments="int8"),
+    "ours, sgd": partial(optim.SGD, lr=0.05, momentum=0.9),
+}
+PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"]
+
+
+class Thaw(callbacks.BaseFinetuning):
+    """Freezes all but the head, and thaws a block with each epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.blocks, train_bn=False)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.blocks[-1], optimizer, lr=0.01)
+
+
+CALLBACKS: dict[str, Callable[[], L.Callback]] = {
+    "none": L.Callback,
+    "thaw": Thaw,
+    "swa": partial(callbacks.StochasticWeightAveraging, 0.01, swa_epoch_start=1, device="cpu"),
+}
+if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
+    CALLBACKS["ema"] = partial(callbacks.EMAWeightAveraging, decay=0.5, device="cpu")
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that is random in one run."""
+
+    precision: str
+    optimizer: str
+    callback: str
+    shape: str | None  # of the classes of blocks and of the LightningModule
+    manual: bool
+    clip: float | None
+    accumulate: int
+    has_teacher: bool  # a second model that is attached, and towards whose weights these are drawn
+    is_read: bool  # whether a worker process reads a weight
+    activations: ActivationPolicy
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether plain training can do it."""
+        return not (self.optimizer.startswith("ours") and self.precision in ("64-true", "16-true"))
+
+    def block(self) -> nn.Module:
+        return (Block if self.shape is None else shaped(Block, self.shape))()
+
+    def module(self) -> Base:
+        module = (Module if self.shape is None else shaped(Module, self.shape))()
+        module.prepare(self)
+        return module
+
+    def arguments(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"precision": self.precision, "callbacks": [CALLBACKS[self.callback]()]}
+        if not self.manual:
+            made |= {"gradient_clip_val": self.clip, "accumulate_grad_batches": self.accumulate}
+        return made
+
+
+class Module(Base):
+    """Trains as its program says."""
+
+    program: Program
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+
+    def prepare(self, program: Program) -> None:
+        self.program = program
+        self.blocks = nn.ModuleList(program.block() for _ in range(3))
+        self.automatic_optimization = not program.manual
+        teacher = nn.ModuleList(program.block() for _ in range(3)).requires_grad_(False)
+        self.teachers = [teacher] if program.has_teacher else []  # a list: no part of this module
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch[0].to(self.head.weight.dtype), batch[1]
+        loss = nn.functional.cross_entropy(self(x), y)
+        for teacher in self.teachers:
+            pairs = zip(self.blocks.parameters(), teacher.parameters(), strict=True)
+            loss = loss + 0.01 * sum((own - other).square().sum() for own, other in pairs)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        if self.program.clip is not None:
+            self.clip_gradients(optimizer, self.program.clip, "norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Optimizer:
+        return OPTIMIZERS[self.program.optimizer]([p for p in self.parameters() if p.requires_grad])
+
+
+class Looking(Dataset):
+    """Reads a weight where the batches are made."""
+
+    def __init__(self, module: Base) -> None:
+        self.batches = loader().dataset
+        self.module = module
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.batches[index]
+        return x + 0 * float(self.module.head.weight.sum()), y
+
+
+def drive(program: Program, trainer: L.Trainer, module: Module) -> None:
+    with ExitStack() as stack:
+        if isinstance(trainer.strategy, SuperpipelineStrategy):
+            for teacher in module.teachers:
+                stack.callback(superpipeline(teacher, "cpu", k=1).detach)
+        train = loader()
+        if program.is_read:
+            train = DataLoader(Looking(module), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        trainer.fit(module, train, loader(2))
+
+
+programs = st.builds(
+    Program,
+    precision=st.sampled_from(PRECISIONS),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    callback=st.sampled_from(sorted(CALLBACKS)),
+    shape=st.sampled_from([None, *sorted(SHAPES)]),
+    manual=st.booleans(),
+    clip=st.sampled_from([None, 0.1]),
+    accumulate=st.integers(1, 2),
+    has_teacher=st.booleans(),
+    is_read=st.sampled_from([False, False, False, True]),
+    activations=st.sampled_from(["keep", "recompute", "offload", "auto"]),
+)
+
+
+@settings(max_examples=30)
+@given(programs.filter(lambda program: program.is_possible))
+def test_random_trainers_are_exact(program: Program) -> None:
+    """Nothing that surrounds a model changes a number."""
+    note(str(program))
+    assert_same_training(program.module, partial(drive, program), program.arguments, activations=program.activations)
