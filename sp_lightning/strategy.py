@@ -236,6 +236,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     @override
     def teardown(self) -> None:
+        if self.pipeline is not None and self.pipeline.is_forked:
+            return  # a fork that ends with an exception: the run is that of another process
         # Whatever happened before, the user gets a plain module on the CPU back.
         try:
             self._detach()

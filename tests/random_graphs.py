@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline.options import ActivationPolicy
 
-from .helpers import Plan, autocast_forgets_gradients
+from .helpers import Plan, autocast_forgets_gradients, why_no_lstm_in_bf16
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, LoRALinear, Stashing, rows
 from .zoo.case import sum_of_squares
@@ -223,5 +223,7 @@ def examples(draw: st.DrawFn) -> Example:
     forest = draw(st.lists(trees(), min_size=1, max_size=4))
     if "reentrant" in str(forest) and AUTOCAST_FORGETS_GRADIENTS:
         plan = replace(plan, cast_cache=False)
+    if "lstm" in str(forest) and why_no_lstm_in_bf16() is not None:
+        plan = replace(plan, autocast=False)
     k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))
     return Example(forest, k, k_prime, policy, activations, room, mixed, lag, plan)

@@ -6,7 +6,11 @@ What needs a device is tested with one that only pretends: `meta`, and an engine
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import select
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -27,12 +31,13 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .helpers import assert_same_trace
+from .helpers import assert_same_trace, slow_host
 from .lightning_modules import (
     WIDTH,
     Base,
@@ -41,6 +46,7 @@ from .lightning_modules import (
     assert_same_training,
     fit,
     loader,
+    nobody_looks,
     plain,
     streamed,
     trainer,
@@ -480,6 +486,55 @@ def test_a_logger_that_draws_the_graph_of_the_model():
 
     with pytest.raises(RuntimeError, match=r"captured as a graph.*`copy\.deepcopy\(module\)\.cpu\(\)`"):
         fit(trainer(streamed(), logger=Draws()), Base())
+
+
+class Sums(Dataset):
+    """Sums of the model's weights, which a loader's worker computes."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self.module = module
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.stack([p.detach().sum() for p in self.module.parameters()])[:WIDTH] + index, index % 2
+
+
+def fit_on_sums(trainer: L.Trainer, module: L.LightningModule) -> None:
+    trainer.fit(module, DataLoader(Sums(module), 2, num_workers=1, multiprocessing_context="fork", timeout=30))
+
+
+def test_a_forked_worker_reads_weights_or_raises():
+    assert_same_training(drive=fit_on_sums, overlap_optimizer=False)
+    with slow_host(0.2), nobody_looks(), pytest.raises(RuntimeError, match=r"forked from.*`copy\.deepcopy\(module\)`"):
+        fit_on_sums(trainer(streamed()), Base())
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_after_backward"])
+def test_a_fork_that_ends_in_a_hook(hook):
+    class Forks(Base):
+        child = -1
+
+    def fork_once(self: Forks, *args: Any) -> Any:
+        if self.global_step == 2 and self.child == -1:
+            self.child = os.fork()
+            if not self.child:
+                sys.exit(7)
+        return getattr(Base, hook)(self, *args)
+
+    setattr(Forks, hook, fork_once)
+    module, process = Forks(), os.getpid()
+    try:
+        with slow_host():
+            fit(trainer(streamed()), module)
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        os._exit(error.code if isinstance(error, SystemExit) else 1)
+    has_ended, _, _ = select.select([os.pidfd_open(module.child)], [], [], 20)
+    os.kill(module.child, signal.SIGKILL)
+    assert (bool(has_ended), os.waitstatus_to_exitcode(os.waitpid(module.child, 0)[1])) == (True, 7)
 
 
 @pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])

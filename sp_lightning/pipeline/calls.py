@@ -102,6 +102,9 @@ class Calls:
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         engine = self._engine
+        if engine.at_work.is_forked:  # the exception, SystemExit say, is all that matters there
+            engine.graphs.scopes = 0
+            return
         with engine.at_work:
             engine.stats.resets += 1
             self._inside.clear()
@@ -216,6 +219,8 @@ class Calls:
 
     def _leave(self, member: Member) -> None:
         engine, backward = self._engine, self._engine.backward
+        if engine.at_work.is_forked:
+            return
         with engine.at_work:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return

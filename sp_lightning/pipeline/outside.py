@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.gradients.unit_gradients import State
+from sp_lightning.pipeline.lanes.forks import FORKED
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
 from sp_lightning.pipeline.weights.graphs import CastCache
 from sp_lightning.pipeline.weights.guard import (
@@ -88,7 +89,9 @@ class Guard:
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
-        if self.in_step:
+        if self._engine.at_work.is_forked:
+            self._check_in_fork(weight)
+        elif self.in_step:
             window, group = self.window, weight.unit.group
             with self._engine.at_work:
                 window.finish_optimizer(group)
@@ -99,6 +102,15 @@ class Guard:
                     window.note_write(copied_from)
         elif not self.window.settled:
             self._engine.settle()
+
+    def _check_in_fork(self, weight: Weight) -> None:
+        """Raise unless a fork of the process has the value of a weight."""
+        engine, step = self._engine, weight.unit.group.being_stepped
+        if step is not None:
+            step.join()  # it has failed if it was under way
+        # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
+        if engine.device.type != "cpu" or engine.processes is not None or weight.twin.is_touched():
+            raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""

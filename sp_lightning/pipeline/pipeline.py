@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -102,7 +101,7 @@ class Pipeline:
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
-        atexit.register(self._end_threads, os.getpid())
+        atexit.register(self._end_threads)
 
     # ----------------------------------------------------------------------------------------------------- for users
 
@@ -148,7 +147,7 @@ class Pipeline:
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
-        if self not in _attached:
+        if self not in _attached or self.is_forked:
             return
         failed = None
         try:
@@ -173,10 +172,15 @@ class Pipeline:
         if failed is not None:
             raise failed
 
-    def _end_threads(self, process: int) -> None:
+    def _end_threads(self) -> None:
         """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process."""
-        if os.getpid() == process:  # a fork of it has no threads
+        if not self.is_forked:
             self.backend.close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the module is attached in: it reads weights, and no more."""
+        return self._engine.at_work.is_forked
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
+
 _BRIEFLY = 0.02  # seconds
 
 
@@ -182,7 +184,7 @@ def use_threads(count: int | None) -> None:
         other.join()
 
 
-class Worker:
+class Worker(OfOneProcess):
     """A thread that runs the most urgent of the jobs that are ready. The first job starts it.
 
     A job is ready when all tickets that it comes after are done. Of the ready ones, the lowest rank runs first, and
@@ -194,6 +196,7 @@ class Worker:
     def __init__(
         self, name: str, on_start: Callable[[], None] = lambda: None, max_delay: float = 0.0, seed: int = 0
     ) -> None:
+        super().__init__()
         self._name = name
         self._on_start = on_start
         self._max_delay = max_delay  # before each job comes a random delay of at most so many seconds
@@ -205,6 +208,8 @@ class Worker:
 
     def submit(self, job: Job) -> Job:
         """Have a job run, and return it."""
+        if self.is_forked:
+            raise RuntimeError(FORKED)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -215,7 +220,8 @@ class Worker:
 
     def drain(self) -> None:
         """Block until every job is done."""
-        if threading.current_thread() is self._thread:  # called by a job, one that compiles: it cannot wait for itself
+        # called by a job, one that compiles, it cannot wait for itself
+        if self.is_forked or threading.current_thread() is self._thread:
             return
         with self._changed:
             while self._jobs:
@@ -223,12 +229,20 @@ class Worker:
 
     def close(self) -> None:
         """Finish all jobs, and end the thread."""
-        if self._thread is not None:
+        if self._thread is not None and not self.is_forked:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
             self._thread.join()
             self._thread, self._closing = None, False
+
+    @override
+    def note_fork(self) -> None:
+        """Let the jobs that are under way fail in the fork: nobody goes on with them."""
+        super().note_fork()
+        for job in self._jobs:
+            if not job.done:
+                job.error, job.done = RuntimeError(FORKED), True
 
     def _run(self) -> None:
         failed: BaseException | None = None

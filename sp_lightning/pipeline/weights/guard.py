@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
 from sp_lightning.pipeline.torch_private import sees_torch_functions, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.graphs import run_hooks
 from sp_lightning.pipeline.weights.leaf import guarded
@@ -154,18 +155,21 @@ def stand_ins(tensor: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------- who is exempt from the guard
 
 
-class EngineAtWork:
+class EngineAtWork(OfOneProcess):
     """Scope around the engine's own work in a step: one thread at a time, unseen by the guard.
 
     It takes a lock because backward on an accelerator runs in a thread of autograd's.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.RLock()
         self._depth = 0
         self._unseen: AbstractContextManager[Any]
 
     def __enter__(self) -> None:
+        if self.is_forked:
+            raise RuntimeError(FORKED)
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
