@@ -246,6 +246,38 @@ class Frozen(Base):
         self.blocks[:2].requires_grad_(self.current_epoch > 0)
 
 
+class Thawed(Frozen):
+    """The same where that is frozen before it is attached, and thawed between batches, again and again."""
+
+    def setup(self, stage: str) -> None:
+        if not isinstance(self.trainer.strategy, DDPStrategy):  # which never averages what it finds frozen
+            self.blocks[:2].requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.blocks[:2].requires_grad_(self.global_step % 3 > 0)
+
+
+class Finetuned(Silent):
+    """A callback freezes half of it before training, and thaws that as an epoch begins."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.blocks[:2]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.blocks[2:].parameters(), *self.head.parameters()], lr=1e-2)
+
+
+class Finetunes(callbacks.BackboneFinetuning):
+    def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+        if not isinstance(trainer.strategy, DDPStrategy):
+            super().setup(trainer, module, stage)
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.freeze_before_training(module)
+        super().on_fit_start(trainer, module)
+
+
 class Watched(Descends):
     """Hooks in the first process alone look at gradients, as those of `WandbLogger.watch` do."""
 
@@ -257,9 +289,11 @@ class Watched(Descends):
 
 def modules() -> None:
     left_out_silently = type("LeftOutSilently", (LeftOut, Silent), {})  # with steps in backward
-    for make in (LeftOut, left_out_silently, InOtherOrders, Experts, Synced, Frozen, Quantized):
+    for make in (LeftOut, left_out_silently, InOtherOrders, Experts, Synced, Frozen, Thawed, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
+    for epoch in (0, 1):
+        assert_as_ddp(Finetuned, callbacks=partial(Finetunes, epoch), max_epochs=3, num_sanity_val_steps=1)
     for accumulate in (1, 2):
         assert_as_ddp(Watched, accumulate_grad_batches=accumulate, compare=assert_close_trace)
     assert_as_ddp(Adversaries)

@@ -212,6 +212,9 @@ class Engine:
                 edited = self.window.edited()
             except RuntimeError as error:  # this process may not write
                 refused = error
+            with without_torch_function():
+                learned.note_trained(self.arrangement.parameters)
+                learned.outdated |= self.stream.lacks_sums
             everyones = box.gather((edited, learned.has_news, refused))
             for _, _, refusal in everyones:
                 if refusal is not None:
