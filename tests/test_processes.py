@@ -232,7 +232,10 @@ class WithoutDropout(Silent):
 
 
 class ValidatesLate(WithoutDropout):
-    """In one process, when the other may be about to write an average to the weights."""
+    """In one process, when the other may be about to write an average to the weights; and training reads a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.blocks[0].norm.running_mean[:WIDTH])
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.05 * self.global_rank)
@@ -278,6 +281,23 @@ class Finetunes(callbacks.BackboneFinetuning):
         super().on_fit_start(trainer, module)
 
 
+class ReadsLate(Silent):
+    """One process reads what a step has left of gradients when the other has come to the next backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.unused = nn.Linear(1, 1)  # so the first process leaves nothing to the other, and adds by itself
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        time.sleep(0.1 * self.global_rank)
+        return loss
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.note("gradients", [parameter.grad for parameter in self.parameters()])
+
+
 class Watched(Descends):
     """Hooks in the first process alone look at gradients, as those of `WandbLogger.watch` do."""
 
@@ -297,6 +317,7 @@ def modules() -> None:
     for accumulate in (1, 2):
         assert_as_ddp(Watched, accumulate_grad_batches=accumulate, compare=assert_close_trace)
     assert_as_ddp(Adversaries)
+    assert_as_ddp(ReadsLate, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 
 def test_modules() -> None:
@@ -355,8 +376,12 @@ def averaged_weights() -> None:
     ways = [partial(StochasticWeightAveraging, 1e-2, swa_epoch_start=1, annealing_epochs=1, device=host)]
     if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
         ways.append(partial(callbacks.EMAWeightAveraging, decay=0.5, update_every_n_steps=1))
+
+    def compare(*traces: Trace) -> None:  # at the end the other process has its own buffers, and no average of them
+        assert_same_trace(*({k: t[k] for k in t if "end / buffer" not in k or not dist.get_rank()} for t in traces))
+
     for average in ways:
-        assert_as_ddp(ValidatesLate, callbacks=average, max_epochs=3, overfit_batches=2)
+        assert_as_ddp(ValidatesLate, callbacks=average, max_epochs=3, compare=compare)
     again = trainer(streamed(), devices=2, callbacks=[ways[-1]()])
     for _ in range(2):  # all wait for each other as often
         fit(again, WithoutDropout())

@@ -80,7 +80,10 @@ class GradientStream:
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
         if self._has_others:
-            unit.check_sum(gradient, self._turns.is_own_pass)
+            is_own_pass = self._turns.is_own_pass
+            if not is_own_pass:
+                self._turns.begin_pass()
+            unit.check_sum(gradient, is_own_pass)
         if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self._send(unit, is_last=False)
         if gradient not in self.arrived:
