@@ -232,7 +232,10 @@ class WithoutDropout(Silent):
 
 
 class ValidatesLate(WithoutDropout):
-    """In one process, when the other may be about to write an average to the weights."""
+    """In one process, when the other may be about to write an average to the weights; and training reads a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.blocks[0].norm.running_mean[:WIDTH])
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.05 * self.global_rank)
@@ -246,6 +249,55 @@ class Frozen(Base):
         self.blocks[:2].requires_grad_(self.current_epoch > 0)
 
 
+class Thawed(Frozen):
+    """The same where that is frozen before it is attached, and thawed between batches, again and again."""
+
+    def setup(self, stage: str) -> None:
+        if not isinstance(self.trainer.strategy, DDPStrategy):  # which never averages what it finds frozen
+            self.blocks[:2].requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.blocks[:2].requires_grad_(self.global_step % 3 > 0)
+
+
+class Finetuned(Silent):
+    """A callback freezes half of it before training, and thaws that as an epoch begins."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.blocks[:2]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.blocks[2:].parameters(), *self.head.parameters()], lr=1e-2)
+
+
+class Finetunes(callbacks.BackboneFinetuning):
+    def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+        if not isinstance(trainer.strategy, DDPStrategy):
+            super().setup(trainer, module, stage)
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.freeze_before_training(module)
+        super().on_fit_start(trainer, module)
+
+
+class ReadsLate(Silent):
+    """One process reads what a step has left of gradients when the other has come to the next backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.unused = nn.Linear(1, 1)  # so the first process leaves nothing to the other, and adds by itself
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        time.sleep(0.1 * self.global_rank)
+        return loss
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.note("gradients", [parameter.grad for parameter in self.parameters()])
+
+
 class Watched(Descends):
     """Hooks in the first process alone look at gradients, as those of `WandbLogger.watch` do."""
 
@@ -257,12 +309,15 @@ class Watched(Descends):
 
 def modules() -> None:
     left_out_silently = type("LeftOutSilently", (LeftOut, Silent), {})  # with steps in backward
-    for make in (LeftOut, left_out_silently, InOtherOrders, Experts, Synced, Frozen, Quantized):
+    for make in (LeftOut, left_out_silently, InOtherOrders, Experts, Synced, Frozen, Thawed, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
+    for epoch in (0, 1):
+        assert_as_ddp(Finetuned, callbacks=partial(Finetunes, epoch), max_epochs=3, num_sanity_val_steps=1)
     for accumulate in (1, 2):
         assert_as_ddp(Watched, accumulate_grad_batches=accumulate, compare=assert_close_trace)
     assert_as_ddp(Adversaries)
+    assert_as_ddp(ReadsLate, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 
 def test_modules() -> None:
@@ -321,8 +376,12 @@ def averaged_weights() -> None:
     ways = [partial(StochasticWeightAveraging, 1e-2, swa_epoch_start=1, annealing_epochs=1, device=host)]
     if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
         ways.append(partial(callbacks.EMAWeightAveraging, decay=0.5, update_every_n_steps=1))
+
+    def compare(*traces: Trace) -> None:  # at the end the other process has its own buffers, and no average of them
+        assert_same_trace(*({k: t[k] for k in t if "end / buffer" not in k or not dist.get_rank()} for t in traces))
+
     for average in ways:
-        assert_as_ddp(ValidatesLate, callbacks=average, max_epochs=3, overfit_batches=2)
+        assert_as_ddp(ValidatesLate, callbacks=average, max_epochs=3, compare=compare)
     again = trainer(streamed(), devices=2, callbacks=[ways[-1]()])
     for _ in range(2):  # all wait for each other as often
         fit(again, WithoutDropout())

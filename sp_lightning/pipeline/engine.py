@@ -217,21 +217,28 @@ class Engine:
                 edited = self.window.edited()
             except RuntimeError as error:  # this process may not write
                 refused = error
+            with without_torch_function():
+                learned.note_trained(self.arrangement.parameters)
+                learned.outdated |= self.stream.lacks_sums
             everyones = box.gather((edited, learned.has_news, refused))
             for _, _, refusal in everyones:
                 if refusal is not None:
                     raise refusal
             self.window.note_edited(everyones[0][0])  # by the process that owns the weights
             if any(has_news for _, has_news, _ in everyones):
-                learned.agree(self.module, self.arrangement.units, box)
+                learned.agree(self.module, self.arrangement.units, self._called(), box)
                 self._conclude()
 
     def _conclude(self) -> None:
         """Arrange units anew if something was learned that calls for it."""
-        members = self.arrangement.streamed_members
-        called = [members[number].unit_name for number in self.order.used()] if self.learned.order is None else []
+        called = self._called() if self.learned.order is None else []
         if self.learned.conclude(self.arrangement.units, called):
             self.rearrange(self.arrangement.autocast)
+
+    def _called(self) -> list[str]:
+        """Return the names of units that the last step has called, in the order of their calls."""
+        members = self.arrangement.streamed_members
+        return [members[number].unit_name for number in self.order.used()]
 
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.host import HostOptimizer
@@ -71,7 +71,28 @@ def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightnin
             if not waits:  # else from an earlier fit
                 trainer.callbacks.insert(place, lightning.lambda_callback(on_validation_epoch_end=_wait_for_all))
             if follows:
-                trainer.callbacks.remove(callback)
+                own = _OwnBuffers()
+                trainer.callbacks[trainer.callbacks.index(callback)] = lightning.lambda_callback(
+                    on_validation_epoch_start=own.keep, on_validation_epoch_end=own.put_back
+                )
+
+
+class _OwnBuffers:
+    """The buffers of a process that follows, while it validates with those that the first one has averaged.
+
+    It goes on with its own, as under DDP, where each process has swapped them with an average.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def keep(self, _: Any, module: nn.Module) -> None:
+        self._kept = [buffer.clone() for buffer in module.buffers()]
+
+    def put_back(self, _: Any, module: nn.Module) -> None:
+        for buffer, kept in zip(module.buffers(), self._kept, strict=True):
+            buffer.copy_(kept)
+        self._kept = []
 
 
 def _wait_for_all(trainer: Any, _: Any) -> None:

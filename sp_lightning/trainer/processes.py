@@ -39,7 +39,8 @@ class ProcessesMixin(StrategyPart):
         self.timeout = timeout
         self.num_nodes = 1
         self.processes = None
-        self._buffers_due = False
+        self._buffers_due = False  # whether DDP would send the first process's buffers before the next step
+        self._meeting_due = False  # whether weights may have changed, which all have to see
 
     @property
     @override
@@ -141,13 +142,13 @@ class ProcessesMixin(StrategyPart):
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
-        self._buffers_due = trains
+        self._buffers_due = self._meeting_due = trains
         if self.processes is not None:
             self.processes.trains = trains
 
     def weights_may_change(self) -> None:
         """Note that callbacks of a fit are about to write to weights, or have, besides the optimizer."""
-        self._buffers_due |= self.processes is not None and self.processes.trains
+        self._meeting_due |= self.processes is not None and self.processes.trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
         """Have all processes see what the first has changed, in the first step after one that changed weights.
@@ -157,8 +158,10 @@ class ProcessesMixin(StrategyPart):
         if self.processes is not None:
             if self._buffers_due:
                 self.processes.broadcast(pipeline.module.buffers())
+            if self._meeting_due:
                 pipeline.meet_processes()
             self._buffers_due = torch.is_grad_enabled() and self.processes.averages and self.processes.trains
+            self._meeting_due = self._buffers_due
 
     @property
     def _is_connected(self) -> bool:

@@ -68,6 +68,7 @@ class GradientStream:
         landing.serve(units)
         self.arrived: dict[Gradient, bool] = {}
         self._has_others = processes is not None
+        self._is_summed = is_summed
         # to add to sums that other processes have, too
         self._turns = Turns(self._units, window.backend, landing, processes)
 
@@ -80,7 +81,10 @@ class GradientStream:
         if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
             raise refusal(weight, tensor)
         if self._has_others:
-            unit.check_sum(gradient, self._turns.is_own_pass)
+            is_own_pass = self._turns.is_own_pass
+            if not is_own_pass:
+                self._turns.begin_pass()
+            unit.check_sum(gradient, is_own_pass)
         if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
             self._send(unit, is_last=False)
         if gradient not in self.arrived:
@@ -276,6 +280,11 @@ class GradientStream:
     def settled(self) -> bool:
         """Whether the engine has no gradients that nobody has asked for, so that anybody may read `.grad`."""
         return all(unit.state is State.EMPTY for unit in self._units)
+
+    @property
+    def lacks_sums(self) -> bool:
+        """Whether a weight is trained now that has no sum over processes, as it was frozen when units were arranged."""
+        return self._is_summed and any(unit.lacks_a_sum() for unit in self._units)
 
     def settle(self) -> None:
         """Wait until every gradient has landed and been added."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
-from sp_lightning.pipeline.gradients.unit_gradients import Shipment, State, UnitGradients
+from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
@@ -35,11 +35,34 @@ class Turns:
         self._backend = backend
         self._landing = landing
         self._processes = processes
+        self._has_begun = False  # whether a pass of all processes is under way
+        self._later: list[Ticket] = []  # done when processes of higher ranks have begun it, too
 
     @property
     def is_own_pass(self) -> bool:
         """Whether the backward pass is this process's own, as in evaluation."""
         return self._processes is None or not self._processes.trains
+
+    def begin_pass(self) -> None:
+        """Begin a pass of all processes, if none is under way.
+
+        From now on nobody reads here what earlier passes have left in the sums, so lower ranks, whose turns come first,
+        may write to them. What the user still has of it is copied before.
+        """
+        if self._has_begun or self._processes is None:
+            return
+        self._has_begun, box = True, self._processes.box
+        reading: list[Ticket] = []  # of clips, which look at sums
+        for unit, sums in self._summed:
+            for gradient in unit.gradients:
+                is_used = gradient.scaling is not NO_SCALING or gradient.is_seen
+                if gradient.host is not None and is_used and not sums.is_partial:
+                    unit.show(gradient)
+            if unit.ticket is not None:
+                reading.append(unit.ticket)
+        box.passes += 1
+        self._later = box.begun_by_others(box.passes)
+        self._backend.work(partial(box.note_begun, box.passes), reading)
 
     def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> Shipment:
         """Have the thread add what is on its way when it is this process's turn, which may be over then."""
@@ -102,7 +125,8 @@ class Turns:
                 sums.pass_on(number)
 
         moved = 0 if to_leave is not None else 2 * sum(arrived.nbytes for arrived in parts.values())
-        after = [sums.turn(), *(ticket for ticket in tickets if ticket is not None)]
+        self._later = [ticket for ticket in self._later if not ticket.done]
+        after = [sums.turn(), *self._later, *(ticket for ticket in tickets if ticket is not None)]
         unit.ticket = self._backend.work(add, after, moved, None if buffer is None else buffer.release)
         unit.state = State.HELD
         self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, unit.ticket)
@@ -113,6 +137,7 @@ class Turns:
 
         If it `averages`, the sums are complete with it, and what everybody has.
         """
+        self.begin_pass()
         for unit, sums in self._summed:
             for gradient in unit.gradients:
                 gradient.take_look_back()
@@ -124,6 +149,7 @@ class Turns:
                 unit.wait()  # raises what has gone wrong here
             unit.ticket = sums.complete()
             sums.end_pass(is_partial=not averages)
+        self._has_begun = False
         if not averages:
             return
         left = [(unit, sums) for unit, sums in self._summed if unit.state is not State.CONSUMED]

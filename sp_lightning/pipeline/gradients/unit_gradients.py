@@ -181,6 +181,11 @@ class UnitGradients:
             self.kept_as = self._sum_layout
         return self.own().views(self.kept_as)[0][index]
 
+    def lacks_a_sum(self) -> bool:
+        """Tell whether a weight requires a gradient that has no sum over processes."""
+        summed = {} if self.sums is None else self.sums.index
+        return any(IS_TRAINED(gradient) and gradient.weight not in summed for gradient in self.gradients)
+
     def check_sum(self, gradient: Gradient, is_own_pass: bool) -> None:
         """Check that a gradient that has come may be a part of the sum over processes, or of none in a pass of its own.
 
@@ -199,7 +204,8 @@ class UnitGradients:
         if sums is None or gradient.weight not in sums.index:
             raise RuntimeError(
                 f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of this machine "
-                "last met. Freeze and thaw weights between steps of the optimizer."
+                "last met. Thaw weights between two steps of the optimizer, and before the next begins, as in "
+                "`on_train_batch_start`; in a loop of your own, before `meet_processes()`."
             )
         if sums.is_over:
             raise RuntimeError(

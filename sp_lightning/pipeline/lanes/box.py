@@ -45,6 +45,8 @@ class Box:
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
         # what of the others' memory was opened, with its number in the system
         self._opened: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        self.passes = 0  # number of backward passes of all that this process has begun; and what each tells of that
+        self._begun = self.share(self.count * torch.int64.itemsize, ["passes"]).bytes.view(torch.int64)
 
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
         """Return new memory that all processes have.
@@ -104,6 +106,14 @@ class Box:
             memory = _open(str(place), status.st_size)
             self._opened[rank, file] = status.st_ino, memory
         return memory
+
+    def note_begun(self, number: int) -> None:
+        """Tell the others that this process has begun a backward pass of all of them."""
+        self._begun[self.rank] = number
+
+    def begun_by_others(self, number: int) -> list[Ticket]:
+        """Return tickets that are done when processes of higher ranks have begun a pass, too."""
+        return [_Reached(self, self._begun[rank], number) for rank in range(self.rank + 1, self.count)]
 
     def meet(self, steps: int = 0) -> None:
         """Wait until all processes have come here.

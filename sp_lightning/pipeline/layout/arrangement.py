@@ -92,14 +92,20 @@ class Learned:
         """Whether something was learned since that was last concluded."""
         return self.outdated or not self.lowered - self.used_as_is <= self._sent_lowered
 
-    def agree(self, module: nn.Module, units: Sequence[Unit], box: Box) -> None:
-        """Learn what any process has that shares the weights: their memory is arranged alike in all of them."""
+    def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], box: Box) -> None:
+        """Learn what any process has that shares the weights: their memory is arranged alike in all of them.
+
+        All expect the first one's order of units, as each may have left out others in its first step.
+        """
         self._explain_outside(units)
         parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
         sets = self.used_outside, self.lowered, self.used_as_is
         own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
         divided = [name for name, each in modules.items() if each in self.divided]
-        for others, others_divided, outdated in box.gather((own, divided, self.outdated)):
+        order = list(dict.fromkeys(called)) if self.order is None else self.order
+        everyones = box.gather((own, divided, self.outdated, order))
+        self.order = everyones[0][-1]
+        for others, others_divided, outdated, _ in everyones:
             for known, names in zip(sets, others, strict=True):
                 known.update(id(parameters[name]) for name in names)
             self.divided += [modules[name] for name in others_divided if modules[name] not in self.divided]
