@@ -578,7 +578,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "auto"])
 @pytest.mark.usefixtures("without_collector")
 def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
     """A saved output that held its own node would keep itself alive for good."""
@@ -595,7 +595,7 @@ def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
         for backward in (False, True):
             with pipe.step():
                 loss = model(Run.rows(0)).square().mean()
-                assert pipe.stats.activation_bytes > 0
+                assert (pipe.stats.activation_bytes > 0) is (policy != "auto"), "which counts only what it measures"
                 if backward:
                     loss.backward()
                 del loss

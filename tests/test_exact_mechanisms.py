@@ -142,8 +142,9 @@ class KeepsHidden(Chain):
         return x
 
 
+@pytest.mark.parametrize("debug", [True, False], ids=["counted", "not counted"])
 @pytest.mark.parametrize("where", ["inside a unit", "between forward and backward"])
-def test_activations_changed_in_place_raise(where: str) -> None:
+def test_activations_changed_in_place_raise(where: str, debug: bool) -> None:
     """Hooks that hand an activation through must keep autograd's version check alive."""
 
     def build() -> nn.Module:
@@ -159,7 +160,7 @@ def test_activations_changed_in_place_raise(where: str) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.step():
             edited_step(run)
 
-    assert_same_story(story, build)
+    assert_same_story(story, build, debug=debug)
 
 
 # ------------------------------------------------------------------------------------ gradients asked for in other ways
