@@ -199,8 +199,8 @@ def cached(base: Any) -> type:
 
 def forward_of_the_instance(base: Any) -> type:
     class Made(base):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             self.forward = partial(multiplied, self, 1.5)
 
     return Made
@@ -218,6 +218,9 @@ SHAPES: dict[str, Callable[[Any], type]] = {
         forward_of_the_instance,
     )
 }  # fmt: skip
+
+WITH_ARGUMENTS = sorted(SHAPES.keys() - {"dataclass"})
+"""Those that a class may have which is made with arguments."""
 
 
 def shaped(base: type, shape: str) -> type:

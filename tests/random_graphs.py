@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline.options import ActivationPolicy
 
+from .class_shapes import WITH_ARGUMENTS, shaped
 from .helpers import Plan, autocast_forgets_gradients, why_no_lstm_in_bf16
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, LoRALinear, Stashing, rows
@@ -140,18 +142,35 @@ NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
 }
 
 
-def build(tree: Tree, pool: list[nn.Module]) -> nn.Module:
+def run_under(dtype: torch.dtype | None, parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """While torch's default dtype is another one, as Lightning has it around a step in half precision."""
+    with default_dtype(dtype):
+        return run_chain(parts, x)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(tree: Tree, pool: list[nn.Module], shape: str | None = None) -> nn.Module:
     """The module that a tree describes; ``pool`` holds the leaves so far, from which some are used again."""
+    leaf = Leaf if shape is None else shaped(Leaf, shape)
     name, *arguments = tree
     if name == "leaf":
-        pool.append(Leaf(arguments[0]))
+        pool.append(leaf(arguments[0]))
         return pool[-1]
     if name == "again":
         return pool[arguments[0] % len(pool)] if pool else nn.Identity()
     if name == "frozen":
-        return build(arguments[0], pool).requires_grad_(False)
-    parts = [build(child, pool) for child in arguments[0]]
-    return Node([*parts, Leaf("view")] if name == "inplace" else parts, NODES[name])
+        return build(arguments[0], pool, shape).requires_grad_(False)
+    parts = [build(child, pool, shape) for child in arguments[0]]
+    return Node([*parts, leaf("view")] if name == "inplace" else parts, NODES[name])
 
 
 def trees() -> st.SearchStrategy[Tree]:
@@ -177,6 +196,18 @@ def units_are_nodes(name: str, module: nn.Module) -> bool:
     return isinstance(module, Leaf) or (name.count(".") == 1 and isinstance(module, Node))
 
 
+def forest(trees: list[Tree], shape: str | None, dtype_in_forward: torch.dtype | None) -> nn.Module:
+    """A model of trees one after the other."""
+    pool: list[nn.Module] = []
+    head = nn.Linear(WIDTH, WIDTH)  # never frozen: something always has a gradient
+    first = build(("leaf", "block"), [], shape)
+    return Node([first, *(build(tree, pool, shape) for tree in trees), head], partial(run_under, dtype_in_forward))
+
+
+SHAPE = st.sampled_from([None, *WITH_ARGUMENTS])
+DTYPE_IN_FORWARD = st.sampled_from([None, torch.bfloat16, torch.float64])
+
+
 @dataclass(frozen=True)
 class Example:
     """All that is random in one example."""
@@ -190,14 +221,15 @@ class Example:
     mixed: bool  # each call draws a policy of its own
     lag: float  # seconds that each job on the host takes longer
     plan: Plan
+    shape: str | None = None  # of the leaves' classes
+    dtype: torch.dtype | None = None  # torch's default dtype, all the time
+    dtype_in_forward: torch.dtype | None = None
 
     def case(self) -> Case:
         return Case("random", self.model, rows, loss=of_some_magnitude, units=self.units, streams=False)
 
     def model(self) -> nn.Module:
-        pool: list[nn.Module] = []
-        head = nn.Linear(WIDTH, WIDTH)  # never frozen: something always has a gradient
-        return Node([Leaf("block"), *(build(tree, pool) for tree in self.trees), head], run_chain)
+        return forest(self.trees, self.shape, self.dtype_in_forward)
 
 
 def of_some_magnitude(output: Tensor, batch: tuple[Tensor]) -> Tensor:
@@ -220,10 +252,11 @@ def examples(draw: st.DrawFn) -> Example:
     policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
     activations = draw(st.sampled_from(get_args(ActivationPolicy)))
     room = draw(st.sampled_from([None, 0, 4_000, 20_000]))
-    forest = draw(st.lists(trees(), min_size=1, max_size=4))
-    if "reentrant" in str(forest) and AUTOCAST_FORGETS_GRADIENTS:
+    drawn = draw(st.lists(trees(), min_size=1, max_size=4))
+    if "reentrant" in str(drawn) and AUTOCAST_FORGETS_GRADIENTS:
         plan = replace(plan, cast_cache=False)
-    if "lstm" in str(forest) and why_no_lstm_in_bf16() is not None:
+    if "lstm" in str(drawn) and why_no_lstm_in_bf16() is not None:
         plan = replace(plan, autocast=False)
     k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))
-    return Example(forest, k, k_prime, policy, activations, room, mixed, lag, plan)
+    surroundings = draw(SHAPE), draw(st.sampled_from([None, torch.float64])), draw(DTYPE_IN_FORWARD)
+    return Example(drawn, k, k_prime, policy, activations, room, mixed, lag, plan, *surroundings)

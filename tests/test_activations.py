@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy
 import pytest
@@ -28,8 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.policy import RECOMPUTING, AutoPolicy
+from sp_lightning.pipeline.activations.policy import RECOMPUTING
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning import AutoPlanner
 
@@ -578,7 +577,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "auto"])
 @pytest.mark.usefixtures("without_collector")
 def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
     """A saved output that held its own node would keep itself alive for good."""
@@ -595,7 +594,7 @@ def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
         for backward in (False, True):
             with pipe.step():
                 loss = model(Run.rows(0)).square().mean()
-                assert pipe.stats.activation_bytes > 0
+                assert (pipe.stats.activation_bytes > 0) is (policy != "auto"), "which counts only what it measures"
                 if backward:
                     loss.backward()
                 del loss
@@ -621,17 +620,6 @@ def test_choosing_is_exact(name: str, room: int, monkeypatch: pytest.MonkeyPatch
     with_room(monkeypatch, room)
     options = PipelineOptions(k=2, k_prime=1, debug=True)
     assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=True, steps=4), planner=AutoPlanner())
-
-
-@pytest.mark.parametrize("name", ["gpt2-tied", "vit", "siamese", "two-graphs", "gan", "structured-outputs"])
-def test_any_mixture_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a unit draws what happens to its activations."""
-    chance = random.Random(0)
-    with_room(monkeypatch, 0)
-    monkeypatch.setattr(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy)))
-    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 0)
-    options = PipelineOptions(k=2, k_prime=1, debug=True)
-    assert_exact(CASES[name], options, Plan.of(CASES[name], steps=4))
 
 
 def train_with_room(

@@ -88,14 +88,6 @@ def test_the_file_is_what_plain_training_writes(tmp_path):
     assert state["blocks.0.up.weight"].data_ptr() == state["blocks.2.up.weight"].data_ptr(), "tied weights are one"
 
 
-def test_the_file_loads_without_the_package(tmp_path):
-    _, module = trained(streamed(), tmp_path / "a.ckpt")
-    loaded = Tied.load_from_checkpoint(tmp_path / "a.ckpt")
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-    assert torch.load(tmp_path / "a.ckpt", weights_only=True, map_location="cpu")["state_dict"]
-
-
 @pytest.mark.parametrize("first", STRATEGIES)
 @pytest.mark.parametrize("second", STRATEGIES)
 def test_resume_in_both_directions(tmp_path, first, second):

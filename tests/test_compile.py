@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -460,18 +459,6 @@ def test_blocks_that_are_compiled_while_attached(graphs: CompileCounterWithBacke
         assert pipe.stats.loads > 0
 
 
-def test_a_model_compiled_whole(graphs: CompileCounterWithBackend) -> None:
-    """Its graph breaks at each unit, without a warning, and units share one; the engine's code is in none."""
-    model = chain(12)
-    whole = torch.compile(model)
-    with attached(whole, debug=False), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            whole(Run.rows(0).requires_grad_()).sum().backward()
-    assert not about_compiling(told)
-    assert graphs.frame_count == 1
-
-
 def about_compiling(told: list[warnings.WarningMessage]) -> list[str]:
     """What was warned of that a user would blame on the engine."""
     words = ("Dynamo", "torch.compile", "graph break", "superpipeline")
@@ -489,22 +476,3 @@ def test_a_whole_graph_of_the_model_is_refused() -> None:
         whole = torch.compile(model.forward, fullgraph=True, backend="eager")
         with pytest.raises(torch._dynamo.exc.Unsupported, match="superpipeline|sp_lightning"):
             whole(Run.rows(0))
-
-
-def test_a_model_compiled_inside_of_a_lightning_module() -> None:
-    """It streams. Lightning refuses what is compiled around a LightningModule (hazard 25), see test_strategy.py."""
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.compile(chain(3), backend="eager")
-
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return self.model(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    strategy = SuperpipelineStrategy(k=1, units="Block")
-    data = torch.utils.data.DataLoader(torch.randn(8, WIDTH), batch_size=4)
-    L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, barebones=True).fit(Module(), data)

@@ -285,15 +285,6 @@ def test_no_host_synchronization_in_evaluation() -> None:
         assert pipe.stats.host_syncs == 0
 
 
-def test_a_known_order_is_prefetched() -> None:
-    """In the steady state nearly every load was started before it was needed."""
-    with streaming(blocks(), 3, warm_up=3) as (pipe, optimizer):
-        for _ in range(3):
-            train_step(pipe, optimizer)
-        assert pipe.stats.loads == 3 * (2 * BLOCKS - 3)
-        assert pipe.stats.misses <= 3
-
-
 class Called(nn.Module):
     """Its blocks are called in an order of their own."""
 
@@ -368,34 +359,6 @@ def test_device_memory_never_exceeds_the_slots(k: int, k_prime: int) -> None:
         assert summary.model_bytes == weight_bytes(model)
         slots = summary.device_bytes - summary.resident_bytes
         assert k * weight_bytes(model.blocks[0]) <= slots < 1.1 * k * weight_bytes(model.blocks[0])
-
-
-def test_two_slots_save_most_of_the_memory() -> None:
-    """k=2 on a model of twelve blocks takes at least 70 % less on the device than the whole model."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(40, WIDTH)
-            self.blocks = nn.ModuleList(Block(WIDTH, HIDDEN) for _ in range(BLOCKS))
-            self.norm = nn.LayerNorm(WIDTH)
-            self.head = nn.Linear(WIDTH, 40)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    model = Model()
-    with attached(model, k=2, units=None) as pipe:
-        for _ in range(2):
-            with pipe.step():
-                model(torch.randint(0, 40, (2, 8))).square().mean().backward()
-        summary = pipe.summary()
-        assert pipe.stats.loads > 0
-        assert summary.model_bytes == weight_bytes(model)
-        assert summary.device_bytes <= 0.3 * summary.model_bytes, str(summary)
 
 
 def test_python_calls_of_a_unit_in_a_step() -> None:

@@ -33,7 +33,6 @@ from .helpers import (
     attached,
     lightning_reference,
     lightning_run,
-    note_gradients,
     sgd,
 )
 from .pipeline.parts import bytes_lent
@@ -44,7 +43,7 @@ from .zoo.blocks import Block, Chain, chain
 ENTRIES = [
     "gpt2-tied", "bert", "t5", "mixtral", "lstm", "nn-transformer-encoder", "gpt2-checkpoint-plain", "vit", "swin",
     "resnet50", "channels-last", "unet", "siamese", "input-gradient-penalty", "lora", "stochastic-depth",
-    "frozen-encoder", "checkpoint-inside-reentrant", "two-graphs", "gan", "inplace-residual-on-view",
+    "frozen-encoder", "checkpoint-inside-reentrant", "two-graphs", "two-losses", "gan", "inplace-residual-on-view",
     "inplace-on-input", "weight-on-ctx-and-inplace-view", "structured-outputs", "maml",
     "spectral-norm-parametrization", "embedding-max-norm", "complex-and-float64",
 ]  # fmt: skip
@@ -334,21 +333,6 @@ def test_offloaded_bytes_are_those_of_saved_tensors() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- stories
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_retained_graph_runs_twice(k: int) -> None:
-    def story(run: Run) -> None:
-        for step in range(2):
-            with run.step():
-                loss = run.model(run.rows(step)).square().mean()
-                loss.backward(retain_graph=True)
-                loss.backward()
-            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
-        if run.pipe is not None:
-            assert run.pipe.stats.fetched_bytes > 0
-
-    assert_same_story(story, partial(chain, 6), k=k, activations="offload")
 
 
 def test_memory_of_a_graph_without_a_backward_is_freed() -> None:

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.options import Policy
 
 from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
-from .random_graphs import Example, examples, units_are_leaves, units_are_nodes
+from .random_graphs import Example, default_dtype, examples, units_are_leaves, units_are_nodes
 
 # Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
 TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
@@ -62,7 +62,8 @@ FROZEN_IN_A_CHECKPOINT = replace(
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
-    check(example, reference_of(example.case(), example.plan))
+    with default_dtype(example.dtype):
+        check(example, reference_of(example.case(), example.plan))
 
 
 def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from sp_lightning import SuperpipelineStrategy, superpipeline
 from sp_lightning.pipeline import WindowPlan
 from sp_lightning.trainer.steps import out_of_memory_explained
 
-from .lightning_modules import Base, assert_plain, assert_same_training, fit, loader, trainer
+from .lightning_modules import Base, assert_plain, fit, trainer
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -86,17 +85,6 @@ def test_other_errors_are_left_alone(error):
     with pytest.raises(type(error)) as raised:
         fit(trainer(SuperpipelineStrategy()), Exhausted("training", error))
     assert raised.value is error
-
-
-@pytest.mark.parametrize("where", ["training", "backward"])
-def test_training_goes_on_in_another_fit(where):
-    def drive(trainer: L.Trainer, module: Exhausted) -> None:
-        with pytest.raises(torch.OutOfMemoryError):
-            fit(trainer, module)
-        module.zero_grad()
-        trainer.fit(module, loader())
-
-    assert_same_training(lambda: Exhausted(where), drive)
 
 
 @pytest.mark.parametrize(

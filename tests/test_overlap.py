@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.trainer.precision import HostGradScaler
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, note_state, slow_host
@@ -52,22 +51,6 @@ def rows(seed: int, count: int = 5) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------- plain loops
-
-
-def test_host_bytes_in_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, 2 + 4, and 2 for gradients, of which a part is there: they pass through already."""
-    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: False)
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)]).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))
-    try:
-        loss = model(torch.ones(2, 256, dtype=torch.bfloat16)).square().mean()
-        with pipeline.optimizers.stepping_in_backward(optimizer):
-            loss.backward()
-        optimizer.step()
-        assert 6 < pipeline.summary().host_bytes_per_parameter <= 6.5
-    finally:
-        pipeline.detach()
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -27,18 +27,6 @@ def test_bit_equal(precision):
     assert trace["end / weight / head.weight"].dtype == dtypes.get(precision, torch.float32)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_16_mixed_is_bit_equal(accumulate, clip):
-    """Built by hand: on the CPU Lightning turns the string into bf16-mixed."""
-
-    def arguments() -> dict[str, Any]:
-        plugin = MixedPrecision("16-mixed", "cpu")
-        return {"plugins": plugin, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
-
-    assert_same_training(Base, arguments=arguments)
-
-
 def test_scalers_of_a_users_own_class():
     class Own(torch.amp.GradScaler):
         pass

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
-from .helpers import assert_same_trace
 from .lightning_modules import (
     WIDTH,
     Base,
@@ -23,7 +22,6 @@ from .lightning_modules import (
     assert_same_training,
     fit,
     loader,
-    note_end,
     plain,
     streamed,
     trainer,
@@ -89,19 +87,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "scheduled by epoch": scheduled("epoch"),
     "scheduled by a monitor": plateau,
 }
-
-
-class Reinitializing(Base):
-    """Finds layers by their classes, while the pipeline is attached."""
-
-    def on_train_epoch_start(self) -> None:
-        kinds = {Block: 1, nn.Linear: 2}
-        self.note("kinds", torch.tensor([kinds.get(module.__class__, 0) for module in self.modules()]))
-        self.apply(self.reinitialize)
-
-    def reinitialize(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
 
 
 class Gan(Base):
@@ -248,30 +233,6 @@ def test_any_k(k):
     assert_same_training(k=k)
 
 
-def test_by_name():
-    def fit_once(strategy: Any) -> Any:
-        torch.manual_seed(11)
-        module, ours = Base(), trainer(strategy)
-        fit(ours, module)
-        return note_end(module, ours)
-
-    assert_same_trace(fit_once(plain()), fit_once("superpipeline"))
-
-
-@pytest.mark.parametrize(("k", "streams"), [(2, True), (100, False)])
-def test_units_are_streamed_in_a_fit(k, streams):
-    class Counting(callbacks.Callback):
-        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.stats, self.plan = trainer.strategy.pipeline.stats, trainer.strategy.pipeline.summary()
-
-    counting = Counting()
-    fit(trainer(streamed(k=k), callbacks=counting, limit_val_batches=0), Base())
-    units = counting.plan.units
-    assert units >= 4
-    assert counting.stats.loads / 12 == pytest.approx(2 * units - k if streams else units, abs=0.5)
-    assert counting.stats.resets == counting.stats.heals == 0
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedulers(name):
     assert_same_training(configured(OPTIMIZERS[name]))
@@ -280,11 +241,6 @@ def test_optimizers_and_schedulers(name):
 @pytest.mark.parametrize("kind", [Gan, Accumulating, Penalty, Late])
 def test_modules(kind):
     assert_same_training(kind)
-
-
-def test_layers_are_found_by_their_classes():
-    trace = assert_same_training(Reinitializing)
-    assert {1, 2} <= set(trace["kinds 0 / output 0"].tolist())
 
 
 @pytest.mark.parametrize(("precision", "activations"), [("32-true", "recompute"), ("bf16-mixed", "keep")])
@@ -315,20 +271,6 @@ def test_backward_passes_within_a_training_step(kind, activations, precision):
 )
 def test_trainer_arguments(arguments):
     assert_same_training(arguments=lambda: arguments)
-
-
-def test_barebones():
-    class Silent(Base):
-        """Barebones refuses `self.log`."""
-
-        def log(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-    def arguments() -> dict[str, Any]:
-        off = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "num_sanity_val_steps": None}
-        return {"barebones": True, "enable_model_summary": None, **off}
-
-    assert_same_training(Silent, lambda trainer, module: trainer.fit(module, loader()), arguments)
 
 
 def evaluate(ours: L.Trainer, module: Base) -> Any:

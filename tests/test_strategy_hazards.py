@@ -241,14 +241,8 @@ def hooked(**hooks: Callable[..., Any]) -> type[Base]:
     return type("Hooked", (Base,), hooks)
 
 
-def toggle(module: Base, batch: Any, batch_idx: int) -> None:
-    for index, block in enumerate(module.blocks):
-        block.requires_grad_((batch_idx + index) % 2 == 0)
-
-
 HOOKS = {
     "11, callbacks are dropped, as by tuners": {"on_fit_start": lambda m: setattr(m.trainer, "callbacks", [])},
-    "19, requires_grad changes": {"on_train_batch_start": toggle},
     "20, zeros and None": {"optimizer_zero_grad": lambda m, epoch, i, optimizer: optimizer.zero_grad(i % 2 == 0)},
 }
 

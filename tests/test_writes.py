@@ -190,34 +190,6 @@ def test_buffers(name: str, elements: int, activations: str) -> None:
     assert_same_story(train, lambda: Chain([blocks() for _ in range(4)]), activations=activations)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_weights_that_are_swapped_for_averages_and_back_past_their_versions(steps: int, activations: str) -> None:
-    """As averaging callbacks do around a validation, in which some units are still on the device and others are not."""
-
-    def story(run: Run) -> None:
-        optimizer = SGD(run.model.parameters(), 0.1)
-        averages = [parameter.detach().clone() for parameter in run.model.parameters()]
-
-        def swap() -> None:
-            for parameter, average in zip(run.model.parameters(), averages, strict=True):
-                kept = parameter.data.clone()
-                parameter.data.copy_(average)
-                average.copy_(kept)
-
-        for epoch in range(3):
-            for step in range(steps):
-                run.normal_step(f"{epoch} / {step}", optimizer, step)
-            swap()
-            run.evaluate(f"{epoch} / averaged")
-            swap()
-            for parameter, average in zip(run.model.parameters(), averages, strict=True):
-                average.lerp_(parameter.data, 0.1)
-
-    for k in (1, 2, 3):
-        assert_same_story(story, chain, k=k, activations=activations)
-
-
 def test_a_weight_with_other_memory_is_used_outside_of_its_unit() -> None:
     """`vector_to_parameters` lays all weights in one vector; a penalty then asks for one in the middle of a step."""
 

@@ -57,8 +57,3 @@ def test_all_fit_where_the_window_is_wide_enough() -> None:
     offsets, arena = place_in_arena([3, 1, 2], 3)
     assert arena == 6
     assert len(set(offsets)) == 3
-
-
-def test_one_slot() -> None:
-    """k = 1: all pieces lie at the beginning of one place, as large as the largest."""
-    assert place_in_arena([1, 5, 2], 1) == ([0, 0, 0], 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.pipeline import Backend, Stats
 from sp_lightning.pipeline.activations import offload as offload_module
@@ -320,28 +318,3 @@ def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
     scene.offloader.abandon()
     with pytest.raises(OSError, match="on purpose"):
         z.sum().backward()
-
-
-def test_nothing_is_held_after_close(scene: Scene) -> None:
-    """That backward says so then, `test_pipeline.py` shows."""
-    scene.call(exp(large()))
-    scene.call(exp(large()))
-    scene.offloader.close()
-    assert scene.pool.held == 0
-
-
-def test_everything_is_freed_by_reference_counting(scene: Scene) -> None:
-    """No cycles: neither device memory nor the host's waits for Python's collector."""
-    gc.disable()
-    try:
-        for _ in range(3):
-            y, bundle = scene.call(exp(large()))
-            memory = StorageWeakRef(y.untyped_storage())
-            del y
-            scene.packed.clear()
-            assert not memory.expired(), "held as long as it leaves"
-            scene.call(exp(large()))
-            assert bundle.alive() == []
-            assert memory.expired()
-    finally:
-        gc.enable()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from sp_lightning.pipeline import AcceleratorBackend
 from sp_lightning.pipeline.activations.memory import Footprint, Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import AutoPolicy
@@ -59,18 +57,6 @@ def test_the_second_step_is_measured_and_what_was_measured_follows_its_policy() 
     auto.policies = {"a": "keep", "b": "offload"}
     assert measure(auto, 1) == ["keep", "offload", "recompute"]
     assert auto.footprints() == dict.fromkeys("abc", CALL)
-
-
-def test_a_larger_call_is_measured_again() -> None:
-    """Smaller ones count no more, whatever comes later."""
-    auto = auto_policy()
-    measure(auto)
-    auto.policies = dict.fromkeys("abc", "keep")
-    twice = Footprint(20, 200, 200, 220, True)
-    assert (measure(auto, 1), auto.input_bytes) == (["keep"] * 3, 3 * 8)
-    assert (measure(auto, 1, rows=4, call=twice), auto.input_bytes) == (["recompute"] * 3, 3 * 16)
-    assert auto.footprints() == dict.fromkeys("abc", twice)
-    assert measure(auto, 1, rows=3) == ["keep"] * 3
 
 
 def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute() -> None:
@@ -167,30 +153,3 @@ def test_memory_for_operations_is_left_free() -> None:
     assert (auto.turn_bytes, auto.outside_bytes) == (250, 0)
     working = [footprint.working for footprint in auto.footprints().values()]
     assert working == [140] * 3, "as much for each as for the one that takes most"
-
-
-def test_what_cannot_run_again_follows_its_unit_in_another_way() -> None:
-    auto = auto_policy()
-    measure(auto, call=CALL._replace(repeatable=False))
-    for prescribed, followed in [("recompute", "keep"), ("recompute_offload", "offload"), ("offload", "offload")]:
-        auto.policies = dict.fromkeys("abc", prescribed)
-        assert measure(auto, 1) == [followed] * 3
-
-
-@pytest.mark.parametrize(
-    ("fraction", "total", "free"), [(None, 1000, 130), (1.0, 1000, 130), (0.05, 50, 30), (0.01, 10, 0)]
-)
-def test_free_memory_of_a_device(fraction: float | None, total: int, free: int) -> None:
-    """What the device has, and what torch's allocator holds and does not use; no more than the process may take."""
-    api = SimpleNamespace(
-        mem_get_info=lambda device: (100, 1000),
-        memory_reserved=lambda device: 50,
-        memory_allocated=lambda device: 20,
-        max_memory_allocated=lambda device: 20,
-        memory_stats=lambda device: {},
-    )
-    if fraction is not None:
-        api.get_per_process_memory_fraction = lambda device: fraction
-    backend = object.__new__(AcceleratorBackend)
-    backend._api, backend.device, backend._former_peak = api, torch.device("cuda", 0), 0
-    assert backend.memory()[:2] == (total, free)

@@ -26,7 +26,7 @@ from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
 from ...processes import in_processes
-from ...random_graphs import Example, examples
+from ...random_graphs import Example, default_dtype, examples
 from ...zoo.blocks import WIDTH, Block
 from ...zoo.quantized import Int8Linear
 from ..parts import PendingTicket, RecordingBackend
@@ -74,7 +74,8 @@ def random_graphs() -> None:
             debug=True,
         )
         accumulate, clip = example.plan.accumulate, example.plan.clip
-        assert_averages(example.model, options, accumulate=accumulate, clip=clip, in_backward=clip is None)
+        with default_dtype(example.dtype):
+            assert_averages(example.model, options, accumulate=accumulate, clip=clip, in_backward=clip is None)
 
 
 def test_random_graphs() -> None:

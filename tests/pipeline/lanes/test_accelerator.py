@@ -57,6 +57,10 @@ def test_device_memory(pretended: MagicMock) -> None:
     pretended.get_per_process_memory_fraction.return_value = 2 / 7
     memory = backend.memory()
     assert memory.free + memory.allocated == memory.total == 2 << 20
+    pretended.get_per_process_memory_fraction.return_value = 1e-4
+    assert backend.memory().free == 0, "torch holds more than the process may take"
+    del pretended.get_per_process_memory_fraction  # as on devices of other makers
+    assert backend.memory().total == 7 << 20
     backend.close()
 
 

@@ -130,19 +130,6 @@ def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
         assert not memory.any()
 
 
-def test_delays_are_those_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A race that shows with one seed shows again."""
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    for _ in range(2):
-        with host_backend(max_delay=0.5, seed=3) as backend:
-            for _ in range(4):
-                backend.upload(filled(0), filled(1)).join()
-    assert slept[:4] == slept[4:]
-    assert len(set(slept)) == 4
-    assert all(0 <= delay <= 0.5 for delay in slept)
-
-
 def test_threads_are_there_from_the_first_copy_until_close() -> None:
     """A pipeline that is only looked at starts none; one that is closed can go on."""
     with host_backend(max_delay=0.005) as backend:
@@ -158,22 +145,6 @@ def test_threads_are_there_from_the_first_copy_until_close() -> None:
             assert names() == set()
             assert set(target.tolist()) == {value}
             assert worked == [1]
-
-
-def test_a_copy_after_failed_work_fails() -> None:
-    """The masters may be half stepped."""
-
-    def fail() -> None:
-        raise ArithmeticError("the optimizer is lost")
-
-    with host_backend() as backend:
-        slot = filled(0)
-        ticket = backend.upload(slot, filled(1), backend.work(fail))
-        with pytest.raises(ArithmeticError, match="the optimizer is lost"):
-            backend.wait(ticket)
-        assert set(slot.tolist()) == {0}
-        backend.upload(slot, filled(2)).join()
-        assert set(slot.tolist()) == {2}
 
 
 def test_drain_waits_for_chains_of_copies_and_work() -> None:

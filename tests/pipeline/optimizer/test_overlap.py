@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
@@ -29,7 +29,6 @@ from .parts import (
     adam,
     attached,
     autocast_step,
-    by_kind,
     chain,
     check,
     check_story,
@@ -87,24 +86,6 @@ def test_settings_of_a_step_are_those_when_it_was_called(make: Callable[[nn.Modu
         return everything(model, optimizer)
 
     assert check_story(story).overlapped_steps == 4 * 5
-
-
-def test_frozen_weights_and_weights_without_gradients() -> None:
-    """Neither is stepped: AdamW would decay them."""
-
-    def made() -> nn.Module:
-        model = chain()
-        model[1].weight.requires_grad_(False)
-        model[2].requires_grad_(False)
-        model.add_module("unused", nn.Linear(WIDTH, WIDTH))
-        return model
-
-    def step(model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.zero_grad()
-        model[:5](X).square().mean().backward()
-        optimizer.step()
-
-    check(lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.5), step, make=made)
 
 
 @pytest.mark.parametrize("cls", BY_WEIGHT)
@@ -398,11 +379,6 @@ def test_several_optimizers() -> None:
     assert check_story(story).overlapped_steps == 4 * (3 + 3)
 
 
-def test_weights_of_a_unit_in_several_param_groups() -> None:
-    """Biases without weight decay, as everyone does."""
-    assert check(by_kind).overlapped_steps == 4 * 5
-
-
 @pytest.mark.parametrize("step", [plain_step, autocast_step], ids=["fp32", "bf16"])
 def test_an_unknown_optimizer_steps_plainly(step: Step) -> None:
     """With all of its parameters, all of their gradients, and done when it returns."""
@@ -556,21 +532,6 @@ def test_param_groups_are_whole_again_after_an_exception(who: str, monkeypatch: 
     check_story(story)
 
 
-def test_a_param_group_that_is_added_later() -> None:
-    """Gradual unfreezing."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
-        optimizer = Adam(model[3:].parameters(), lr=0.01)
-        plain_step(model, optimizer)
-        optimizer.add_param_group({"params": list(model[:3].parameters()), "lr": 0.1})
-        for _ in range(2):
-            model.zero_grad()
-            plain_step(model, optimizer)
-        return everything(model, optimizer)
-
-    check_story(story)
-
-
 def test_an_optimizer_that_is_dropped_is_freed() -> None:
     """With its state, which is twice as large as the model. Somebody makes a new one for each phase of a training."""
     model = chain()
@@ -585,19 +546,3 @@ def test_an_optimizer_that_is_dropped_is_freed() -> None:
             gc.collect()
             assert alive() is None
             assert pipeline.summary().optimizer_bytes == 0
-
-
-def test_state_that_is_loaded() -> None:
-    """A resumed run: the state is other memory from then on."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        plain_step(model, optimizer)
-        saved = copy.deepcopy(optimizer.state_dict())
-        plain_step(model, optimizer)
-        optimizer.load_state_dict(saved)
-        for _ in range(2):
-            plain_step(model, optimizer)
-        return everything(model, optimizer)
-
-    check_story(story)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.unit_gradients import Scaling
@@ -127,22 +127,3 @@ def test_state_that_is_loaded_forgotten_or_odd() -> None:
     both.reference.state.clear()
     both.step()
     both.check()
-
-
-def test_a_weight_in_other_memory_is_stepped_there() -> None:
-    both = Both(torch.optim.Adam, SHAPES)
-    both.step()
-    kept = both.masters[0].data
-    before = kept.clone()
-    both.masters[0].data = kept.clone()
-    both.step()
-    both.check()
-    assert torch.equal(kept, before)
-
-
-def test_a_gradient_that_can_be_used_as_it_is_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, gradient, seen = nn.Parameter(torch.ones(8)), torch.ones(8), []
-    code = lambda *_: lambda state: seen.extend(master.grad for master in state)  # noqa: E731
-    monkeypatch.setattr(unit_step, "code_of_step", code)
-    update_weights(SGD([weight]), {"lr": 0.1}, [(Work(weight.data, gradient, {}), Scaling((1.0,)))])
-    assert list(map(id, seen)) == [id(gradient)]

@@ -146,21 +146,6 @@ def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], d
                 assert torch.equal(actual, expected)
 
 
-def test_two_graphs_with_one_backward() -> None:
-    """Gradients of two casts, which add up in fp32, do not travel in a lower dtype."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
-    plain, x = copy.deepcopy(model), torch.randn(4, 16)
-    with attached(model, k=1, units=nn.Linear):
-        for runner in (plain, model):
-            outputs = []
-            for number in range(2):
-                with torch.autocast("cpu", torch.bfloat16):
-                    outputs.append(runner(x + number).float())
-            sum(outputs).square().mean().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-
-
 class AsksForTheDtype(nn.Linear):
     """As adapters do, and T5: what comes between the cast and the layer depends on it."""
 

@@ -16,7 +16,7 @@ from sp_lightning.pipeline.weights.quantized import QuantizedWeight, move_parame
 
 from ...helpers import attached
 from ...zoo.blocks import WIDTH, Block, Chain, LoRALinear, chain
-from ...zoo.quantized import Int8Linear, Int8Weight, PackedLinear, State
+from ...zoo.quantized import Int8Linear, Int8Weight, PackedLinear
 
 Quantize = Callable[[nn.Linear], nn.Linear]
 BOTH_KINDS = pytest.mark.parametrize("quantize", [Int8Linear, PackedLinear])
@@ -94,16 +94,6 @@ def test_units_are_as_large_as_their_bytes() -> None:
     model.blocks[1].up = LoRALinear(nn.Linear(WIDTH, 24, bias=False))
     tree = Tree(model, ())
     assert tree.bytes_of(model.blocks[0]) < tree.bytes_of(model.blocks[1])
-
-
-@BOTH_KINDS
-def test_they_are_given_back_as_they_were(quantize: Quantize) -> None:
-    model = quantized(quantize)
-    before, parts = weight_of(model), [part.clone() for part in parts_of(weight_of(model))]
-    with attached(model):
-        gradient(model)
-    assert weight_of(model) is before
-    assert all(torch.equal(*pair) for pair in zip(parts_of(before), parts, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ between steps
@@ -257,10 +247,3 @@ def test_all_that_a_weight_consists_of_moves() -> None:
     move_parameter(weight, torch.device("meta"))
     assert id(weight) == identity
     assert {part.device.type for part in (weight, *parts_of(weight))} == {"meta"}
-
-
-def test_the_state_of_a_packed_weight_is_its_own() -> None:
-    """The miniature is like what it stands for: copies share the state, which moves with the weight."""
-    packed = PackedLinear(nn.Linear(4, 3)).weight
-    assert isinstance(packed.state, State)
-    assert packed.to("cpu").state is packed.state

@@ -41,17 +41,6 @@ def sent(segment: Segment, number: int) -> Tensor:
     return tensor_in(segment.place, segment.offsets[number], weight.layout, weight.compute_dtype)
 
 
-def test_masters_are_sent_from_where_they_lie() -> None:
-    """No second copy of the model where nothing is lowered; one contiguous piece."""
-    segment = segment_of(torch.arange(3.0), torch.arange(5.0))
-    segment.place = torch.zeros(segment.nbytes, dtype=torch.uint8)
-    ((_, source),) = segment.pieces()
-    assert source.data_ptr() == segment.weights[0].master.data_ptr()
-    assert source.nbytes == 512
-    assert segment.memory.pinned
-    assert torch.equal(sent(segment, 1), torch.arange(5.0))
-
-
 def test_lowered_weights_are_sent_as_copies() -> None:
     """Which are pinned instead of the masters."""
     segment = segment_of(torch.randn(70), torch.randn(3), lowered=torch.bfloat16)
@@ -80,19 +69,3 @@ def test_a_conversion_in_a_step_is_an_error() -> None:
     segment.weights[0].master.data = torch.ones(5, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="Convert the module between steps"):
         segment.check()
-
-
-def test_tensors_in_memory_made_under_inference_mode_can_train() -> None:
-    """Lightning's sanity check comes first, under inference mode."""
-    weights = segment_of(torch.randn(4)).weights
-    with torch.inference_mode():
-        segment = again(weights, lowered=torch.bfloat16)
-        segment.refresh_copies()
-    assert not segment.weights[0].host.is_inference()
-    assert not any(copy is None or copy.is_inference() for copy in segment.copies)
-
-
-def test_weights_keep_their_order_in_memory() -> None:
-    segment = segment_of(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    assert segment.weights[0].master.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(sent(segment, 0), segment.weights[0].master.detach())

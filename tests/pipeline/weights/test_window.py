@@ -50,18 +50,6 @@ class Scene:
         self.groups[index].segments[0].edited = True  # type: ignore[attr-defined]
 
 
-def test_computing_waits_once_for_a_copy() -> None:
-    """And again for the next one."""
-    scene = Scene(2, 2)
-    for _ in range(3):
-        scene.window.bring(scene.groups[0])
-    assert scene.backend.said("wait") == ["wait"]
-    scene.change(0)
-    scene.window.suspect_all()
-    scene.window.bring(scene.groups[0])
-    assert scene.backend.said("wait") == ["wait", "wait"]
-
-
 def test_an_evicted_place_is_poisoned() -> None:
     """A read of a slot that was given away shows as NaN."""
     scene = Scene(2, 1)
@@ -115,13 +103,6 @@ def test_computing_waits_for_unused_copies_before_their_slot_is_refilled() -> No
     scene.backend.calls.clear()
     scene.window.bring(scene.groups[1])
     assert scene.backend.said("wait", "upload") == ["wait", "upload", "wait"]
-
-
-def test_other_groups_do_not_wait_for_a_step() -> None:
-    scene = Scene(2, 2)
-    stepping(scene, 0)
-    scene.window.bring(scene.groups[1])
-    assert scene.backend.said("after") == []
 
 
 def calls_in(action: Callable[[], None]) -> int:
