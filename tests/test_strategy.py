@@ -355,6 +355,13 @@ def test_callbacks(name):
     assert_same_training(make, arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
 
 
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 4}], ids=str)
+def test_swa_steps_once_more_with_the_last_gradients(arguments):
+    """Its epoch for BatchNorm ends with a step, before which only a validation would zero gradients."""
+    swa = CALLBACKS["StochasticWeightAveraging"]
+    assert_same_training(arguments=lambda: {"callbacks": swa(), "max_epochs": 3, "limit_val_batches": 0, **arguments})
+
+
 def test_a_compiled_lightning_module():
     """Hazard 25: Lightning has a list of strategies that may run one, and ours is a strategy for a single device."""
 

@@ -120,10 +120,16 @@ class StepsMixin(StrategyPart):
 
     def _afterwards(self) -> Afterwards:
         hooked = [self._module, *self._module.trainer.callbacks]  # type: ignore[attr-defined]
-        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
+        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or self._steps_without_backward():
             return Afterwards.KEPT_UNTIL_ZEROED
         kept = any(_overridden([*hooked, type(self)], _AFTER_THE_STEP))
         return Afterwards.KEPT_UNTIL_THE_NEXT_STEP if kept else Afterwards.DROPPED
+
+    def _steps_without_backward(self) -> bool:
+        """Tell whether SWA moves BatchNorm in an epoch that ends with a step, which takes the last gradients again."""
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        averaging = (each for each in callbacks if isinstance(each, self.lightning.swa))
+        return any(each.pl_module_contains_batch_norm(self._module) for each in averaging)
 
     def _hindrances(self, automatic: bool) -> list[str]:
         """List what may read or change gradients between backward and the step."""
