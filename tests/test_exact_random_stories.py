@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -23,11 +25,11 @@ from torch.nn.utils import (
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning import optim, superpipeline
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Run, assert_same_story, note_gradients, note_state
-from .random_graphs import Leaf, Node, Tree, build, run_chain, trees, units_are_leaves, units_are_nodes
-from .zoo.blocks import WIDTH
+from .random_graphs import DTYPE_IN_FORWARD, SHAPE, Tree, forest, trees, units_are_leaves, units_are_nodes
 
 
 @dataclass
@@ -40,6 +42,8 @@ class Now:
     saved: dict[str, Any] = field(default_factory=dict)
     averages: dict[str, Tensor] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    teachers: list[nn.Module] = field(default_factory=list)
+    after: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         new_optimizer(self, 0)
@@ -61,6 +65,14 @@ class Now:
 
     def module(self, number: int) -> nn.Module:
         return chosen([module for module in self.model.modules() if [*module.parameters(recurse=False)]], number)
+
+    def teacher(self) -> nn.Module:
+        """A second model that is attached, to whose weights ours are drawn; a copy of what ours was at first."""
+        if not self.teachers:
+            self.teachers.append(copy.deepcopy(self.model).requires_grad_(False))
+            if self.run.pipe is not None:
+                self.after.callback(superpipeline(self.teachers[0], "cpu", k=1).detach)
+        return self.teachers[0]
 
     def linear(self, number: int) -> nn.Linear:
         return chosen([module for module in self.model.modules() if isinstance(module, nn.Linear)], number)
@@ -137,8 +149,15 @@ def half_frozen(now: Now, number: int) -> Tensor:
     return output(now, number + 1)
 
 
+def towards_a_teacher(now: Now, number: int) -> Tensor:
+    teacher = dict(now.teacher().named_parameters())
+    weights = {name: weight for name, weight in now.model.named_parameters() if name in teacher}
+    return output(now, number) + sum((weight - teacher[name]).square().sum() for name, weight in weights.items())
+
+
 LOSSES = [
     output,
+    towards_a_teacher,
     penalty,
     two_forwards,
     distillation,
@@ -283,7 +302,7 @@ def assign(now: Now, number: int) -> None:
 
 def new_optimizer(now: Now, number: int) -> None:
     now.model.zero_grad()
-    make = chosen([sgd, adamw, rmsprop], number)
+    make = chosen([sgd, adamw, rmsprop, our_adamw, our_sgd], number)
     now.optimizer = make(list(now.model.parameters()))
 
 
@@ -293,6 +312,14 @@ def sgd(weights: list[nn.Parameter]) -> Optimizer:
 
 def adamw(weights: list[nn.Parameter]) -> Optimizer:
     return AdamW(weights, lr=0.01, weight_decay=0.1)
+
+
+def our_adamw(weights: list[nn.Parameter]) -> Optimizer:
+    return optim.AdamW(weights, lr=0.01, weight_decay=0.1, moments="int8")
+
+
+def our_sgd(weights: list[nn.Parameter]) -> Optimizer:
+    return optim.SGD(weights, lr=0.05, momentum=0.9)
 
 
 def rmsprop(weights: list[nn.Parameter]) -> Optimizer:
@@ -363,6 +390,26 @@ def look(now: Now, number: int) -> None:
     now.note_all()
 
 
+def read_in_a_fork(now: Now, number: int) -> None:
+    """A forked process gets the right value, or an error that says where it is."""
+    weight = now.parameter(number)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            answer = repr(float(weight.detach().sum()))
+        except RuntimeError as error:
+            answer = str(error)
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    if now.run.pipe is None or "fork" not in answer:
+        assert float(answer) == float(weight.detach().sum())
+
+
 def prune_or_not(now: Now, number: int) -> None:
     layer = now.linear(number)
     if "weight_orig" in layer._parameters:
@@ -390,6 +437,7 @@ CHANGES = [
     evaluate_averages,
     copy_and_train,
     look,
+    read_in_a_fork,
     prune_or_not,
 ]
 
@@ -398,27 +446,27 @@ ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 
 @settings(max_examples=60)
 @given(
-    forest=st.lists(trees(), min_size=1, max_size=3),
+    drawn=st.lists(trees(), min_size=1, max_size=3),
     actions=st.lists(st.tuples(ACTION, st.integers(0, 999)), min_size=3, max_size=20),
     window=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     units=st.sampled_from([None, units_are_leaves, units_are_nodes]),
     activations=st.sampled_from(get_args(ActivationPolicy)),
     overlap_optimizer=st.sampled_from(["auto", False]),
+    shape=SHAPE,
+    dtype_in_forward=DTYPE_IN_FORWARD,
 )
 def test_random_stories(
-    forest: list[Tree],
+    drawn: list[Tree],
     actions: list[tuple[Callable[[Now, int], None], int]],
     window: tuple[int, int],
     units: Any,
     activations: ActivationPolicy,
     overlap_optimizer: Any,
+    shape: str | None,
+    dtype_in_forward: torch.dtype | None,
 ) -> None:
     """No order of actions changes a number."""
     note(", ".join(f"{action.__name__} {number}" for action, number in actions))
-
-    def model() -> nn.Module:
-        pool: list[nn.Module] = []
-        return Node([Leaf("block"), *(build(tree, pool) for tree in forest), nn.Linear(WIDTH, WIDTH)], run_chain)
 
     def story(run: Run) -> None:
         now = Now(run)
@@ -431,8 +479,10 @@ def test_random_stories(
             if run.pipe is None:
                 reject()  # plain training raises, too
             raise
+        finally:
+            now.after.close()
         now.note_all()
 
     k, k_prime = max(window), min(window)
     options = {"units": units, "activations": activations, "overlap_optimizer": overlap_optimizer}
-    assert_same_story(story, model, k=k, k_prime=k_prime, **options)
+    assert_same_story(story, lambda: forest(drawn, shape, dtype_in_forward), k=k, k_prime=k_prime, **options)
