@@ -73,8 +73,10 @@ def test_recomputing_is_exact(name: str) -> None:
     assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=True))
 
 
-@pytest.mark.parametrize("name", ["gpt2-tied", "vit", "unet", "checkpoint-inside-plain"])
-@pytest.mark.parametrize("cast_cache", [True, False])
+@pytest.mark.parametrize(
+    ("name", "cast_cache"),
+    [("gpt2-tied", False), ("vit", True), ("unet", False), ("checkpoint-inside-plain", True), ("siamese", False)],
+)
 def test_recomputing_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     """Autocast is in the second forward as it was in the first, with its cache and without (Lightning)."""
     options = PipelineOptions(k=3, k_prime=2, debug=True, activations="recompute")
