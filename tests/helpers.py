@@ -402,6 +402,18 @@ CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 """Ways to capture a module as a graph."""
 
 
+@contextmanager
+def torchs_defaults(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
+    """What torch makes where nobody says which dtype and device it is to have."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with nullcontext() if device == "cpu" else torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def is_block(name: str, module: nn.Module) -> bool:
     """The unit policy for models of Blocks."""
     return isinstance(module, Block)

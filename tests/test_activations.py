@@ -273,12 +273,20 @@ class DependsOnSettings(Block):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x)[None, None].chunk(3, -1)
         x = nn.functional.scaled_dot_product_attention(q, k, v)[0, 0]
-        return super().forward((x * torch.full((), 1 / 3)).to(x.dtype))
+        x = x * torch.full((), 1 / 3, device="cpu") * (1 + torch.empty(0).is_meta)
+        return super().forward(x.to(self.project.weight.dtype))
 
 
-@pytest.mark.parametrize("setting", [lambda: sdpa_kernel(SDPBackend.MATH), lambda: DoublePrecision().forward_context()])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: sdpa_kernel(SDPBackend.MATH),
+        lambda: DoublePrecision().forward_context(),
+        lambda: torch.device("meta"),
+    ],
+)
 def test_settings_that_hold_in_the_models_forward_only(setting: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Which kernel attends, and the default dtype (Lightning's double precision)."""
+    """Which kernel attends, and torch's defaults: the dtype (Lightning's double precision) and the device."""
 
     def story(run: Run) -> None:
         for step in range(2):
@@ -287,7 +295,7 @@ def test_settings_that_hold_in_the_models_forward_only(setting: Callable[[], Abs
                 with setting():
                     output = run.model(x)
                 output.square().mean().backward()
-            note_state(run.trace, f"step {step}", run.model, [])
+            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
         if run.pipe is not None:
             assert run.pipe.stats.recomputed == 3 + 2
         assert torch.get_default_dtype() == torch.float32

@@ -24,13 +24,44 @@ from .helpers import (
     attached,
     bombs,
     fail,
+    note_state,
     sgd,
+    torchs_defaults,
 )
-from .zoo.blocks import Block, Chain, chain
+from .zoo.blocks import WIDTH, Block, Chain, chain
 
 
 def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_torchs_defaults_change_nothing(dtype: torch.dtype, device: str, mixed: bool, activations: Any) -> None:
+    """While a model is attached, and in its steps, whether its weights are of the default dtype or under autocast."""
+
+    def build() -> nn.Module:
+        with torch.device("cpu"):
+            model = chain(4)
+            model.scale = nn.Parameter(torch.rand(400, 400), requires_grad=False)  # fp16 cannot count its elements
+            return model.float() if mixed else model
+
+    def story(run: Run) -> None:
+        optimizer, x = sgd(run.model), torch.ones(3, WIDTH, dtype=run.model.scale.dtype, device="cpu")
+        for step in range(3):
+            with run.step():
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                    output = run.model(run.model(x))
+                (output.square().mean() * run.model.scale.square().mean()).backward()
+            optimizer.step()
+            run.model.scale.data.mul_(0.5)  # past its version
+            optimizer.zero_grad()
+            note_state(run.trace, f"step {step}", run.model, [optimizer])
+
+    with torchs_defaults(dtype, device):
+        assert_same_story(story, build, activations=activations)
 
 
 # ----------------------------------------------------------------------------------------------------------- exceptions

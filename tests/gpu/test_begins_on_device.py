@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import Pipeline, plan, superpipeline
 
 from ..lightning_modules import trainer
-from ..zoo.blocks import WIDTH, chain
+from ..zoo.blocks import WIDTH, Block, chain
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +43,36 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline
             model(torch.randn(3, WIDTH, generator=generator).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class MakesTensors(Block):
+    """It does not say where."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.arange(1, 1 + WIDTH))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_torchs_default_device_may_be_the_device(activations: Any, device: torch.device) -> None:
+    """While a model is built, attached and trained; a forward that runs again finds it in autograd's thread, too."""
+    torch.set_default_device(device)
+    try:
+        results = []
+        for streamed in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(MakesTensors() for _ in range(4)))
+            pipeline = superpipeline(model, device, k=1, activations=activations) if streamed else None
+            optimizer = SGD(model.parameters(), **EXACT)
+            for _ in range(3):
+                model(torch.ones(3, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if pipeline is not None:
+                pipeline.detach()
+            results.append(host_values(model))
+        assert all(map(torch.equal, *results))
+    finally:
+        torch.set_default_device(None)
 
 
 def host_values(model: nn.Module) -> list[Tensor]:

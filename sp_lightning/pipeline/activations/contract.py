@@ -101,6 +101,7 @@ class Surroundings:
             for kind in {device.type, "cpu"}
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
+        self._default_device = torch.get_default_device()  # each thread has its own, and autograd's has not the user's
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
         # not the modules' own dictionaries: what lies there may lead to the graph that leads here
         self._buffers: list[tuple[ref[nn.Module], str, Tensor, int | None]] = []
@@ -126,6 +127,8 @@ class Surroundings:
                 self._api.set_rng_state(self._random_on_device, self._device)
             scopes.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._default_dtype)
+            if torch.get_default_device() != self._default_device:
+                scopes.enter_context(self._default_device)
             scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))

@@ -28,10 +28,11 @@ class SharedSums:
     """The sums of the gradients of weights whose masters lie together in shared memory."""
 
     def __init__(self, weights: Sequence[Weight], masters: HostBuffer) -> None:
-        flags, norms = torch.empty(len(weights), dtype=torch.bool), torch.empty(len(weights))
         assert masters.shared is not None
-        left = torch.empty(masters.shared.box.count, dtype=torch.int64)
-        dropped = torch.empty(len(left), len(weights), dtype=torch.bool)
+        flags = torch.empty(len(weights), dtype=torch.bool, device="meta")
+        norms = torch.empty(len(weights), dtype=torch.float32, device="meta")
+        left = torch.empty(masters.shared.box.count, dtype=torch.int64, device="meta")
+        dropped = torch.empty(len(left), len(weights), dtype=torch.bool, device="meta")
         sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, left.nbytes, dropped.nbytes]
         (*offsets, at_flags, at_norms, at_left, at_dropped), nbytes = lay_out(sizes)
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)

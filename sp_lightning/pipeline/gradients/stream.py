@@ -196,7 +196,7 @@ class GradientStream:
             gradient.host = target
             jobs.append((target, before, arrived))
             if has_norms:
-                gradient.norm = torch.empty(())
+                gradient.norm = torch.empty((), dtype=torch.float32, device="cpu")
                 norms.append((gradient.norm, target))
         after = [shipment.ticket] if unit.ticket is None else [shipment.ticket, unit.ticket]
 

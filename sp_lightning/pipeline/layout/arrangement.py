@@ -255,7 +255,7 @@ class Arrangement:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see graphs.py)
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
         for segment in self.segments:

@@ -8,6 +8,9 @@ Units are found in any tree:
 3. neighbors are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
 4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
 
+Layers of torch's that read weights of the layers in them, without calling these, are never divided, whatever their size
+or a user's policy: in evaluation they may be a single operation, which rounds otherwise, and must see their twins.
+
 The search looks through the wrapper that `torch.compile(module)` returns, but it is the wrapper that becomes the
 member, because it is what is called.
 
@@ -28,6 +31,7 @@ from torch import nn
 from sp_lightning.pipeline.options import UnitPolicy, as_predicate
 from sp_lightning.pipeline.torch_private import is_compiled, without_compile
 from sp_lightning.pipeline.units.tree import Tree, is_called, named_own_parameters
+from sp_lightning.pipeline.weights.leaf import WITH_FAST_PATH
 from sp_lightning.pipeline.weights.units import Division, Entry, Member, Unit
 
 _LARGEST_UNIT_BYTES = 4 << 30
@@ -113,12 +117,14 @@ def _divide(
         return []
     seen.add(id(inner))
     children = tree.streamable_children(module)
+    reads_weights_inside = isinstance(inner, WITH_FAST_PATH) and tree.may_be_member(module)
     may_be_whole = tree.may_be_member(module) and not (children and module is tree.root)
-    if may_be_whole and stays_whole(module, is_block):
+    if (may_be_whole or reads_weights_inside) and stays_whole(module, is_block):
         seen.update(map(id, module.modules()))
         return [module]
     are_blocks = isinstance(inner, _LISTS) and len(children) > 1
-    return [atom for child in children for atom in _divide(tree, child, stays_whole, seen, are_blocks)]
+    atoms = [atom for child in children for atom in _divide(tree, child, stays_whole, seen, are_blocks)]
+    return [module] if atoms and reads_weights_inside else atoms
 
 
 def _stays_whole(tree: Tree, largest: int, small: int, module: nn.Module, is_block: bool) -> bool:
@@ -126,8 +132,8 @@ def _stays_whole(tree: Tree, largest: int, small: int, module: nn.Module, is_blo
     nbytes = tree.bytes_of(module)
     if not tree.streamable_children(module):
         return is_block or nbytes >= small
-    if isinstance(without_compile(module), nn.MultiheadAttention):
-        return True  # it uses `out_proj.weight` without calling `out_proj`
+    if isinstance(without_compile(module), WITH_FAST_PATH):
+        return True
     called = [*module.children()] if type(module) is nn.Sequential and not is_compiled(module) else []
     if nbytes > largest or (len(called) > 1 and all(map(tree.streamable_children, called))):
         return False  # what only calls blocks is divided, as each of them can recompute its activations by itself

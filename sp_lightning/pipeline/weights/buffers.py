@@ -117,7 +117,7 @@ class HostBuffer:
         if self._wiped is not None:
             _advise(self._wiped, _KEEP_ON_FORK)
         self._wiped = None
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.tensors = []
 
     def get_beside(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:

@@ -81,7 +81,7 @@ class CastCache:
             return None
         filling = self._filling()
         if filling is None:
-            weight = nn.Parameter(torch.zeros(1, 1, device=self._device))
+            weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=self._device))
             nothing = weight.detach()[:, :0]
             node: Any = torch.addmm(weight, nothing, nothing.t()).grad_fn  # it saves nothing for backward
             filling = node.next_functions[0][0].metadata[_WATCHED_AT] = _Filling(next(self._numbers))

@@ -90,7 +90,8 @@ def take_gradient(leaf: nn.Parameter) -> Tensor | None:
 
 # ----------------------------------------------------------------------------------- leaves that tell how they are used
 
-_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Layers of torch's that read weights of the layers in them, without calling these."""
 
 # What autocast casts on every device, and once, whatever the other operands are
 _NAMES = (
@@ -108,7 +109,7 @@ def weights_to_leave(module: nn.Module) -> set[int]:
     In evaluation, some layers may be a single operation, which gets the weights as they are. With leaves that tell how
     they are used, torch would compute other numbers without it.
     """
-    parts = [part for part in module.modules() if isinstance(part, _WITH_FAST_PATH)]
+    parts = [part for part in module.modules() if isinstance(part, WITH_FAST_PATH)]
     return {id(parameter) for part in parts for parameter in part.parameters()}
 
 

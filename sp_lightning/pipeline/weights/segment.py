@@ -230,11 +230,12 @@ class HostMemory:
 def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:
     """Choose the words that are sampled, by index: some of every weight, spread over it."""
     generator = torch.Generator().manual_seed(0)
-    chosen = [torch.empty(0, dtype=torch.long)]
+    chosen = [torch.empty(0, dtype=torch.long, device="cpu")]
     most = max(_LEAST_SAMPLED, _SAMPLED // max(1, len(weights)))
     for weight in weights:
         begin, size = (weight.home.data_ptr() - words.data_ptr()) // _WORD, -(-weight.home.nbytes // _WORD)
         count = min(most, size)
-        spread = (torch.arange(count) + torch.rand(count, generator=generator)) * (size / max(count, 1))
-        chosen.append(begin + spread.long().clamp(max=size - 1))
+        parts = torch.arange(count, dtype=torch.float64, device="cpu")
+        inside = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+        chosen.append(begin + ((parts + inside) * (size / max(count, 1))).long().clamp(max=size - 1))
     return torch.cat(chosen)

@@ -146,6 +146,29 @@ def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], d
                 assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("units", [None, nn.Linear])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["layer", "encoder", "attention"])
+def test_what_may_be_a_single_operation_is_not_divided(kind: str, masked: bool, autocast: bool, units: Any) -> None:
+    """Where all of the model is one such layer, or where a user names the layers in it."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x, mask = torch.randn(2, 3, 8), torch.tensor([[False, False, False], [False, True, True]]) if masked else None
+    inputs: dict[str, Any] = {"src": x, "src_key_padding_mask": mask}
+    if kind == "encoder":  # torch refuses nested tensors under a CPU's autocast
+        model = nn.TransformerEncoder(model, 1, enable_nested_tensor=not autocast).eval()
+    elif kind == "attention":
+        model, inputs = model.self_attn, {**dict.fromkeys(("query", "key", "value"), x), "key_padding_mask": mask}
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model(**inputs)
+        with attached(model, k=1, units=units) as pipeline:
+            for _ in range(2):
+                with pipeline.step():
+                    torch.testing.assert_close(model(**inputs), expected, rtol=0, atol=0, equal_nan=True)
+            assert pipeline.summary().units == 1
+
+
 class AsksForTheDtype(nn.Linear):
     """As adapters do, and T5: what comes between the cast and the layer depends on it."""
 
