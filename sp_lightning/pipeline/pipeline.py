@@ -236,13 +236,11 @@ def _check_together(options: PipelineOptions, units: int) -> None:
 
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, type):
-        raise ValueError(
-            f"superpipeline streams a module, and was given the class `{module.__name__}`: build it first."
-        )
+        raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"superpipeline streams a module, and was given a `{type(module).__name__}`. Put several modules into one, "
-            "an `nn.Sequential` or `nn.ModuleList`."
+            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several modules into one, "
+            "such as an `nn.Sequential`."
         )
     taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():

@@ -78,19 +78,15 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     superpipeline(module, "cpu").detach()
 
 
-@pytest.mark.parametrize("device", ["foo", "hip", "xpu", "cuda", "cuda:99", 1.5])
+@pytest.mark.parametrize("device", ["foo", "hip", "cuda:99", 1.5])
 def test_devices_that_are_not_there(device: Any) -> None:
-    module = model()
-    with (
-        unchanged(module),
-        pytest.raises(ValueError, match=f"`device='{device}'` is none that this torch can compute on: .+"),
-    ):
-        superpipeline(module, device)
+    with pytest.raises(ValueError, match=f"`device='{device}'` is none that this torch can compute on: .+"):
+        superpipeline(model(), device)
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
-    [([Block()], "was given a `list`. Put several modules into one"), (Block, "was given the class `Block`: build it")],
+    [([Block()], "This is a `list`. Put several modules into one"), (Block, "This is the class `Block`. Build it")],
 )
 def test_what_is_no_module(module: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

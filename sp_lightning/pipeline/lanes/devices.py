@@ -256,7 +256,7 @@ def full_device(device: torch.device | str | None) -> torch.device:
         device = found if found is not None and has_streams else "cpu"
     try:
         full = torch.device(device)
-        api = getattr(torch, full.type, None)
+        api: Any = getattr(torch, full.type, None)
         if full.type != "cpu" and ":" not in str(full):  # no index given
             full = torch.device(full.type, torch.get_device_module(full).current_device())
         elif full.type != "cpu" and hasattr(api, "device_count") and full.index >= api.device_count():
