@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import pickle
 import random
 import threading
@@ -464,12 +463,6 @@ def assert_same_facts(expected: Fingerprint, actual: Fingerprint) -> None:
     assert not different, "the detached module is not plain (plain, detached):\n" + "\n".join(
         f"  {key}: {pair[0]!r} != {pair[1]!r}" for key, pair in list(different.items())[:8]
     )
-
-
-def collect_garbage() -> None:
-    """Free what only reference cycles hold, before a test counts what is left."""
-    for _ in range(2):
-        gc.collect()
 
 
 class LiveBytes(TorchDispatchMode):

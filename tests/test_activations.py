@@ -7,11 +7,13 @@ import gc
 import random
 import re
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -28,10 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.activations import memory as pool
+from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.policy import RECOMPUTING
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning import AutoPlanner
 
+from .conftest import collect_until
 from .helpers import (
     Plan,
     Run,
@@ -42,6 +47,7 @@ from .helpers import (
     lightning_reference,
     lightning_run,
     memory_with,
+    note_gradients,
     note_state,
 )
 from .zoo import CASES
@@ -67,8 +73,10 @@ def test_recomputing_is_exact(name: str) -> None:
     assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=True))
 
 
-@pytest.mark.parametrize("name", ["gpt2-tied", "vit", "unet", "checkpoint-inside-plain"])
-@pytest.mark.parametrize("cast_cache", [True, False])
+@pytest.mark.parametrize(
+    ("name", "cast_cache"),
+    [("gpt2-tied", False), ("vit", True), ("unet", False), ("checkpoint-inside-plain", True), ("siamese", False)],
+)
 def test_recomputing_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     """Autocast is in the second forward as it was in the first, with its cache and without (Lightning)."""
     options = PipelineOptions(k=3, k_prime=2, debug=True, activations="recompute")
@@ -600,6 +608,44 @@ def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
                 del loss
             assert pipe.stats.activation_bytes == 0
             assert all(storage.expired() for storage in seen)
+
+
+@pytest.mark.parametrize("place", ["attribute", "buffer"])
+def test_an_output_that_is_kept_on_its_block_does_not_keep_it(place: str) -> None:
+    """Nor the graph, whose nodes Python's collector does not see: they do not refer to the block."""
+    model = chain(3)
+    with attached(model, activations="recompute") as pipe:
+        with pipe.step():
+            output = model.blocks[0](Run.rows(0))
+            model.blocks[1](output)
+        if place == "attribute":
+            model.blocks[0].last = output
+        else:
+            model.blocks[0].register_buffer("last", output)
+    gone = weakref.ref(model.blocks[0]), weakref.ref(output)
+    del model, output, pipe
+    collect_until(lambda: not any(reference() for reference in gone))
+    assert not any(reference() for reference in gone)
+
+
+def test_a_call_that_cannot_begin_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has no memory for what is to leave; who catches that goes on with the step."""
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
+
+    def story(run: Run) -> None:
+        for step in range(3):
+            with run.step():
+                if run.pipe is not None and step == 1:
+                    run.pipe._engine.offloader.pool.close()  # so that it needs some
+                    full = patch.object(pool, "available_host_memory", return_value=0)
+                    with full, pytest.raises(RuntimeError, match="Host memory is too small"):
+                        run.model(run.rows(step))
+                run.model(run.rows(step)).square().mean().backward()
+            note_gradients(run.trace, str(step), dict(run.model.named_parameters()))
+        if run.pipe is not None:
+            assert run.pipe.summary().device_bytes < 0.3 * run.pipe.summary().model_bytes, "its unit held its place"
+
+    assert_same_story(story, lambda: chain(5), k=1, activations="offload", debug=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- auto

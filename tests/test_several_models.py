@@ -1,8 +1,9 @@
-"""Several models by turns, each with its own pipeline: the numbers of training alone, in less time."""
+"""Several models, each with its own pipeline: in one step, or by turns, with the numbers of training alone."""
 
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -13,8 +14,9 @@ from torch.optim import SGD
 import sp_lightning
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
+from .helpers import Run, attached, same
 from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
-from .zoo.blocks import Chain
+from .zoo.blocks import Chain, chain
 
 UNITS, STEPS = 10, 2
 GAINS = {
@@ -62,6 +64,31 @@ def test_one_computes_while_another_is_stepped(name, gain):
     one_after_the_other = sum(each for each, _ in alone)
     print(f"\n{name}: by turns {seconds:.1f} ms, one after the other {one_after_the_other:.1f} ms")
     assert one_after_the_other > gain * seconds
+
+
+@pytest.mark.parametrize("scopes", [1, 2])
+@pytest.mark.parametrize("trained", [True, False])
+def test_operations_over_weights_of_two(trained, scopes):
+    """A distance of weights (L2-SP, a teacher's), with gradients to both, in a step of both or of the first alone."""
+    results = [[], []]
+    for seen in results:
+        torch.manual_seed(0)
+        models = chain(4), chain(4).requires_grad_(trained)
+        with ExitStack() as stack:
+            pipes = [stack.enter_context(attached(model)) for model in models if seen is results[1]]
+            for step in range(3):
+                pairs = list(zip(*(model.parameters() for model in models), strict=True))
+                with ExitStack() as scope:
+                    for pipe in pipes[:scopes]:
+                        scope.enter_context(pipe.step())
+                    distance = sum((a - b).square().sum() + (b * a).sum() for a, b in pairs)
+                    (models[0](Run.rows(step)).square().mean() + distance).backward()
+                for a, b in pairs:
+                    seen += [a.grad.clone(), b.grad]
+                    a.data.sub_(a.grad, alpha=0.1)
+                    b.data.mul_(0.9)
+                    a.grad = b.grad = None
+    assert all(map(same, *results))
 
 
 def test_the_example(monkeypatch, capsys):

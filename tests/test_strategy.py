@@ -79,7 +79,6 @@ def plateau(module: Base) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "adamw, fused": lambda m: torch.optim.AdamW(m.parameters(), 0.01, fused=True),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3),
     "wrapped": lambda m: Wrapper(torch.optim.AdamW(m.parameters(), lr=1e-2)),
     "by class": by_class,
@@ -253,9 +252,7 @@ def test_backward_passes_within_a_training_step(kind, activations, precision):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"accumulate_grad_batches": 2},
         {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.05},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"overfit_batches": 2},
         {"fast_dev_run": True},
@@ -339,9 +336,6 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
     "EarlyStopping": lambda: callbacks.EarlyStopping("val_loss", patience=0),
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False),
-    "LambdaCallback": lambda: callbacks.LambdaCallback(
-        on_train_batch_end=lambda trainer, module, *_: module.head.bias.data.copy_(torch.ones(2))
-    ),
 }
 if hasattr(callbacks, "WeightAveraging"):  # not in Lightning 2.5
     CALLBACKS["WeightAveraging"] = lambda: callbacks.WeightAveraging(device="cpu")

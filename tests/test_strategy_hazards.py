@@ -327,8 +327,10 @@ def test_hazard_12_an_exception_then_a_normal_fit(place):
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_hazard_12_batch_size_finder_retries_without_teardown(place):
+def test_hazard_12_batch_size_finder_retries_without_teardown(place, monkeypatch):
     """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
+    # seconds for what all tests together have made, and nothing here is left to the collector
+    monkeypatch.setattr("lightning.pytorch.tuner.batch_size_scaling.garbage_collection_cuda", lambda: None)
 
     class Large(Failing):
         batch_size = 2

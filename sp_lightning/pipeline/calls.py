@@ -188,7 +188,10 @@ class Calls:
             self._leave(member)
 
     def _enter(self, member: Member) -> int:
-        """Bring what a call needs, put it in its place, and return the call's number."""
+        """Bring what a call needs, put it in its place, and return the call's number.
+
+        What may raise comes first: the call has not begun then, and the user may go on with the step.
+        """
         engine, backward, is_backward = self._engine, self._engine.backward, in_backward()
         with engine.at_work:
             engine.graphs.calls += 1
@@ -205,13 +208,13 @@ class Calls:
             for group in member.groups:
                 engine.window.bring(group)
             engine.window.prefetch([*member.groups, *backward.in_use])
+            if member.is_streamed and not engine.activations.are_kept:
+                engine.activations.enter(member)
             for group in member.groups:
                 group.users += 1
             member.running_calls += 1
             member.called_in.update(*self._inside)
             self._inside.append(member.groups)
-            if member.is_streamed and not engine.activations.are_kept:
-                engine.activations.enter(member)
             member.put_in_twins(backward.follow_requires_grad)
             if len(self._inside) == 1 and not is_backward:
                 engine.backend.trace.begin(Kind.FORWARD, member.unit_name)

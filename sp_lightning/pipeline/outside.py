@@ -23,7 +23,6 @@ from sp_lightning.pipeline.weights.guard import (
     means_the_master,
     optimizer_steps,
     stand_ins,
-    weight_of,
 )
 from sp_lightning.pipeline.weights.leaf import guarded
 from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
@@ -65,27 +64,18 @@ class Guard:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
         name = name_of(func)
-        serves = self.in_step and not optimizer_steps.depth
-        if serves and name in ON_DEVICE:
+        if name in ON_DEVICE and self.in_step and not optimizer_steps.depth:
             return func(torch.empty(0, device=self._engine.device), *args[1:])
         if not is_metadata(name):
+            # of several models there may be, each with its own guard
+            found = [guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
             means_masters = means_the_master(name, args, kwargs)
-            if serves and not means_masters:
-                return self._run_on_device(func, args, kwargs)
-            for master in instances_in((args, kwargs), HostParameter):
-                guard, weight = guarded[id(master)]
+            if not (means_masters or optimizer_steps.depth) and any(guard.in_step for guard, _ in found):
+                return _run_on_device(func, args, kwargs)
+            for guard, weight in found:
                 guard.before_access(weight, means_masters)
         with without_torch_function():
             return func(*args, **kwargs)
-
-    def _run_on_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.autograd.grad:
-            return differentiate(*args, **kwargs)
-        if func is torch.autograd.backward:
-            return func(*args, **{**kwargs, "inputs": [edge for each in kwargs["inputs"] for edge in stand_ins(each)]})
-        with without_torch_function():
-            args, kwargs = replace_instances((args, kwargs), HostParameter, lambda p: self.serve(weight_of(p)))
-        return func(*args, **kwargs)
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
@@ -158,7 +148,12 @@ class Guard:
             is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
             if not (group.resident or is_there):
                 self._keep_on_device(weight)
-            self.window.bring(weight.twin.group)
+            group = weight.twin.group
+            group.suspect |= not self.in_step
+            self.window.bring(group)
+            if not self.in_step:  # but in another model's: no step of this one's looks for changes from now on
+                for segment in group.segments:
+                    segment.take_sample()
             return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:
@@ -210,3 +205,19 @@ class Guard:
         self.window.write_back([weight])
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True
+
+
+def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is torch.autograd.grad:
+        return differentiate(*args, **kwargs)
+    if func is torch.autograd.backward:
+        return func(*args, **{**kwargs, "inputs": [edge for each in kwargs["inputs"] for edge in stand_ins(each)]})
+    with without_torch_function():
+        args, kwargs = replace_instances((args, kwargs), HostParameter, _serve)
+    return func(*args, **kwargs)
+
+
+def _serve(master: HostParameter) -> nn.Parameter:
+    guard, weight = guarded[id(master)]
+    served: nn.Parameter = guard.serve(weight)
+    return served

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import lightning as L
@@ -125,8 +126,10 @@ def told_speeds(machine: Machine, patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("share", [0.9, 0.6])
+CHOICES = [*product([0.9, 0.6], MACHINES)]
+
+
+@pytest.mark.parametrize(("share", "machine"), CHOICES[::3] if IN_USE else CHOICES)
 def test_the_first_choice_fits(
     share: float, machine: str, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

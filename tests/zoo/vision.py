@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 import transformers as hf
@@ -41,10 +43,10 @@ def swin() -> nn.Module:
     return SwinTransformer([2, 2], 8, [2, 2], [2, 2], [2, 2], stochastic_depth_prob=0.3, num_classes=CLASSES)
 
 
-def resnet50() -> nn.Module:
-    """ResNet-50's sixteen bottlenecks with a sixteenth of its width: wide on meta, each layer then made anew."""
+def resnet50(bottlenecks: Sequence[int] = (3, 4, 6, 3)) -> nn.Module:
+    """ResNet-50 with a sixteenth of its width: wide on meta, each layer then made anew."""
     with torch.device("meta"):
-        model = ResNet(Bottleneck, [3, 4, 6, 3], num_classes=CLASSES)
+        model = ResNet(Bottleneck, list(bottlenecks), num_classes=CLASSES)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Conv2d):
@@ -125,7 +127,16 @@ class UNet(nn.Module):
 CASES = [
     Case("vit", vit, vit_batch, own_loss, autocast=True, lightning=True, heavy=True),
     Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, lightning=True, autocast=True),
-    Case("resnet50", resnet50, lambda: images(32), class_loss, image_call, heavy=True, lightning=True, autocast=True),
+    Case(
+        "resnet50",
+        lambda: resnet50((1, 2, 2, 1)),
+        lambda: images(32),
+        class_loss,
+        image_call,
+        heavy=True,
+        lightning=True,
+        autocast=True,
+    ),
     Case("vgg", vgg, lambda: images(8, rows=4), class_loss, image_call, autocast=True, lightning=True),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
     Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True, lightning=True),

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -101,13 +102,14 @@ class Surroundings:
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
-        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, int | None]] = []
+        # not the modules' own dictionaries: what lies there may lead to the graph that leads here
+        self._buffers: list[tuple[ref[nn.Module], str, Tensor, int | None]] = []
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL
                     held, version = (_copy(buffer), None) if is_small else (buffer, _version(buffer))
-                    self._buffers.append((module._buffers, name, held, version))
+                    self._buffers.append((ref(module), name, held, version))
 
     @property
     def are_changed(self) -> bool:
@@ -127,9 +129,10 @@ class Surroundings:
             scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            for buffers, name, held, version in self._buffers:
-                scopes.callback(buffers.__setitem__, name, buffers.get(name))
-                buffers[name] = _copy(held) if version is None else held
+            for reference, name, held, version in self._buffers:
+                if (module := reference()) is not None:  # else it was replaced since
+                    scopes.callback(module._buffers.__setitem__, name, module._buffers.get(name))
+                    module._buffers[name] = _copy(held) if version is None else held
             yield
 
 

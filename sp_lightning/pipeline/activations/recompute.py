@@ -41,6 +41,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.operands import tensors_in
 from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 _LOOKS = 2  # a member's first call may make things that are used from then on; what the second changes, each one does
 
@@ -59,13 +60,15 @@ class SecondForwards:
 class UnitCall:
     """One call of a member: what its forward saved, and how to run it again.
 
-    It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run.
+    It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run; and
+    to the member, on which a graph may be kept (see [Note: what nodes hold] in graphs.py).
     """
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kept: list[ref[Kept]] = []  # what the forward saves, in order
-        self.member = member
         self.footprint: Footprint | None = None  # None if nobody has counted it
+        self._member = ref(member)
+        self._twins = [entry.weight.twin for entry in member.entries]  # that it computes with
         self._shared = shared
         self._meter = shared.saved.meter
         self._bytes_before = self._held = 0  # bytes that were held as it was entered, and with its inputs
@@ -73,9 +76,17 @@ class UnitCall:
         modules = list(member.module.modules())
         self._look = Look(modules if shared.looks[member.name] < _LOOKS else [])
         self._surroundings = Surroundings(shared.backend.device, modules)
-        self._state = self._state_of_module()
+        self._state = self._state_of_module(self._twins)
         self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
         self._missing = 0  # how many dropped tensors the second forward has not saved yet
+
+    @property
+    def member(self) -> Member:
+        """The member, unless units were arranged anew since."""
+        member = self._member()
+        if member is None:
+            raise outdated_graph_error("what a unit has saved")
+        return member
 
     def _alive(self) -> list[Kept]:
         """Return what autograd still needs of it, in order."""
@@ -146,20 +157,19 @@ class UnitCall:
             return f"is given a {given!r}, which may change (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
-        if self._state_of_module() != self._state:
+        if self._state_of_module([entry.weight.twin for entry in self.member.entries]) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
         return self._look.obstacle() if scope is None else f"is called under {scope}"
 
-    def _state_of_module(self) -> list[Any]:
+    def _state_of_module(self, twins: Iterable[Twin]) -> list[Any]:
         """Return its mode, and what changes with a weight: its leaf (if no longer lowered), values, being trained."""
         with without_torch_function():
-            weights = [entry.weight for entry in self.member.entries]
             return [
                 self.member.module.training,
-                *((id(each.twin.parameter), each.twin.version(), each.master.requires_grad) for each in weights),
+                *((id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins),
                 *(parameter._version for parameter in self.member.parameters_on_device),
             ]
 
@@ -167,21 +177,23 @@ class UnitCall:
 
     def repeat(self) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
-        shared, name = self._shared, repr(self.member.name)
-        if self._inputs.are_changed or self._surroundings.are_changed or self._state_of_module() != self._state:
+        shared, member, name = self._shared, self.member, repr(self.member.name)
+        # of weights that are no longer lowered, those that are: from others, autocast would save casts of its own
+        now = [each if each.is_replaced else each.weight.twin for each in self._twins]
+        if self._inputs.are_changed or self._surroundings.are_changed or self._state_of_module(now) != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
                 "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
                 "forward cannot run again"
             )
         shared.stats.recomputed += 1
-        shared.backend.trace.begin(Kind.FORWARD, self.member.unit_name)
+        shared.backend.trace.begin(Kind.FORWARD, member.unit_name)
         self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
         try:
-            with self._surroundings.restored(), torch.enable_grad(), packing:
-                self.member.module(*args, **kwargs)
+            with self._surroundings.restored(), member.computing_with(now), torch.enable_grad(), packing:
+                member.module(*args, **kwargs)
         except Exception as error:  # code in between may have made another exception of `_NothingMissing`
             if is_out_of_memory(error):
                 raise
@@ -195,7 +207,7 @@ class UnitCall:
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
-        shared.backend.trace.begin(Kind.BACKWARD, self.member.unit_name)
+        shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
 
     def _cannot(self, reason: str) -> RuntimeError:
         """Have later calls of the member hold what they save; return the error for this one."""

@@ -186,12 +186,16 @@ class LandingBuffers:
         with self._released:
             while True:
                 free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.bytes.nbytes)
+                fitting = [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
+                # not a much larger one, or all would become as large as the largest unit's
+                if fitting and fitting[0].bytes.nbytes <= 2 * nbytes:
+                    fitting[0].use()
+                    return fitting[0]
+                # asked last, as the kernel takes milliseconds to tell how much memory is left
                 is_full = len(self._buffers) >= self._few and (patient or not _is_left_over(nbytes))
-                for buffer in free:
-                    # not a much larger one, or all would become as large as the largest unit's
-                    if nbytes <= buffer.bytes.nbytes and (is_full or buffer.bytes.nbytes <= 2 * nbytes):
-                        buffer.use()
-                        return buffer
+                if is_full and fitting:
+                    fitting[0].use()
+                    return fitting[0]
                 if is_full and free:
                     self._buffers.remove(free[0])
                     free[0].close()

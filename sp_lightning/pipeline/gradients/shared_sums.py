@@ -31,8 +31,9 @@ class SharedSums:
         flags, norms = torch.empty(len(weights), dtype=torch.bool), torch.empty(len(weights))
         assert masters.shared is not None
         left = torch.empty(masters.shared.box.count, dtype=torch.int64)
-        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, left.nbytes]
-        (*offsets, at_flags, at_norms, at_left), nbytes = lay_out(sizes)
+        dropped = torch.empty(len(left), len(weights), dtype=torch.bool)
+        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, left.nbytes, dropped.nbytes]
+        (*offsets, at_flags, at_norms, at_left, at_dropped), nbytes = lay_out(sizes)
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)
         assert memory.shared is not None
         self._memory = memory.shared
@@ -44,7 +45,9 @@ class SharedSums:
         self.places = [tensor_in(memory.bytes, at, weight.layout, weight.dtype) for at, weight in lying]
         self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
         self._norms = tensor_in(memory.bytes, at_norms, norms, torch.float32)
+        self._dropped = tensor_in(memory.bytes, at_dropped, dropped, torch.bool)  # by each process, since the last pass
         self._places = set(map(id, self.places))
+        self._begun = -1  # the last pass that has begun
         self.names = [weight.name for weight in weights]
         self.index = {weight: number for number, weight in enumerate(weights)}
         self.is_over = False  # whether this process's turn in the present pass is over, or will be after its last job
@@ -95,10 +98,36 @@ class SharedSums:
         """Whether this process's turn comes first in every pass."""
         return self._box.is_keeper
 
-    def begin_anew(self, numbers: Iterable[int]) -> None:
-        """Have the sums of the weights with these numbers begin anew with this pass."""
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Tell the others that this process has the sums of the weights with these numbers no longer."""
         for number in numbers:
-            self._present[number] = False
+            self._dropped[self._box.rank, number] = True
+
+    def begin(self, number: int, is_partial: bool, everyone: int) -> None:
+        """Begin a pass, in its first turn: what is there from earlier ones counts for the processes that still have it.
+
+        `everyone` is how many there are on all machines. The others have dropped it, or as `.grad` they have what it
+        was, which is a part of theirs then.
+
+        Raises:
+            RuntimeError: Some have dropped a sum that is not complete, in which their parts cannot be told apart.
+        """
+        if number == self._begun:
+            return
+        self._begun = number
+        dropped = self._dropped.sum(0).tolist()
+        self._dropped.zero_()
+        for each, is_present in enumerate(self._present.tolist()):
+            having = self._box.count - dropped[each]
+            if not having:
+                self._present[each] = False
+            elif is_present and is_partial and dropped[each]:
+                raise RuntimeError(
+                    f"The gradient of weight {self.names[each]!r} was dropped or hooked between micro-batches in some "
+                    "of the processes of this machine. Do so in all of them."
+                )
+            elif is_present and not is_partial and having != everyone:
+                self.places[each].mul_(having / everyone)
 
     def can_leave(self, gradients: Mapping[int, Tensor]) -> bool:
         """Tell whether gradients, by the numbers of their weights, lie as others expect of those that are left."""

@@ -36,7 +36,7 @@ class Turns:
         self._landing = landing
         self._processes = processes
         self._has_begun = False  # whether a pass of all processes is under way
-        self._later: list[Ticket] = []  # done when processes of higher ranks have begun it, too
+        self._waits: list[Ticket] = []  # done when it has begun, here and in processes of higher ranks
 
     @property
     def is_own_pass(self) -> bool:
@@ -51,18 +51,27 @@ class Turns:
         """
         if self._has_begun or self._processes is None:
             return
-        self._has_begun, box = True, self._processes.box
-        reading: list[Ticket] = []  # of clips, which look at sums
+        reading: list[Ticket] = []  # of clips, which look at sums, and of passes that are not complete
+        dropped: list[tuple[SharedSums, list[int]]] = []
         for unit, sums in self._summed:
             for gradient in unit.gradients:
-                is_used = gradient.scaling is not NO_SCALING or gradient.is_seen
-                if gradient.host is not None and is_used and not sums.is_partial:
+                gradient.take_look_back()
+                if gradient.host is not None and (gradient.scaling is not NO_SCALING or gradient.is_seen):
                     unit.show(gradient)
             if unit.ticket is not None:
                 reading.append(unit.ticket)
+            dropped.append((sums, [sums.index[each.weight] for each in unit.anew if each.weight in sums.index]))
+            unit.anew = []
+        self._has_begun, box = True, self._processes.box
         box.passes += 1
-        self._later = box.begun_by_others(box.passes)
-        self._backend.work(partial(box.note_begun, box.passes), reading)
+        number = box.passes
+
+        def begin() -> None:
+            for sums, numbers in dropped:
+                sums.drop(numbers)
+            box.note_begun(number)
+
+        self._waits = [self._backend.work(begin, reading), *box.begun_by_others(number)]
 
     def add(self, unit: UnitGradients, sums: SharedSums, shipment: Shipment, is_over: bool, measures: bool) -> Shipment:
         """Have the thread add what is on its way when it is this process's turn, which may be over then."""
@@ -99,10 +108,8 @@ class Turns:
         shipment: Shipment | None = None,
     ) -> None:
         assert self._processes is not None
-        ended, unit.anew = unit.anew, []
-        anew = [sums.index[each.weight] for each in ended if each.weight in sums.index] if sums.begins else []
-        box, share = self._processes.box, 1 / self._processes.count
-        number, sums.is_over = sums.number, is_over
+        box, everyone = self._processes.box, self._processes.count
+        number, is_partial, sums.is_over = sums.number, sums.is_partial, is_over
         buffer = None if shipment is None else shipment.buffer
         to_leave = buffer if not own and sums.can_leave(parts) else None
         complete = sums.complete()
@@ -113,9 +120,10 @@ class Turns:
                 with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
                     for target, arrived in own:
                         target.copy_(arrived)
-                    sums.begin_anew(anew)
+                    if sums.begins:
+                        sums.begin(number, is_partial, everyone)
                     if to_leave is None or not self._landing.may_leave_one or not sums.leave(to_leave, complete):
-                        sums.add(parts, share)
+                        sums.add(parts, 1 / everyone)
                 if is_over and sums.ends:
                     sums.measure_norms(measures)
             except BaseException as error:  # the turn will not end, so nothing that comes after it may be waited for
@@ -125,8 +133,8 @@ class Turns:
                 sums.pass_on(number)
 
         moved = 0 if to_leave is not None else 2 * sum(arrived.nbytes for arrived in parts.values())
-        self._later = [ticket for ticket in self._later if not ticket.done]
-        after = [sums.turn(), *self._later, *(ticket for ticket in tickets if ticket is not None)]
+        self._waits = [ticket for ticket in self._waits if not ticket.done]
+        after = [sums.turn(), *self._waits, *(ticket for ticket in tickets if ticket is not None)]
         unit.ticket = self._backend.work(add, after, moved, None if buffer is None else buffer.release)
         unit.state = State.HELD
         self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, unit.ticket)

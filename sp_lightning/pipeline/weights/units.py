@@ -8,7 +8,8 @@ modules whose calls enter it. `finder.py` finds them in a module tree. Up to `k_
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,21 @@ class Member:
                 entry.parameters[entry.key] = weight.master
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
+
+    @contextmanager
+    def computing_with(self, twins: Sequence[Twin]) -> Iterator[None]:
+        """Have calls in the block compute with these twins, one for each entry, some of which others have replaced."""
+        replaced = [(entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.is_replaced]
+        for entry, twin in replaced:
+            entry.parameters[entry.key] = twin.parameter
+        self.groups = list(dict.fromkeys([*self.groups, *(twin.group for _, twin in replaced)]))
+        try:
+            yield
+        finally:
+            self.find_groups()
+            for entry, twin in replaced:
+                if entry.parameters.get(entry.key) is twin.parameter:  # as its unit is still reached by backward
+                    entry.parameters[entry.key] = entry.weight.twin.parameter
 
     def find_groups(self) -> None:
         """Determine which groups have to be on the device for its call."""

@@ -67,6 +67,11 @@ class Twin:
         _DATA.__set__(self.parameter, self.data)
         self.note_unchanged()
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another one stands for its weight since, which is no longer lowered."""
+        return any(self.parameter is leaf for leaf in self.weight.lowered_leaves)
+
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
 

@@ -311,6 +311,29 @@ def test_frozen_layers_are_lowered_however_often_they_are_called(calls: int) -> 
     assert lowered[5] == trained
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_penalty_on_weights_that_were_lowered_before_their_forward_runs_again(first: int) -> None:
+    """Frozen ones since a sanity check, others since earlier steps; the second forward gets them as the first one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)])
+    model[1:3].requires_grad_(False)
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    with attached(model, k=1, units=lambda name, _: name.isdigit(), activations="recompute") as pipeline:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            model(x)
+        for step in range(4):
+            for runner in (plain, model):
+                runner.zero_grad()
+                with pipeline.step(), torch.autocast("cpu", torch.bfloat16):
+                    loss = runner(x).float().square().mean()
+                    if step >= first:
+                        loss = loss + sum(weight.square().sum() for weight in runner.parameters())
+                loss.backward()
+            grads = zip(plain[0].parameters(), model[0].parameters(), strict=True)
+            assert all(torch.equal(p.grad, q.grad) for p, q in grads)
+        assert pipeline.stats.recomputed >= 4 * (first + 1)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(
