@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
+from sp_lightning.timeline import break_down, check_timeline_path, why_not_written, write_timeline
 from sp_lightning.trainer import Namespace, logged_step, logs_now
 from sp_lightning.trainer.host_memory import name_more_compact
 from sp_lightning.trainer.narrator import device_memory, diagnose
@@ -44,7 +44,8 @@ class CallbackMixin(_Base):
             would make it faster. Without this callback, the table is printed if the Trainer prints a model summary.
 
     Raises:
-        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one.
+        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one; before a run, if the
+            timeline cannot be written.
 
     Example::
 
@@ -72,6 +73,8 @@ class CallbackMixin(_Base):
                 f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this "
                 f"Trainer runs `{type(strategy).__name__}`."
             )
+        elif self.timeline is not None and trainer.is_global_zero and (reason := why_not_written(self.timeline)):
+            raise ValueError(f"`timeline={str(self.timeline)!r}` cannot be written: {reason}.")
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 

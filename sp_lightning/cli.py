@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
 """The commands of LightningCLI."""
+COMMANDS = (*RUNS, "plan")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -63,6 +64,9 @@ def main() -> int:
     if os.getcwd() not in sys.path:  # unlike `python -m`, a console script does not import from the current folder
         sys.path.insert(0, os.getcwd())
     command, arguments = sys.argv[1:2], sys.argv[2:]
+    if not command or not (command[0].startswith("-") or command[0] in COMMANDS):
+        asked = f", not {command[0]!r}" if command else ""
+        return _fail(f"expected one of {', '.join(COMMANDS)}{asked}; see `{PROGRAM} --help` and `plan --help`", 2)
     try:
         if command == ["plan"]:
             _plan(arguments)

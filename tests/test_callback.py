@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import warnings
 from inspect import signature
@@ -275,12 +276,20 @@ def test_a_run_without_steps_says_that_there_is_no_timeline(tmp_path):
         fit(run, Skips())
 
 
-def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path):
-    (tmp_path / "file").write_text("in the way")
+def test_a_timeline_that_cannot_be_written_is_an_error_before_the_run_and_none_in_it(tmp_path, monkeypatch):
+    class Closes(Base):
+        def on_train_start(self):
+            (tmp_path / "file").write_text("in the way")
+
     run = trainer(streamed(), max_epochs=1, callbacks=SuperpipelineCallback(tmp_path / "file" / "a.html"))
     with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: .*file"):
-        fit(run, Base())
+        fit(run, Closes())
     assert run.global_step == 6
+    (tmp_path / "b.html").mkdir()
+    monkeypatch.setattr(os, "access", lambda place, _: place != tmp_path)  # root may write to anything
+    for path, reason in (("file/a", "file is no folder"), ("b", "it is a folder"), ("c", "may not be written to")):
+        with pytest.raises(ValueError, match=rf"`timeline='.*{path}.html'` cannot be written: .*{reason}"):
+            fit(trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / f"{path}.html")), Base())
 
 
 @pytest.mark.parametrize("batch", [0, 4, 5])

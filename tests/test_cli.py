@@ -162,7 +162,8 @@ def test_modules_of_pytorch_lightning(trainers):
     ("arguments", "says"),
     [
         ("fit", "the following arguments are required"),
-        ("train", "invalid choice: 'train'"),
+        ("", "expected one of fit, validate, test, predict, plan; see"),
+        ("train", "expected one of fit, validate, test, predict, plan, not 'train'; see"),
         ("fit --modle x", "unrecognized arguments: --modle x"),
         ("fit --config nowhere.yaml", "nowhere.yaml"),
         ("fit --model nowhere.Net", "No module named 'nowhere'"),

@@ -139,6 +139,7 @@ def test_devices_share_the_host():
         ("--model Llama-3.1-8B --master split", "`master='split'` needs bf16 weights: `precision='bf16-true'`"),
         ("--model Llama-3.1-8B --host_memory some", "`host_memory='some'` must be an amount of memory"),
         ("--model Llama-3.1-8B --device_memory much", "`device_memory='much'` must be an amount of memory"),
+        ("--model Llama-3.1-8B --device_memory 24", "`device_memory=24` is 24 bytes. Was '24GiB' meant?"),
         ("--model Llama-3.1-8B --to_host 0", "`to_host=0.0` must be above zero"),
         ("--model Llama-3.1-8B --devices 0", "`devices=0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "'32-true'"),

@@ -114,6 +114,9 @@ def _check_count(name: str, value: object) -> None:
 
 def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
     """Convert a user's definition of a unit to a function of a module and its name."""
+    for entry in policy if isinstance(policy, Sequence) else [policy]:
+        if isinstance(entry, nn.Module):
+            raise ValueError(f"`units=` was given an instance of `{type(entry).__name__}`. Give its class.")
     if callable(policy) and not isinstance(policy, type):
         return policy
     entries = [policy] if isinstance(policy, str | type) else policy

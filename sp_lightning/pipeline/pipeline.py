@@ -74,11 +74,11 @@ class Pipeline:
         planner: Planner | None = None,
         processes: Processes | None = None,
     ) -> None:
+        _check_module(module)
         self.module = module
         self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        _check_parameters(module)
         move_parameters(weights_on_accelerators(module), HOST)
         share_cores = 1  # among how many the machine's cores are divided; not for the one that steps for all of them
         if processes is not None:
@@ -97,6 +97,7 @@ class Pipeline:
             engine.memory.keep([])
             self.backend.close()
             raise
+        _check_together(self.options, len(self.arrangement.units))
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
@@ -224,7 +225,23 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
         )
 
 
-def _check_parameters(module: nn.Module) -> None:
+def _check_together(options: PipelineOptions, units: int) -> None:
+    if isinstance(options.k_prime, int) and options.k_prime > units:
+        warnings.warn(
+            f"`k_prime={options.k_prime}` is above the number of units, {units}: all move together, and none while "
+            "another computes.",
+            stacklevel=2,
+        )
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, type):
+        raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several modules into one, "
+            "such as an `nn.Sequential`."
+        )
     taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:
@@ -235,6 +252,11 @@ def _check_parameters(module: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the "
                 "model is given to superpipeline."
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to it. Build the model "
+                "outside of `torch.inference_mode()`."
             )
         if parameter.device.type == "meta":
             raise ValueError(

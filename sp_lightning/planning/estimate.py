@@ -58,6 +58,7 @@ _KNOWN: dict[str, tuple[object, ...]] = {
 }
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEVICE_MEMORY = 24 * 2**30  # if the user gives none, and there is no device
+_LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
 _SAVED = 1.5  # bytes that a unit saves for each one that its matrices read or write
 
 
@@ -123,6 +124,8 @@ class Assumptions:
         for name, nbytes in (("device_memory", self.device_bytes), ("host_memory", self.host_bytes)):
             if nbytes is not None and nbytes <= 0:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
+            if nbytes is not None and nbytes < _LEAST_MEMORY:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` is {nbytes} bytes. Was '{nbytes}GiB' meant?")
 
     @property
     def device_bytes(self) -> int:

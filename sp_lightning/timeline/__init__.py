@@ -6,6 +6,7 @@ It depends on recordings only, not on how they are made.
 from __future__ import annotations
 
 import json
+import os
 import re
 from html import escape
 from importlib.resources import files
@@ -16,7 +17,7 @@ from sp_lightning.pipeline import Kind, Lane, Recording
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
 from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
 
-__all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "write_timeline"]
+__all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "why_not_written", "write_timeline"]
 
 
 def _page(recording: Recording, caption: str = "") -> str:
@@ -62,6 +63,17 @@ def check_timeline_path(path: str | Path, argument: str = "path") -> Path:
         kinds = "`.html` (a page), `.svg` (a picture) or `.json` (a Chrome trace, for ui.perfetto.dev)"
         raise ValueError(f"`{argument}={str(path)!r}` must end in {kinds}.")
     return Path(path)
+
+
+def why_not_written(path: Path) -> str | None:
+    """Return why no timeline can be written to a path, whose folder is made if need be; None if one can."""
+    if path.is_dir():
+        return "it is a folder"
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    place = path if path.exists() else folder
+    return None if os.access(place, os.W_OK) else f"{place} may not be written to"
 
 
 def write_timeline(recording: Recording, path: str | Path, *, caption: str = "") -> None:

@@ -64,6 +64,8 @@ def model() -> nn.Module:
         ({"memory_budget": 1000}, "`memory_budget=1000` is too small"),
         ({"memory_budget": "1kB", "k": 3, "units": Block}, "`memory_budget='1kB'` is too small with `k=3`"),
         ({"k": 0}, "`k=0` must be"),
+        ({"units": nn.Tanh()}, "`units=` was given an instance of `Tanh`. Give its class"),
+        ({"units": [nn.Tanh()]}, "`units=` was given an instance of `Tanh`. Give its class"),
         ({"resident_optimizer": True, "k": 3}, "`resident_optimizer=True` needs `k='auto'`, and not `k=3`"),
     ],
     ids=lambda value: re.sub(" at 0x\\w+", "", str(value)),
@@ -76,12 +78,38 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     superpipeline(module, "cpu").detach()
 
 
+@pytest.mark.parametrize("device", ["foo", "hip", "cuda:99", 1.5])
+def test_devices_that_are_not_there(device: Any) -> None:
+    with pytest.raises(ValueError, match=f"`device='{device}'` is none that this torch can compute on: .+"):
+        superpipeline(model(), device)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [([Block()], "This is a `list`. Put several modules into one"), (Block, "This is the class `Block`. Build it")],
+)
+def test_what_is_no_module(module: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        superpipeline(module, "cpu")
+
+
+def test_more_together_than_there_are_warns() -> None:
+    """It works: all move together."""
+    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6: all move together"):
+        superpipeline(model(), "cpu", units=Block, k_prime=9).detach()
+
+
 def on_meta(module: nn.Module) -> None:
     module.blocks[2].up.weight = nn.Parameter(torch.empty(64, 16, device="meta"))
 
 
 def lazy(module: nn.Module) -> None:
     module.blocks[2].up = nn.LazyLinear(64)
+
+
+def made_in_inference_mode(module: nn.Module) -> None:
+    with torch.inference_mode():
+        module.blocks[2].up = nn.Linear(16, 64)
 
 
 def without_parameters(module: nn.Module) -> None:
@@ -94,6 +122,7 @@ def without_parameters(module: nn.Module) -> None:
     [
         (on_meta, "'blocks.2.up.weight' is on the meta device.*to_empty"),
         (lazy, "'blocks.2.up.weight' has no shape yet.*one forward"),
+        (made_in_inference_mode, "'blocks.2.up.weight' was made in inference mode.*Build the model outside"),
         (without_parameters, "`Chain` has no parameters"),
     ],
 )

@@ -254,10 +254,17 @@ def full_device(device: torch.device | str | None) -> torch.device:
         found = torch.accelerator.current_accelerator(check_available=True)
         has_streams = found is not None and hasattr(torch.get_device_module(found), "Stream")
         device = found if found is not None and has_streams else "cpu"
-    device = torch.device(device)
-    if device.type != "cpu" and ":" not in str(device):  # no index given
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    return device
+    try:
+        full = torch.device(device)
+        api: Any = getattr(torch, full.type, None)
+        if full.type != "cpu" and ":" not in str(full):  # no index given
+            full = torch.device(full.type, torch.get_device_module(full).current_device())
+        elif full.type != "cpu" and hasattr(api, "device_count") and full.index >= api.device_count():
+            raise RuntimeError(f"there are {api.device_count()} of this type")
+    except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device={str(device)!r}` is none that this torch can compute on: {reason}") from error
+    return full
 
 
 def make_backend(device: torch.device, host_threads: int | Literal["auto"], processes: int, debug: bool) -> Backend:
