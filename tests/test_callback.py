@@ -58,10 +58,6 @@ def messages(caplog):
     return lambda: [record.message for record in caplog.records if record.levelno == logging.INFO]
 
 
-def test_the_callback_changes_no_number():
-    assert_same_training(arguments=lambda: {"callbacks": SuperpipelineCallback()})
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_says_that_it_does_nothing_under_another_strategy(messages):
     ours = trainer(plain(), callbacks=SuperpipelineCallback())

@@ -6,7 +6,7 @@ import cProfile
 import pstats
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import SGD
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.outside import Guard
 
-from .helpers import attached
+from .helpers import Run, assert_same_story, attached
 from .zoo.blocks import WIDTH as NARROW
 from .zoo.blocks import Block, Chain, LoRALinear, chain
 from .zoo.oddities import Fused
@@ -167,10 +167,9 @@ def test_bytes_to_the_device_are_those_of_the_units() -> None:
         assert needed <= pipe.stats.bytes_to_device < 1.1 * needed
 
 
-def adapted() -> Chain:
+def adapted(model: Chain) -> Chain:
     """Blocks with a frozen base and adapters."""
-    model = blocks().requires_grad_(False)
-    for block in model.blocks:
+    for block in model.requires_grad_(False).blocks:
         block.up = LoRALinear(block.up)
     return model
 
@@ -178,7 +177,7 @@ def adapted() -> Chain:
 @pytest.mark.parametrize("k", [2, 5, BLOCKS])
 def test_only_adapters_are_sent_to_where_their_base_still_lies(k: int) -> None:
     """Those of the units that lie on the device when a step ends; frozen weights of the others have to come again."""
-    model = adapted()
+    model = adapted(blocks())
     with attached(model, k=k) as pipe:
         optimizer = SGD(model.parameters(), 0.1)
         for _ in range(2):
@@ -195,22 +194,16 @@ def test_only_adapters_are_sent_to_where_their_base_still_lies(k: int) -> None:
 @pytest.mark.parametrize("edit", [lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(2)], ids=["", "data"])
 def test_a_frozen_weight_that_was_changed_is_sent_as_well(edit: Callable[[Tensor], object]) -> None:
     """While its unit counts as absent, because its adapters were stepped."""
-    results = []
-    for streamed in (False, True):
-        torch.manual_seed(0)
-        model = adapted()
-        optimizer = SGD(model.parameters(), 0.1)
-        with attached(model, k=BLOCKS) if streamed else nullcontext() as pipe:
-            for _ in range(3):
-                with pipe.step() if pipe is not None else nullcontext():
-                    model(torch.ones(2, WIDTH)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    edit(model.blocks[1].down.weight)
+
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), 0.1)
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer)
             with torch.no_grad():
-                results.append(model(torch.ones(2, WIDTH)))
-    assert torch.equal(*results)
+                edit(run.model.blocks[1].down.weight)
+        run.evaluate("at the end")
+
+    assert_same_story(story, lambda: adapted(chain(BLOCKS)), k=BLOCKS)
 
 
 def test_units_that_return_views_of_what_a_custom_function_has_computed() -> None:

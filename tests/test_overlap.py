@@ -298,30 +298,8 @@ class Averaging(Module):
         self.losses += [p.grad.detach().clone() for p in self.parameters()]
 
 
-class Manual(Module):
-    automatic_optimization = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-        loss = self.model(batch).square().mean()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.01, "norm")
-        optimizer.step()
-
-
-class NoLoss(Module):
-    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        return None if index % 2 else super().training_step(batch, index)
-
-
-@pytest.mark.parametrize("build", [Looking, Changing, Clipping, Twice, Skipping, Warming, Averaging, Manual, NoLoss])
+@pytest.mark.parametrize("build", [Looking, Changing, Clipping, Twice, Skipping, Warming, Averaging])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.filterwarnings("ignore:.*returned `None`")
 def test_modules_with_unusual_training_steps_are_exact(build: type[Module], precision: str) -> None:
     assert_same_fit(build, precision=precision)
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 NAMES = [
     "chain", "gpt2-tied", "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "llama-untied", "albert", "vit", "unet",
     "resnet50", "lora", "siamese", "half-frozen", "stochastic-depth", "inplace-residual-on-view",
-    "weight-gradient-penalty", "weight-on-ctx-and-inplace-view", "checkpoint-sequential-plain", "tied-by-use",
+    "weight-gradient-penalty", "weight-on-ctx-and-inplace-view", "checkpointed-blocks-plain", "tied-by-use",
     "two-losses", "int8 weights", "packed weights",
 ]  # fmt: skip
 

@@ -6,8 +6,8 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -73,14 +73,18 @@ def gradients_of_one_step(pipeline: Pipeline) -> list[Tensor]:
     return [p.grad.clone() for p in pipeline.module.parameters()]
 
 
+@contextmanager
+def over_a_backend(model: nn.Module) -> Iterator[tuple[Pipeline, RecordingBackend]]:
+    backend = RecordingBackend()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
+    yield pipeline, backend
+    pipeline.detach()
+
+
 @pytest.mark.parametrize("where", ["upload", "download"])
 def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
     """The error surfaces, the next step is right, and detach works."""
-    model = layers()
-    backend = RecordingBackend()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
-
-    try:
+    with over_a_backend(model := layers()) as (pipeline, backend):
         expected = gradients_of_one_step(pipeline)
         with torch.no_grad():
             next(model.parameters()).add_(0)
@@ -88,18 +92,12 @@ def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
         with pytest.raises(OSError, match="the bus is gone"):
             gradients_of_one_step(pipeline)
         assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
-    finally:
-        pipeline.detach()
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
     """Memory runs out: the error surfaces, gradients stay, and the next step is right, as is what detach gives back."""
-    model = layers()
-    backend = RecordingBackend()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
-
-    try:
+    with over_a_backend(model := layers()) as (pipeline, backend):
         expected = gradients_of_one_step(pipeline)
         full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
         with full, pytest.raises(torch.OutOfMemoryError, match="full"):
@@ -107,8 +105,6 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
         assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
         if goes_on:
             assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
-    finally:
-        pipeline.detach()
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import Lane, Pipeline, PipelineOptions
+from sp_lightning.pipeline import Lane, Pipeline
 from sp_lightning.planning import AutoPlanner, Workload, choose, planner
 
-from ..helpers import is_block
+from ..helpers import attached
 from ..simulated import UNIT_BYTES, SimulatedBackend
 from ..zoo.blocks import chain, rows
-from .parts import MODELS, Blocks, Fixed, train
+from .parts import MODELS, Blocks, Fixed, Trained, train
 
 MACHINES = {
     Lane.COMPUTE: Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
@@ -27,15 +27,16 @@ MACHINES = {
 }
 
 
-@contextmanager
-def planned(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
+def planned(model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
     """A pipeline with a planner over a model of Blocks, with delays and poison."""
-    choices = PipelineOptions(units=is_block, debug=True, **options)
-    pipeline = Pipeline(model, "cpu", options=choices, planner=AutoPlanner())
-    try:
-        yield pipeline
-    finally:
-        pipeline.detach()
+    return attached(model, AutoPlanner(), k="auto", k_prime="auto", **options)
+
+
+@cache
+def trained_with_every_window(blocks: Blocks) -> list[Trained]:
+    windows = [(k, k_prime, ()) for k in range(1, 8) for k_prime in range(1, k + 1) if k % k_prime == 0]
+    windows += [(k, 1, tuple(range(1, 12, 12 // kept))[:kept]) for k in (1, 2, 3) for kept in range(1, 7 - k)]
+    return [blocks.train(Fixed(window), steps=4) for window in windows]
 
 
 @pytest.mark.parametrize("units", [2, 5])
@@ -44,9 +45,7 @@ def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -
     """Every k, k_prime and number of kept units is tried on the same machine; activations take the same in all."""
     blocks = MACHINES[bottleneck]
     budget = blocks.train(k=1, k_prime=1, steps=2).counted + units * UNIT_BYTES
-    windows = [(k, k_prime, ()) for k in range(1, 8) for k_prime in range(1, k + 1) if k % k_prime == 0]
-    windows += [(k, 1, tuple(range(1, 12, 12 // kept))[:kept]) for k in (1, 2, 3) for kept in range(1, units + 2 - k)]
-    every = [blocks.train(Fixed(window), steps=4) for window in windows]
+    every = trained_with_every_window(blocks)
     planned = blocks.train(AutoPlanner(), memory_budget=budget)
     plan = planned.summary.plan
     assert plan is not None

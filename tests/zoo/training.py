@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from .blocks import WIDTH, Block, Chain, LoRALinear, chain, rows
 from .case import Batch, Case, call_with_batch, sum_of_squares
@@ -183,19 +183,6 @@ class CheckpointInside(nn.Module):
         return x + self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
 
 
-class CheckpointSequential(nn.Module):
-    """checkpoint_sequential: segments of several units each."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block(dropout=0.2) for _ in range(6)))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(self.blocks, 3, self.stem(x), use_reentrant=self.reentrant)
-
-
 class NestedCheckpoint(Chain):
     """A checkpoint around blocks that checkpoint a part of themselves."""
 
@@ -229,16 +216,6 @@ def two_graphs(model: nn.Module, batch: Batch) -> list[Tensor]:
     for loss in losses:
         loss.backward()
     return losses
-
-
-def teacher(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """A forward without grad between forward and backward."""
-    student = model(*batch)
-    with torch.no_grad():
-        target = model(batch[0] + 0.1)
-    loss = F.mse_loss(student, target)
-    loss.backward()
-    return [loss]
 
 
 class Gan(nn.Module):
@@ -319,7 +296,6 @@ def two_groups(model: nn.Module) -> list[Optimizer]:
 CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
     "checkpointed-blocks": CheckpointedBlocks,
     "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
-    "checkpoint-sequential": CheckpointSequential,
     "nested-checkpoint": NestedCheckpoint,
 }
 
@@ -358,7 +334,6 @@ CASES = [
     ),
     Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses, autocast=True),
     Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs, autocast=True),
-    Case("teacher", lambda: chain(4), rows, backward=teacher, autocast=True),
     Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step, lightning=True),
     Case(
         "sparse-embedding",

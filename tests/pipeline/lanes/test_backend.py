@@ -130,23 +130,6 @@ def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
         assert not memory.any()
 
 
-def test_threads_are_there_from_the_first_copy_until_close() -> None:
-    """A pipeline that is only looked at starts none; one that is closed can go on."""
-    with host_backend(max_delay=0.005) as backend:
-        backend.drain()
-        assert names() == set()
-        for value in (3, 4):
-            target, worked = filled(0), list[int]()
-            backend.upload(target, filled(value))
-            backend.download(filled(0), filled(1))
-            backend.work(lambda worked=worked: worked.append(1))  # type: ignore[misc]
-            assert names() == {"superpipeline-upload", "superpipeline-download", "superpipeline-host"}
-            backend.close()
-            assert names() == set()
-            assert set(target.tolist()) == {value}
-            assert worked == [1]
-
-
 def test_drain_waits_for_chains_of_copies_and_work() -> None:
     """A copy to the host, work with it, a copy of that to the device."""
     with host_backend(poison=True, max_delay=0.01) as backend:

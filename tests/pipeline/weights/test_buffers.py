@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, as_bytes, is_dense, lay_out
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, is_dense, lay_out
 
 from ...processes import in_processes
 from ..parts import RecordingBackend
@@ -26,17 +26,6 @@ def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
     assert buffer.bytes.untyped_storage().nbytes() <= max(nbytes, 1)
     if nbytes:
         assert buffer.bytes.data_ptr() % mmap.PAGESIZE == 0
-
-
-def test_a_page_lock_is_undone_once() -> None:
-    backend = RecordingBackend(pins=True)
-    buffer = HostBuffer(100, backend, pin=True)
-    assert buffer.pinned
-    assert backend.pinned == {buffer.bytes.data_ptr()}
-    buffer.release()
-    buffer.release()
-    assert not buffer.pinned
-    assert not backend.pinned
 
 
 def test_what_lies_beside_weights_stays() -> None:
@@ -75,12 +64,6 @@ def test_layout_is_aligned_and_without_gaps() -> None:
 def test_dense(tensor: Tensor, dense: bool) -> None:
     """A tensor that fills its bytes exactly once, in any order of dimensions."""
     assert is_dense(tensor) is dense
-
-
-def test_bytes_of_a_tensor_are_its_memory() -> None:
-    tensor = torch.arange(12, dtype=torch.int16)[4:8]
-    assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
-    assert as_bytes(tensor).tolist() == [4, 0, 5, 0, 6, 0, 7, 0]
 
 
 def shares_nothing_with_a_device() -> None:

@@ -12,19 +12,6 @@ from torch import Tensor
 from sp_lightning.pipeline.weights.graphs import before_backward
 
 
-def test_backward_announces_itself_before_it_runs() -> None:
-    """Before the node that made the output, after those that come later in the graph."""
-    order: list[str] = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: order.append("input"))
-    y = x.exp()
-    before_backward([y], lambda _: order.append("announced"), since=1, now=1)
-    z = y.square()
-    z.register_hook(lambda _: order.append("later"))
-    z.sum().backward()
-    assert order == ["later", "announced", "input"]
-
-
 def add_in_place(y: Tensor) -> Tensor:
     y += 1
     return y

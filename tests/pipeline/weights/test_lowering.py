@@ -15,11 +15,21 @@ from torch.nn.utils import parametrize
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Summary
 from sp_lightning.pipeline.options import Policy
 
-from ...helpers import attached
+from ...helpers import Run, assert_same_story, attached, note_gradients, note_outputs
 from ...zoo.blocks import Product
+
+
+def assert_same_results(story: Callable[[nn.Module], list[Tensor]], model: nn.Module, **options: Any) -> Summary:
+    """What a story returns is the same of a plain model as of an attached one; returns how that was arranged."""
+    expected = story(copy.deepcopy(model))
+    with attached(model, **{"k": 1, "debug": False, **options}) as pipeline:
+        actual = story(model)
+        assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+        assert all(map(torch.equal, actual, expected))
+        return pipeline.summary()
 
 
 class Raw(nn.Module):
@@ -65,21 +75,19 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
 def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
     """From the second step on, and outputs are those of plain autocast in every step."""
     use, lowered = CASES[name]
-    model = nn.Sequential(*[Raw(use) for _ in range(3)])
-    plain = nn.Sequential(*[Raw(use) for _ in range(3)])
-    plain.load_state_dict(model.state_dict())
-    with attached(model, k=1, units=Raw) as pipeline:
+
+    def story(model: nn.Module) -> list[Tensor]:
+        results = []
         for step in range(3):
-            results = []
-            for runner in (plain, model):
-                torch.manual_seed(step)
-                with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
-                    loss = runner(torch.randn(2, 8)).float().square().mean()
-                loss.backward()
-                results += [loss.detach(), *(p.grad.clone() for p in runner.parameters())]
-            half = len(results) // 2
-            assert all(map(torch.equal, results[:half], results[half:]))
-        assert pipeline.summary().lowered == (3 if lowered and (cache or name != "twice") else 0)
+            torch.manual_seed(step)
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+                loss = model(torch.randn(2, 8)).float().square().mean()
+            loss.backward()
+            results += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return results
+
+    summary = assert_same_results(story, nn.Sequential(*[Raw(use) for _ in range(3)]), units=Raw, debug=True)
+    assert summary.lowered == (3 if lowered and (cache or name != "twice") else 0)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -196,14 +204,8 @@ def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[
         return [*result, *(parameter.grad for parameter in model.parameters())]
 
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[layer(8, 8) for _ in range(3)]), torch.randn(4, 8)
-    expected = story(copy.deepcopy(model))
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=layer))
-    actual = story(model)
-    lowered = [weight.lowered for weight in pipeline.arrangement.weights if weight.layout.dim() > 1]
-    pipeline.detach()
-    assert lowered == [True] * 3
-    assert all(map(torch.equal, expected, actual))
+    model, x = nn.Sequential(*[layer(8, 8, bias=False) for _ in range(3)]), torch.randn(4, 8)
+    assert assert_same_results(story, model, units=layer).lowered == 3
 
 
 class Normalizes(nn.Module):
@@ -224,20 +226,16 @@ class Normalizes(nn.Module):
 def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
     """Autocast's cache goes on with its casts, of them and of others, as in plain training."""
 
-    def story(model: nn.Module) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = [model(x) for _ in range(calls)]
-        torch.stack(outputs).float().square().sum().backward()
-        return [*outputs, *(parameter.grad for parameter in model.parameters())]
+    def story(run: Run) -> None:
+        with run.step():
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = [run.model(x) for _ in range(calls)]
+            torch.stack(outputs).float().square().sum().backward()
+        note_outputs(run.trace, "outputs", outputs)
+        note_gradients(run.trace, "gradients", dict(run.model.named_parameters()))
 
-    torch.manual_seed(0)
-    model, x = Normalizes(), torch.randn(4, 8)
-    expected = story(copy.deepcopy(model))
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
-    with pipeline.step():
-        actual = story(model)
-    pipeline.detach()
-    assert all(map(torch.equal, expected, actual))
+    x = torch.randn(4, 8)
+    assert_same_story(story, Normalizes, k=2, units=nn.Linear, debug=False)
 
 
 class Again(nn.Module):
@@ -379,18 +377,14 @@ def test_the_first_evaluation_computes_as_the_others(
     model = nn.ModuleList([unit() for _ in range(3)]).eval()
     x = torch.randn(4, 8)
 
-    def evaluate() -> list[Tensor]:
+    def evaluate_twice(model: nn.Module) -> list[Tensor]:
         with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             outputs = [layer(x) for layer in model]
+        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            outputs += [layer(x) for layer in model]
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
-    expected = evaluate()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1))
-    actual = [evaluate(), evaluate()]
-    pipeline.detach()
-    for outputs in actual:
-        assert [output.dtype for output in outputs] == [output.dtype for output in expected]
-        assert all(map(torch.equal, expected, outputs))
+    assert_same_results(evaluate_twice, model, units=None)
 
 
 class Normed(nn.Module):
@@ -448,10 +442,7 @@ def test_units_that_use_or_replace_weights_of_their_layers_are_exact(
         return [output.detach() for output in found]
 
     torch.manual_seed(0)
-    model = nn.Sequential(*[kind() for _ in range(3)])
-    expected = run(copy.deepcopy(model))
-    with attached(model, k=2, units=kind):
-        assert all(map(torch.equal, run(model), expected))
+    assert_same_results(run, nn.Sequential(*[kind() for _ in range(3)]), k=2, units=kind, debug=True)
 
 
 def test_lowered_units_travel_at_half_the_bytes() -> None:

@@ -13,21 +13,11 @@ from sp_lightning.pipeline.weights.weight import Weight
 from ..parts import RecordingBackend
 
 
-def segment_of(*tensors: Tensor, lowered: torch.dtype | None = None, memory: HostMemory | None = None) -> Segment:
+def segment_of(*tensors: Tensor, lowered: torch.dtype | None = None) -> Segment:
     weights = [Weight(str(number), nn.Parameter(tensor)) for number, tensor in enumerate(tensors)]
-    return again(weights, lowered, memory)
-
-
-def again(weights: list[Weight], lowered: torch.dtype | None = None, memory: HostMemory | None = None) -> Segment:
-    """A segment of the same masters, as the next arrangement makes it."""
-    weights = [Weight(weight.name, weight.master) for weight in weights]
     for weight in weights:
         weight.compute_dtype = lowered or weight.dtype
-    return (host_memory() if memory is None else memory).segment(weights)
-
-
-def host_memory() -> HostMemory:
-    return HostMemory(RecordingBackend(pins=True), None)
+    return HostMemory(RecordingBackend(pins=True), None).segment(weights)
 
 
 def sent(segment: Segment, number: int) -> Tensor:
