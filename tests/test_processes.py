@@ -225,9 +225,11 @@ class Adversaries(Base):
 class ByOwnCode(Adversaries):
     """All weights are stepped at once by the optimizers' own code, and one process is quick to compute with them."""
 
-    def toggle_optimizer(self, optimizer: Any) -> None:
-        super().toggle_optimizer(optimizer)
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
         time.sleep(0.05 * (1 - self.global_rank))
+        with torch.no_grad():
+            self.note("output", self(batch[0]))
 
     def configure_optimizers(self) -> Any:
         optimizers = super().configure_optimizers()
