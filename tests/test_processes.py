@@ -222,6 +222,22 @@ class Adversaries(Base):
         return torch.optim.AdamW(ours, lr=1e-2), torch.optim.SGD(self.critic.parameters(), lr=1e-2)
 
 
+class ByOwnCode(Adversaries):
+    """All weights are stepped at once by the optimizers' own code, and one process is quick to compute with them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        time.sleep(0.05 * (1 - self.global_rank))
+        with torch.no_grad():
+            self.note("output", self(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda *_: None)
+        return optimizers
+
+
 class WithoutDropout(Silent):
     """The same numbers whatever random numbers were drawn before."""
 
@@ -317,6 +333,8 @@ def modules() -> None:
     for accumulate in (1, 2):
         assert_as_ddp(Watched, accumulate_grad_batches=accumulate, compare=assert_close_trace)
     assert_as_ddp(Adversaries)
+    assert_as_ddp(ByOwnCode, precision="bf16-mixed")
+    assert_as_ddp(LeftOut, precision="bf16-mixed")
     assert_as_ddp(ReadsLate, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 

@@ -137,6 +137,9 @@ class GroupSteps:
             self._submit(group, partial(_note_stepped, group, weights), weights, stepped)
         elif counted:
             self.window.finish_optimizer(group)
+            for segment in group.segments:  # the optimizer's own code may have stepped them
+                segment.check()
+                segment.refresh_copies()
             for memory, number in counted:
                 memory.reach(number)
 

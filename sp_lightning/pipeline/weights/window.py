@@ -99,6 +99,7 @@ class Window:
         for group in self.groups:
             for segment in group.segments:
                 if segment.weights[0].name in names:
+                    self.finish_optimizer(group)  # whose end would be noted after this, as if it had come later
                     group.suspect = True
                     segment.note_change()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -225,6 +226,24 @@ def hooks_on_weights() -> None:
     assert_averages(HookedInOne)
 
 
+def seen_by_one() -> None:
+    """What one process has read as `.grad` is its part of what is added up next; the sum stays that of the other."""
+    for looks in range(2):
+        torch.manual_seed(0)
+        model = chain(2)
+        plain = copy.deepcopy(model)
+        torch.manual_seed(dist.get_rank())
+        with attached(model):
+            for _ in range(3):
+                x = torch.randn(5, WIDTH)
+                for each in (model, plain):
+                    each(x).square().mean().backward()
+                assert looks != dist.get_rank() or model[0].up.weight.grad is not None
+            for weight, alone in zip(model.parameters(), plain.parameters(), strict=True):
+                dist.all_reduce(alone.grad)
+                torch.testing.assert_close(weight.grad, alone.grad / 2)
+
+
 def mixed_dtypes() -> None:
     assert_averages(lambda: chain().to(torch.float64), batch=lambda generator: rows(generator).double())
 
@@ -299,6 +318,7 @@ def test_single_things() -> None:
         [
             parameters_that_stay_on_the_device,
             hooks_on_weights,
+            seen_by_one,
             mixed_dtypes,
             accumulation,
             in_backward,
