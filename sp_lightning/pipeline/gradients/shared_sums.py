@@ -2,8 +2,8 @@
 
 What each process has got is added in the order of their ranks, so the sums are the same in every run. A counter in the
 memory tells whose turn it is. It has passed a process when that has added what a backward pass has brought, or when
-its pass has ended: it may have got nothing. What lies there from an earlier step is overwritten, as the first process
-says, whose turn comes first.
+its pass has ended: it may have got nothing. What lies there from earlier passes counts for the processes that have not
+dropped it; the first one sees to that, whose turn comes first. When all have, as after a step, it is overwritten.
 
 To add is to move memory: the sum is read and written. So a process leaves its gradients where they have landed, for
 one whose turn comes later to add those of several in one pass. The last one leaves nothing, nor does one that
