@@ -25,7 +25,7 @@ from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.torch_private import parts_of
 
-from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
+from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients, torchs_defaults
 from ...processes import in_processes
 from ...random_graphs import Example, default_dtype, examples
 from ...zoo.blocks import WIDTH, Block
@@ -117,6 +117,12 @@ def four() -> None:
     """With more than two processes, the order of sums is another one; of two machines each has one copy."""
     for on_a_machine in (1, 2, 4):
         assert_averages_closely(on_a_machine=on_a_machine)
+
+
+def under_another_default_dtype() -> None:
+    """Units have so many weights that their norms, if they were of that dtype, would leave too little room."""
+    with torchs_defaults(torch.bfloat16):
+        assert_averages(lambda: nn.Sequential(*(nn.Sequential(*map(nn.LayerNorm, [WIDTH] * 50)) for _ in range(5))))
 
 
 def added_up_by_the_last() -> None:
@@ -322,6 +328,7 @@ def test_single_things() -> None:
             mixed_dtypes,
             accumulation,
             in_backward,
+            under_another_default_dtype,
             a_pass_of_one_process_alone,
             other_units,
             quantized_weights_of_the_first,
