@@ -345,10 +345,6 @@ class Run:
         """The scope that a training or evaluation step runs in."""
         return nullcontext() if self.pipe is None else self.pipe.step()
 
-    def inputs(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """What to pass as ``inputs`` to backward for these parameters."""
-        return list(parameters) if self.pipe is None else self.pipe.backward_inputs(parameters)
-
     def rebuild(self) -> None:
         """Have the engine arrange units anew."""
         if self.pipe is not None:

@@ -220,21 +220,6 @@ def test_autograd_grad_of_parameters(options: dict[str, bool], held: bool) -> No
     assert_same_story(story, partial(chain, 3))
 
 
-def test_backward_for_some_inputs_only() -> None:
-    """``backward(inputs=...)`` fills the gradients of these parameters and no others."""
-
-    def story(run: Run) -> None:
-        run.normal_step("before", sgd(run.model))
-        wanted = [run.model.blocks[1].up.weight, run.model.blocks[3].norm.bias]
-        with run.step():
-            loss = run.model(run.rows(1)).square().mean()
-            loss.backward(inputs=run.inputs(wanted))
-        for name, parameter in run.model.named_parameters():
-            run.note(name, parameter.grad)
-
-    assert_same_story(story, partial(chain, 4))
-
-
 def test_gradient_scaler_skips_a_step_with_infinities() -> None:
     """GradScaler unscales host gradients, and one infinite gradient skips the step of every unit."""
 

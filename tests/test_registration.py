@@ -32,13 +32,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
         yield python
 
 
-def test_the_name_is_registered():
-    assert (
-        lightning.pytorch.strategies.StrategyRegistry["superpipeline"]["strategy"] is sp_lightning.SuperpipelineStrategy
-    )
-    assert pytorch_lightning.strategies.StrategyRegistry["superpipeline"]["strategy"] is twin.SuperpipelineStrategy
-
-
 @pytest.mark.parametrize("name", ["superpipeline", "SuperPipeline"])
 def test_the_trainer_finds_it(name):
     ours = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -6,7 +6,6 @@ to be stepped, and a step of all units is to take about as long as the busiest o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -24,7 +23,6 @@ from .simulated import (
     Machine,
     SimulatedBackend,
     SimulatedProcesses,
-    Span,
     TimedBlock,
 )
 from .zoo.blocks import Chain
@@ -48,7 +46,6 @@ class Measured:
 
     time: float
     busy: dict[Lane, float]
-    spans: Sequence[Span]
 
 
 def train(
@@ -77,7 +74,7 @@ def train(
     end = backend.now
     busy = {lane: backend.busy(lane, begin, end) / steps for lane in Lane}
     pipe.detach()
-    return Measured((end - begin) / steps, busy, backend.spans)
+    return Measured((end - begin) / steps, busy)
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (4, 2)])

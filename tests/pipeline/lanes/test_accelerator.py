@@ -156,10 +156,3 @@ def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) ->
     assert 0 < sum(runtime.registered.values()) <= 3000
     pipe.detach()
     assert not runtime.registered
-
-
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_the_user_may_have_nothing_page_locked(runtime: FakeRuntime, pin_memory: bool) -> None:
-    pipe, _ = attach(chain(), pin_memory=pin_memory)
-    assert pipe.summary().pinned is bool(runtime.registered) is pin_memory
-    pipe.detach()

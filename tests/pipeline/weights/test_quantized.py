@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.tree import Tree
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight, move_parameter
+from sp_lightning.pipeline.weights.quantized import move_parameter
 
 from ...helpers import attached
 from ...zoo.blocks import WIDTH, Block, Chain, LoRALinear, chain
@@ -49,15 +49,6 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------- what streams
-
-
-@BOTH_KINDS
-def test_a_frozen_quantized_weight_is_part_of_its_unit(quantize: Quantize) -> None:
-    division = find_units(quantized(quantize), Block)
-    assert not division.unmanaged
-    (found,) = [weight for weight in division.units[1].weights if isinstance(weight, QuantizedWeight)]
-    assert found.name == "blocks.1.up.base.weight"
-    assert found.nbytes == found.compute_bytes >= 24 * WIDTH
 
 
 def test_one_that_is_trained_lives_on_the_device() -> None:
