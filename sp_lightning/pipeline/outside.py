@@ -219,5 +219,4 @@ def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _serve(master: HostParameter) -> nn.Parameter:
     guard, weight = guarded[id(master)]
-    served: nn.Parameter = guard.serve(weight)
-    return served
+    return guard.serve(weight)
