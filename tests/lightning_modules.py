@@ -146,7 +146,7 @@ def note_end(module: Base, trainer: L.Trainer) -> Trace:
             for key, value in state.items():
                 for leaf, tensor in enumerate(tree_leaves(value)):  # LBFGS keeps lists
                     trace[f"end / optimizer {number} / {index} / {key} / {leaf}"] = frozen(tensor)
-        groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+        groups = [sorted({**group, "params": len(group["params"])}.items()) for group in optimizer.param_groups]
         trace[f"end / optimizer {number} / groups"] = repr(groups)
     for name, value in trainer.callback_metrics.items():
         trace[f"end / metric / {name}"] = frozen(value)

@@ -325,7 +325,7 @@ class SimulatedBox:
     rank, is_keeper, failure = 0, True, None
 
     def __init__(self, count: int, backend: SimulatedBackend) -> None:
-        self.count, self.backend = count, backend
+        self.count, self.backend, self.passes = count, backend, 0
 
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
         return SimulatedMemory(self, names, torch.zeros(nbytes, dtype=torch.uint8), torch.zeros((), dtype=torch.int64))
@@ -337,6 +337,11 @@ class SimulatedBox:
         return torch.zeros(nbytes, dtype=torch.uint8), os.memfd_create("simulated")
 
     def meet(self, steps: int = 0) -> None: ...
+
+    def note_begun(self, number: int) -> None: ...
+
+    def begun_by_others(self, number: int) -> list[Ticket]:
+        return []
 
 
 class SimulatedMemory(SharedMemory):

@@ -310,7 +310,12 @@ def test_inductor_is_exact() -> None:
             with attached(run.model, compile=True, debug=True) as run.pipe:
                 train(run, evaluate=False)
         else:
+            with torch.compiler.set_stance("force_eager"):
+                eager = run.model(run.rows(0)).square().mean()
             train(run, evaluate=False)
+            compiled = run.trace["step 0 / loss"]
+            if not torch.allclose(compiled, eager):  # where `ATEN_CPU_CAPABILITY` hides what the CPU has
+                pytest.skip(f"plain torch's inductor computes {compiled} in place of {eager} on this CPU")
         results.append(run.trace)
     assert_same_trace(*results)
 
