@@ -33,8 +33,8 @@ class SharedSums:
         norms = torch.empty(len(weights), dtype=torch.float32, device="meta")
         left = torch.empty(masters.shared.box.count, dtype=torch.int64, device="meta")
         dropped = torch.empty(len(left), len(weights), dtype=torch.bool, device="meta")
-        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, left.nbytes, dropped.nbytes]
-        (*offsets, at_flags, at_norms, at_left, at_dropped), nbytes = lay_out(sizes)
+        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, dropped.nbytes, left.nbytes]
+        (*offsets, at_flags, at_norms, at_dropped, at_left), nbytes = lay_out(sizes)
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)
         assert memory.shared is not None
         self._memory = memory.shared
