@@ -353,8 +353,8 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place, monkeypatch
     assert_same_training(lambda: Large(place, RuntimeError), drive)
 
 
-# Hazards 10, copies, and 19, requires_grad, are in test_exact_mechanisms.py, and 18, hooks on parameters, in
-# test_overlap.py and the zoo.
+# Hazard 10, copies, is in test_exact_mechanisms.py, 18, hooks on parameters, in test_overlap.py and the zoo, and 19,
+# requires_grad, in test_exact_random_stories.py.
 
 # Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
 # that checkpoints take, is in test_checkpoint.py.
