@@ -220,23 +220,6 @@ class Restoring(Base):
             self.load_state_dict(self.first)
 
 
-class Wandering(Base):
-    """17: uses weights where no hook of a unit runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[3].up = self.blocks[0].up
-        self.position = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x * self.position)
-        return x + torch.nn.functional.linear(x, self.blocks[1].down.weight[:2, :2])
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():  # as `generate` in a callback does
-            self.note("loss in a hook", self.loss(next(iter(loader()))))
-
-
 def hooked(**hooks: Callable[..., Any]) -> type[Base]:
     return type("Hooked", (Base,), hooks)
 
@@ -250,7 +233,7 @@ HOOKS = {
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
-        *((kind, {}) for kind in (Early, Assigning, Restoring, Wandering)),
+        *((kind, {}) for kind in (Early, Assigning, Restoring)),
         *(pytest.param(hooked(**hooks), {}, id=name) for name, hooks in HOOKS.items()),
         (Watching, {"accumulate_grad_batches": 2}),
         (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")}),  # 16
