@@ -97,6 +97,40 @@ class Base(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Adversaries(Base):
+    """Manual optimization with two optimizers.
+
+    Without buffers: in manual optimization DDP gives the others those of the first process in the first step alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+        for block in (*self.blocks, *self.critic[:2]):
+            block.norm = nn.LayerNorm(2 * WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generate, judge = self.optimizers()
+        x, _ = batch
+        made = torch.cat([self(x)] * (WIDTH // 2), 1)
+        for optimizer, loss in (
+            (judge, lambda: self.critic(x).mean() - self.critic(made.detach()).mean()),
+            (generate, lambda: self.critic(made).square().mean()),
+        ):
+            self.toggle_optimizer(optimizer)
+            value = loss()
+            optimizer.zero_grad()
+            self.manual_backward(value)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.note("loss", value)
+
+    def configure_optimizers(self) -> Any:
+        ours = [*self.blocks.parameters(), *self.head.parameters()]
+        return torch.optim.AdamW(ours, lr=1e-2), torch.optim.SGD(self.critic.parameters(), lr=1e-2)
+
+
 def loader(count: int = 6, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
     """The same random batches for everyone."""
     generator = torch.Generator().manual_seed(3)

@@ -32,7 +32,7 @@ from sp_lightning.pipeline.lanes.devices import make_backend
 from sp_lightning.trainer.narrator import outcome
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
-from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer
+from .lightning_modules import WIDTH, Adversaries, Base, fit, loader, plain, run, streamed, trainer
 from .processes import in_processes
 from .zoo.blocks import LoRALinear
 from .zoo.quantized import Int8Linear, PackedLinear
@@ -186,40 +186,6 @@ class Synced(Base):
         self.log("everyones_loss", loss, sync_dist=True)
         self.note("all losses", self.all_gather(loss.detach()))
         return loss
-
-
-class Adversaries(Base):
-    """Manual optimization with two optimizers.
-
-    Without buffers: in manual optimization DDP gives the others those of the first process in the first step alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.critic = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
-        for block in (*self.blocks, *self.critic[:2]):
-            block.norm = nn.LayerNorm(2 * WIDTH)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        generate, judge = self.optimizers()
-        x, _ = batch
-        made = torch.cat([self(x)] * (WIDTH // 2), 1)
-        for optimizer, loss in (
-            (judge, lambda: self.critic(x).mean() - self.critic(made.detach()).mean()),
-            (generate, lambda: self.critic(made).square().mean()),
-        ):
-            self.toggle_optimizer(optimizer)
-            value = loss()
-            optimizer.zero_grad()
-            self.manual_backward(value)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-            self.note("loss", value)
-
-    def configure_optimizers(self) -> Any:
-        ours = [*self.blocks.parameters(), *self.head.parameters()]
-        return torch.optim.AdamW(ours, lr=1e-2), torch.optim.SGD(self.critic.parameters(), lr=1e-2)
 
 
 class ByOwnCode(Adversaries):

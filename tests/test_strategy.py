@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from .lightning_modules import (
-    WIDTH,
+    Adversaries,
     Base,
     Block,
     assert_plain,
@@ -86,43 +86,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "scheduled by epoch": scheduled("epoch"),
     "scheduled by a monitor": plateau,
 }
-
-
-class Gan(Base):
-    """Manual optimization with two optimizers that take turns, a frozen half each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.critic = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x = batch[0]
-        generator, critic = self.optimizers()
-        self.toggle_optimizer(generator)
-        loss = F.softplus(-self.critic(nn.Sequential(*self.blocks)(x))).mean()
-        self.note("generator loss", loss)
-        generator.zero_grad()
-        self.manual_backward(loss)
-        self.note("generator gradients", [p.grad for p in self.blocks.parameters()])
-        generator.step()
-        self.untoggle_optimizer(generator)
-
-        self.toggle_optimizer(critic)
-        fake = F.softplus(self.critic(nn.Sequential(*self.blocks)(x).detach())).mean()
-        real = F.softplus(-self.critic(x)).mean()
-        self.note("critic losses", [fake, real])
-        critic.zero_grad()
-        self.manual_backward(fake)
-        self.manual_backward(real)
-        self.clip_gradients(critic, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        self.note("critic gradients", [p.grad for p in self.critic.parameters()])
-        critic.step()
-        self.untoggle_optimizer(critic)
-
-    def configure_optimizers(self) -> Any:
-        generator = torch.optim.Adam(self.blocks.parameters(), 0.01)
-        return [generator, torch.optim.SGD(self.critic.parameters(), 0.1)]
 
 
 class Accumulating(Base):
@@ -237,7 +200,7 @@ def test_optimizers_and_schedulers(name):
     assert_same_training(configured(OPTIMIZERS[name]))
 
 
-@pytest.mark.parametrize("kind", [Gan, Accumulating, Penalty, Late])
+@pytest.mark.parametrize("kind", [Adversaries, Accumulating, Penalty, Late])
 def test_modules(kind):
     assert_same_training(kind)
 
@@ -322,16 +285,7 @@ def test_learning_rate_finder():
     assert_same_training(Rated, drive)
 
 
-class Finetuning(callbacks.BaseFinetuning):
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        self.freeze(pl_module.blocks)
-
-    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        self.unfreeze_and_add_param_group(pl_module.blocks[epoch], optimizer)
-
-
 CALLBACKS: dict[str, Callable[[], Any]] = {
-    "Finetuning": Finetuning,
     "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1, device="cpu"),
     "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
     "EarlyStopping": lambda: callbacks.EarlyStopping("val_loss", patience=0),
@@ -344,9 +298,7 @@ if hasattr(callbacks, "WeightAveraging"):  # not in Lightning 2.5
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks(name):
-    trained = configured(lambda module: torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1))
-    make = trained if name == "Finetuning" else Base
-    assert_same_training(make, arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
+    assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
 
 
 @pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 4}], ids=str)

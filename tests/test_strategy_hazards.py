@@ -220,23 +220,6 @@ class Restoring(Base):
             self.load_state_dict(self.first)
 
 
-class Wandering(Base):
-    """17: uses weights where no hook of a unit runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[3].up = self.blocks[0].up
-        self.position = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x * self.position)
-        return x + torch.nn.functional.linear(x, self.blocks[1].down.weight[:2, :2])
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():  # as `generate` in a callback does
-            self.note("loss in a hook", self.loss(next(iter(loader()))))
-
-
 def hooked(**hooks: Callable[..., Any]) -> type[Base]:
     return type("Hooked", (Base,), hooks)
 
@@ -250,7 +233,7 @@ HOOKS = {
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
-        *((kind, {}) for kind in (Early, Assigning, Restoring, Wandering)),
+        *((kind, {}) for kind in (Early, Assigning, Restoring)),
         *(pytest.param(hooked(**hooks), {}, id=name) for name, hooks in HOOKS.items()),
         (Watching, {"accumulate_grad_batches": 2}),
         (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")}),  # 16
@@ -353,8 +336,8 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place, monkeypatch
     assert_same_training(lambda: Large(place, RuntimeError), drive)
 
 
-# Hazards 10, copies, and 19, requires_grad, are in test_exact_mechanisms.py, and 18, hooks on parameters, in
-# test_overlap.py and the zoo.
+# Hazard 10, copies, is in test_exact_mechanisms.py, 18, hooks on parameters, in test_overlap.py and the zoo, and 19,
+# requires_grad, in test_exact_random_stories.py.
 
 # Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
 # that checkpoints take, is in test_checkpoint.py.

@@ -158,13 +158,6 @@ class TiedByUse(nn.Module):
         return F.linear(self.body(self.embedding(ids)), self.embedding.weight)
 
 
-def l2_penalty(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """A penalty over all parameters, read outside of every unit."""
-    loss = model(*batch).square().mean() + 1e-2 * sum(p.square().sum() for p in model.parameters())
-    loss.backward()
-    return [loss]
-
-
 class ParentReads(Chain):
     """The parent reads a child's weight before the child runs, and another one's after."""
 
@@ -405,7 +398,6 @@ CASES = [
     Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
     Case("returns-own-parameter", Prompted, rows),
     Case("tied-by-use", TiedByUse, lambda: (torch.randint(0, 40, (3, 4)),), autocast=True, lightning=True),
-    Case("l2-penalty", lambda: chain(4), rows, backward=l2_penalty, streams=False),
     Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows, autocast=True),
     Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),

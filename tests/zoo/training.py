@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim import SGD, Adam, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 from .blocks import WIDTH, Block, Chain, LoRALinear, chain, rows
@@ -285,14 +285,6 @@ def sparse_optimizers(model: nn.Module) -> list[Optimizer]:
     ]
 
 
-def two_groups(model: nn.Module) -> list[Optimizer]:
-    """Two groups with different settings: decay for matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-2}]
-    return [AdamW(groups, lr=1e-2, amsgrad=True, foreach=False)]
-
-
 CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
     "checkpointed-blocks": CheckpointedBlocks,
     "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
@@ -301,7 +293,6 @@ CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
 
 CASES = [
     Case("chain", lambda: chain(6, dropout=0.1), rows, clip=0.1, autocast=True, lightning=True),
-    Case("two-param-groups", lambda: chain(4), rows, optimizers=two_groups),
     Case("siamese", Siamese, lambda: (*rows(), *rows()), autocast=True, lightning=True),
     Case("input-gradient-penalty", lambda: chain(4), rows, backward=input_gradient_penalty),
     Case("weight-gradient-penalty", lambda: chain(3), rows, backward=weight_gradient_penalty, streams=False),
