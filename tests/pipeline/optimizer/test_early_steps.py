@@ -402,16 +402,11 @@ def test_state_that_is_forgotten_is_made_anew() -> None:
     assert check_story(story).steps_in_backward == (3 + 4) * 5
 
 
-class WithoutBias(nn.Linear):
-    """Does not use its bias, so its gradients are never complete."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight.T)
-
-
 def test_weights_that_got_no_gradient_have_no_state() -> None:
     """Not even an empty entry, also if no unit could be stepped in backward."""
-    with attached(model := nn.Sequential(*[WithoutBias(WIDTH, WIDTH) for _ in range(4)])) as pipeline:
+    for layer in (model := partly()):
+        layer.whole = False
+    with attached(model, units=Partly) as pipeline:
         optimizer = adam(model)
         train_in_backward(model, optimizer, pipeline, first=0)
         assert list(map(id, optimizer.state)) == [id(layer.weight) for layer in model]
