@@ -318,15 +318,11 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         plain_step(model, optimizer)
 
 
-def change_betas(optimizer: Optimizer) -> None:
-    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
-        change_betas,
+        lambda optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.5)),
         lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         lambda optimizer: optimizer.param_groups[0]["lr"].mul_(2),
     ],

@@ -298,21 +298,6 @@ def test_a_step_is_finished_before_anything_is_compiled() -> None:
     assert finished == [True]
 
 
-def test_detaching_finishes_the_step() -> None:
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        for _ in range(2):  # then units are as autocast has them
-            autocast_step(model, optimizer)
-        with held_up(pipeline) as gate:
-            autocast_step(model, optimizer)
-            open_soon(gate)
-            if pipeline is not None:
-                pipeline.detach()
-        return everything(model, optimizer)
-
-    check_story(story)
-
-
 def test_masters_given_other_memory_are_taken_back() -> None:
     """`p.data = ...` between backward and step."""
 
