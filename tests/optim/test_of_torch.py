@@ -12,6 +12,8 @@ from sp_lightning.optim import of_torch, passes
 from sp_lightning.optim.host import Work
 from sp_lightning.optim.of_torch import OnePass, has_torchs_bits, scaling_of
 
+from ..helpers import torchs_defaults
+
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),
     (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}),
@@ -124,10 +126,6 @@ def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):
     assert not has_torchs_bits(torch.optim.AdamW, torch.float32)
     monkeypatch.undo()
     has_torchs_bits.cache_clear()
-    torch.set_default_dtype(torch.bfloat16)  # which is the user's, as is the default device
-    try:
-        with torch.device("meta"):
-            assert has_torchs_bits(torch.optim.AdamW, torch.float32)
-            assert scaling_of((), 0.5, torch.float32).limit == 0.5
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torchs_defaults(torch.bfloat16, "meta"):  # which are the user's
+        assert has_torchs_bits(torch.optim.AdamW, torch.float32)
+        assert scaling_of((), 0.5, torch.float32).limit == 0.5

@@ -15,6 +15,8 @@ import torch
 from sp_lightning import optim
 from sp_lightning.optim import host, passes
 
+from ..helpers import torchs_defaults
+
 SIZES = ((3,), (13,), (70, 33), (5, 64))
 pytest.importorskip("numba")
 
@@ -339,12 +341,8 @@ def test_torchs_default_dtype_and_device_are_not_those_of_state(master):
         return own.state[p]
 
     expected = state()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            found = state()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torchs_defaults(torch.bfloat16, "meta"):
+        found = state()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

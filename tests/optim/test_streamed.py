@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
@@ -147,58 +147,6 @@ def test_state_has_the_default_dtype_of_the_users_thread(make: Any, precision: A
     assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
 
 
-class OverMasters(torch.optim.Optimizer):
-    """Torch's AdamW over fp32 copies of bf16 weights, which get what `.bfloat16()` makes of them."""
-
-    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
-        super().__init__(params, options)
-        self.masters = [nn.Parameter(p.detach().float()) for p in self.param_groups[0]["params"]]
-        self.adamw = torch.optim.AdamW(self.masters, fused=True, **options)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        pairs = list(zip(self.param_groups[0]["params"], self.masters, strict=True))
-        for p, master in pairs:
-            master.grad = p.grad.float()
-        self.adamw.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self.adamw.step()
-        for p, master in pairs:
-            p.copy_(master)
-        return loss
-
-
-def test_split_has_every_bit_of_fp32_masters_for_200_steps() -> None:
-    """With clipping, accumulation and a scheduler: masters, both moments, and the weights that stream."""
-
-    class Scheduled(Module):
-        def configure_optimizers(self) -> dict[str, object]:
-            optimizer = self.optimizer = self._make(self.parameters(), lr=1e-2, weight_decay=0.1)
-            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)}
-
-    def trained(strategy: Strategy, make: Any) -> Scheduled:
-        torch.manual_seed(0)
-        module = Scheduled(make)
-        trainer = L.Trainer(
-            accelerator="cpu", strategy=strategy, precision="bf16-true", max_epochs=20, barebones=True,
-            gradient_clip_val=0.1, accumulate_grad_batches=2,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(torch.randn(20, 2, WIDTH), batch_size=None))
-        assert trainer.global_step == 200
-        return module
-
-    expected = trained(SingleDeviceStrategy(device="cpu"), OverMasters)
-    module = trained(SuperpipelineStrategy(k=2, k_prime=1), partial(optim.AdamW, master="split"))
-    theirs, ours = expected.optimizer, module.optimizer
-    pairs = zip(expected.parameters(), theirs.masters, module.parameters(), ours.export(), strict=True)
-    for weight, master, own, (p, own_master, state) in pairs:
-        assert own is p
-        assert torch.equal(weight, own)
-        assert torch.equal(master, own_master)
-        for name, value in theirs.adamw.state[master].items():
-            assert torch.equal(value, state[name]), name
-
-
 def test_torchs_optimizer_is_told_of_a_compact_checkpoint(tmp_path: Path) -> None:
     def trained(make: Any, resume: Path | None, epochs: int) -> L.Trainer:
         trainer = L.Trainer(
@@ -225,10 +173,5 @@ def test_steps_are_taken_in_backward() -> None:
         def on_train_batch_end(self, *args: object) -> None:
             seen.append(self.trainer.strategy.pipeline.stats.steps_in_backward)
 
-    module = Counts(partial(optim.AdamW, lr=1e-3))
-    trainer = L.Trainer(
-        accelerator="cpu", strategy=SuperpipelineStrategy(k=2, k_prime=1), precision="bf16-true", max_steps=4,
-        barebones=True,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(torch.randn(8, 2, WIDTH), batch_size=None))
+    fit(SuperpipelineStrategy(k=2, k_prime=1), ADAMW, Counts, precision="bf16-true")
     assert seen[-1] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -10,13 +11,6 @@ import torch
 
 from ..lightning_modules import Base, assert_same_training, loader
 from .parts import Fixed
-
-
-class Adam(Base):
-    """With state that moves to the device with its unit, and back."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=6)
 
 
 def fit_in_two_parts(trainer: Any, module: Any) -> None:
@@ -51,5 +45,5 @@ def test_units_that_live_on_the_device(
 
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", planner)
     options = {"k": "auto", "resident_optimizer": True, "activations": activations}
-    assert_same_training(Adam, fit_in_two_parts, arguments=lambda: dict(arguments), **options)
+    assert_same_training(partial(Base, blocks=6), fit_in_two_parts, lambda: dict(arguments), **options)
     assert [max(on_device for *_, on_device in each.seen) for each in planners] == 4 * [3 * 6]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 
@@ -43,8 +43,6 @@ def train(
     build: Model,
     options: PipelineOptions | None,
     accumulate: int = 1,
-    batch: Callable[[torch.Generator], Tensor] = rows,
-    make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
     clip: float | None = None,
     device: str = "cpu",
     on_a_machine: int | None = None,
@@ -60,7 +58,7 @@ def train(
     model = build()
     if options is None:
         model.to(device)
-    optimizer = make_optimizer(model)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     processes = Processes(on_a_machine or dist.get_world_size())
     pipeline = None if options is None else Pipeline(model, device, options=options, processes=processes)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -73,7 +71,7 @@ def train(
             is_last = in_backward and micro == accumulate - 1
             early = pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and is_last else nullcontext()
             with early, nullcontext() if pipeline is None else pipeline.step():
-                loss = model(batch(generator).to(device)).square().mean()
+                loss = model(rows(generator).to(device)).square().mean()
                 with nullcontext() if pipeline is None else pipeline.in_all_processes():
                     loss.backward()
             trace[f"step {step} / loss {micro}"] = frozen(loss)

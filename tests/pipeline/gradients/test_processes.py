@@ -31,7 +31,7 @@ from ...random_graphs import Example, default_dtype, examples
 from ...zoo.blocks import WIDTH, Block
 from ...zoo.quantized import Int8Linear
 from ..parts import PendingTicket, RecordingBackend
-from .parts import Model, assert_averages_closely, average_gradients, chain, rows, train
+from .parts import Model, assert_averages_closely, average_gradients, chain, train
 
 
 def assert_averages(build: Model, options: PipelineOptions | None = None, **how: Any) -> None:
@@ -250,15 +250,6 @@ def seen_by_one() -> None:
                 torch.testing.assert_close(weight.grad, alone.grad / dist.get_world_size())
 
 
-def mixed_dtypes() -> None:
-    assert_averages(lambda: chain().to(torch.float64), batch=lambda generator: rows(generator).double())
-
-
-def accumulation() -> None:
-    for accumulate in (2, 3):
-        assert_averages(chain, accumulate=accumulate)
-
-
 def a_pass_of_one_process_alone() -> None:
     """As in evaluation: it is not averaged, nobody waits for it, and hooks see it."""
     torch.manual_seed(0)
@@ -325,8 +316,6 @@ def test_single_things() -> None:
             parameters_that_stay_on_the_device,
             hooks_on_weights,
             seen_by_one,
-            mixed_dtypes,
-            accumulation,
             in_backward,
             under_another_default_dtype,
             a_pass_of_one_process_alone,

@@ -318,15 +318,11 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         plain_step(model, optimizer)
 
 
-def change_betas(optimizer: Optimizer) -> None:
-    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
-        change_betas,
+        lambda optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.5)),
         lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         lambda optimizer: optimizer.param_groups[0]["lr"].mul_(2),
     ],
@@ -402,16 +398,11 @@ def test_state_that_is_forgotten_is_made_anew() -> None:
     assert check_story(story).steps_in_backward == (3 + 4) * 5
 
 
-class WithoutBias(nn.Linear):
-    """Does not use its bias, so its gradients are never complete."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight.T)
-
-
 def test_weights_that_got_no_gradient_have_no_state() -> None:
     """Not even an empty entry, also if no unit could be stepped in backward."""
-    with attached(model := nn.Sequential(*[WithoutBias(WIDTH, WIDTH) for _ in range(4)])) as pipeline:
+    for layer in (model := partly()):
+        layer.whole = False
+    with attached(model, units=Partly) as pipeline:
         optimizer = adam(model)
         train_in_backward(model, optimizer, pipeline, first=0)
         assert list(map(id, optimizer.state)) == [id(layer.weight) for layer in model]

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, LBFGS, SGD, Adam, Optimizer
+from torch.optim import ASGD, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer import group_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT
+from tests.helpers import torchs_defaults
 
 from .parts import (
     WIDTH,
@@ -124,11 +125,8 @@ def test_the_default_dtype_of_a_forward_is_not_that_of_a_step(cls: type[Optimize
             with held_up(pipeline) as gate:
                 open_soon(gate)
                 plain_step(model, optimizer)
-                torch.set_default_dtype(torch.bfloat16)
-                try:
+                with torchs_defaults(torch.bfloat16):
                     model(X)
-                finally:
-                    torch.set_default_dtype(torch.float32)
         return everything(model, optimizer)
 
     check_story(story)
@@ -300,21 +298,6 @@ def test_a_step_is_finished_before_anything_is_compiled() -> None:
     assert finished == [True]
 
 
-def test_detaching_finishes_the_step() -> None:
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        for _ in range(2):  # then units are as autocast has them
-            autocast_step(model, optimizer)
-        with held_up(pipeline) as gate:
-            autocast_step(model, optimizer)
-            open_soon(gate)
-            if pipeline is not None:
-                pipeline.detach()
-        return everything(model, optimizer)
-
-    check_story(story)
-
-
 def test_masters_given_other_memory_are_taken_back() -> None:
     """`p.data = ...` between backward and step."""
 
@@ -363,22 +346,6 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: str) 
 # ------------------------------------------------------------------------------------------------------- who steps what
 
 
-def test_several_optimizers() -> None:
-    """On different layers, and on parts of the same layer; in turns."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
-        first = Adam([*model[:2].parameters(), model[2].weight], lr=0.01)
-        second = SGD([model[2].bias, *model[3:].parameters()], lr=0.1, momentum=0.9)
-        for turn in range(4):
-            for optimizer in (first, second) if turn % 2 else (second, first):
-                optimizer.zero_grad()
-                model(X).square().mean().backward()
-                optimizer.step()
-        return everything(model, first, second)
-
-    assert check_story(story).overlapped_steps == 4 * (3 + 3)
-
-
 @pytest.mark.parametrize("step", [plain_step, autocast_step], ids=["fp32", "bf16"])
 def test_an_unknown_optimizer_steps_plainly(step: Step) -> None:
     """With all of its parameters, all of their gradients, and done when it returns."""
@@ -414,31 +381,6 @@ def test_must_overlap_raises_with_the_reason() -> None:
         optimizer = Own(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=r"`overlap_optimizer=True`: Own is not one of torch's.*'auto'"):
             plain_step(model, optimizer)
-
-
-CLOSURES: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "LBFGS": lambda model: LBFGS(model.parameters(), lr=0.1, max_iter=3),
-    "SGD": momentum,
-    "Own": lambda model: Own(model.parameters(), lr=0.1),
-}
-
-
-@pytest.mark.parametrize("make", CLOSURES.values(), ids=CLOSURES)
-@pytest.mark.parametrize("keyword", [True, False])
-def test_closures(make: Callable[[nn.Module], Optimizer], keyword: bool) -> None:
-    """As Lightning steps: gradients are made inside of `step`."""
-
-    def step(model: nn.Module, optimizer: Optimizer) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(X).square().mean()
-            loss.backward()
-            return loss
-
-        loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
-        assert loss is None or loss.requires_grad or loss.item() >= 0
-
-    assert (check(make, step, steps=3).overlapped_steps > 0) is (make is momentum)
 
 
 def test_weights_that_are_not_streamed_are_stepped_by_torch() -> None:

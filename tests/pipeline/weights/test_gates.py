@@ -68,53 +68,12 @@ def test_a_gate_looks_like_the_plain_class(gated: Gated) -> None:
     assert type(gate) is nn.Linear
 
 
-def test_calls_go_through_the_keeper(gated: Gated) -> None:
-    """Positional and keyword arguments, and hooks of the user's around them."""
-    model = gated(nn.Sequential(nn.Linear(2, 2)), "outer")
-    gated(model[0], "inner")
-    seen: list[str] = []
-    model[0].register_forward_hook(lambda *_: seen.append("hook"))
-    model(torch.ones(1, 2))
-    model(input=torch.ones(1, 2))
-    assert gated.keeper.calls == ["outer", "inner"] * 2
-    assert seen == ["hook"] * 2
-    gated.remove()
-    model(torch.ones(1, 2))
-    assert len(gated.keeper.calls) == 4
-
-
 def test_no_hook_is_registered(gated: Gated) -> None:
     """Hooks would switch off torch's fast paths."""
     gate = gated(nn.TransformerEncoderLayer(4, 2))
     assert not gate._forward_hooks
     assert not gate._forward_pre_hooks
     assert not gate._backward_hooks
-
-
-def test_a_class_with_its_own_call(gated: Gated) -> None:
-    """It is surrounded, and still runs."""
-
-    class Doubling(nn.Linear):
-        def __call__(self, x: Tensor) -> Tensor:
-            return 2 * super().__call__(x)
-
-    module = Doubling(2, 2)
-    expected = module(torch.ones(1, 2))
-    assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
-    assert gated.keeper.calls == ["unit"]
-
-
-def test_super_and_isinstance_inside_of_a_class(gated: Gated) -> None:
-    class Base(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    class Derived(Base):
-        def forward(self, x: Tensor) -> Tensor:
-            assert sum(cls is Derived for cls in type(self).__mro__) == 1
-            return 2 * super().forward(x)
-
-    assert gated(Derived())(torch.ones(1)).tolist() == [4]
 
 
 def test_super_of_the_class_of_self(gated: Gated) -> None:
@@ -267,30 +226,6 @@ def test_parametrizations_are_removed_one_by_one(gated: Gated, remove_while_atta
     assert len(gated.keeper.calls) == 2 * remove_while_attached
     gated.remove()
     assert type(module) is nn.Linear
-
-
-def test_registries_do_not_see_gates(gated: Gated) -> None:
-    """Metaclasses and `__init_subclass__` that want arguments, or refuse a second class of the same kind."""
-    registry: dict[str, type] = {}
-
-    class Registering(type):
-        def __new__(cls, name: str, bases: tuple[type, ...], contents: dict[str, Any], kind: str) -> Any:
-            return super().__new__(cls, name, bases, contents)
-
-        def __init__(cls, name: str, bases: tuple[type, ...], contents: dict[str, Any], kind: str) -> None:
-            assert kind not in registry
-            registry[kind] = cls
-
-    class Registered(nn.Linear, metaclass=Registering, kind="one"):
-        def __init_subclass__(cls, *, kind: str) -> None:
-            raise AssertionError(cls)
-
-    gate = gated(Registered(2, 2))
-    assert registry == {"one": Registered}
-    gate(torch.ones(1, 2))
-    assert gated.keeper.calls == ["unit"]
-    gated.remove()
-    assert type(gate) is Registered
 
 
 def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:

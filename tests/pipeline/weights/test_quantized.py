@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -90,29 +91,46 @@ def test_units_are_as_large_as_their_bytes() -> None:
 # ------------------------------------------------------------------------------------------------------ between steps
 
 
-@BOTH_KINDS
-def test_values_that_are_loaded_between_steps_are_used(quantize: Quantize) -> None:
-    model, other = quantized(quantize), quantized(quantize)
+def load(model: Chain, other: Chain) -> None:
     with torch.no_grad():
         for index, block in enumerate(other.blocks):
             for part in parts_of(block.up.base.weight):
                 part.mul_(index)
-    with attached(model):
-        gradient(model)
-        model.load_state_dict(other.state_dict())
-        actual = gradient(model)
-    assert torch.equal(actual, gradient(other))
+    model.load_state_dict(other.state_dict())
 
 
-@BOTH_KINDS
-def test_another_weight_in_its_place_streams(quantize: Quantize) -> None:
-    model, other = quantized(quantize), quantized(quantize)
+def put_another_in_its_place(model: Chain, other: Chain) -> None:
     with torch.no_grad():
         for part in parts_of(weight_of(other)):
             part.neg_()
+    model.blocks[1].up.base.weight = weight_of(other)
+
+
+def convert(model: Chain, other: Chain) -> None:
+    """Here to one scale for all rows."""
+    for each in (model, other):
+        weight_of(each).scale = weight_of(each).scale[:1].clone()
+
+
+def give_other_memory(model: Chain, other: Chain) -> None:
+    for each in (model, other):
+        part, *_ = parts_of(weight_of(each))
+        part.data = part.data.flip(0)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "change"),
+    [
+        (Int8Linear, convert),
+        *product([Int8Linear, PackedLinear], [load, put_another_in_its_place, give_other_memory]),
+    ],
+)
+def test_what_changes_between_steps_is_used(quantize: Quantize, change: Callable[[Chain, Chain], None]) -> None:
+    """And streams as before."""
+    model, other = quantized(quantize), quantized(quantize)
     with attached(model) as pipeline:
         gradient(model)
-        model.blocks[1].up.base.weight = weight_of(other)
+        change(model, other)
         actual = gradient(model)
         assert not pipeline.arrangement.unmanaged
     assert torch.equal(actual, gradient(other))
@@ -127,29 +145,6 @@ def test_one_that_is_unfrozen_moves_to_the_device() -> None:
             gradient(model)
         assert list(pipeline.arrangement.unmanaged) == ["blocks.1.up.base.weight"]
     assert weight_of(model).grad is not None
-
-
-def test_one_that_is_converted_gets_other_memory() -> None:
-    """Here to one scale for all rows."""
-    model, other = quantized(Int8Linear), quantized(Int8Linear)
-    with attached(model) as pipeline:
-        gradient(model)
-        for each in (model, other):
-            weight_of(each).scale = weight_of(each).scale[:1].clone()
-        with pipeline.step():
-            actual = gradient(model)
-    assert torch.equal(actual, gradient(other))
-
-
-@BOTH_KINDS
-def test_other_memory_is_sent(quantize: Quantize) -> None:
-    model, other = quantized(quantize), quantized(quantize)
-    with attached(model):
-        gradient(model)
-        for each in (model, other):
-            part, *_ = parts_of(weight_of(each))
-            part.data = part.data.flip(0)
-        assert torch.equal(gradient(model), gradient(other))
 
 
 def test_they_stay_where_they_lie() -> None:
