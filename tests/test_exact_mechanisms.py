@@ -260,6 +260,48 @@ def test_gradients_that_the_user_keeps_are_not_overwritten() -> None:
     assert_same_story(story, partial(chain, 4))
 
 
+def test_requires_grad_follows_the_user() -> None:
+    """Freezing, thawing, freezing all but one: gradients appear and stay None as in plain PyTorch."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        blocks = run.model.blocks
+        for step, trainable in enumerate(([], [0, 1, 2, 3], [3], [0], [1, 2], [0, 1, 2, 3])):
+            for index, block in enumerate(blocks):
+                block.requires_grad_(index in trainable)
+            blocks[2].norm.weight.requires_grad_(step % 2 == 0)
+            run.normal_step(f"step {step}", optimizer, seed=step)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_an_optimizer_that_changes_weights_between_two_backwards() -> None:
+    """SAM: climbs, takes the gradient there, goes back, and steps; all of it inside of one training step."""
+
+    def story(run: Run) -> None:
+        optimizer, parameters = sgd(run.model), list(run.model.parameters())
+        for number in range(3):
+            with run.step():
+                run.model(run.rows(number)).square().mean().backward()
+                with torch.no_grad():
+                    climbs = [p.grad * 0.05 for p in parameters]
+                    for parameter, climb in zip(parameters, climbs, strict=True):
+                        parameter.add_(climb)
+                optimizer.zero_grad()
+                loss = run.model(run.rows(number)).square().mean()
+                loss.backward()
+                with torch.no_grad():
+                    for parameter, climb in zip(parameters, climbs, strict=True):
+                        parameter.sub_(climb)
+                optimizer.step()
+                optimizer.zero_grad()
+            run.note(f"loss {number}", loss)
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter)
+
+    assert_same_story(story, partial(chain, 3))
+
+
 def test_retained_gradients_and_hooks_on_activations() -> None:
     """``retain_grad`` and ``register_hook`` on what units return see plain gradients, also on view outputs."""
 
