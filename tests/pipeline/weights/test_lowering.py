@@ -320,7 +320,8 @@ def test_frozen_layers_are_lowered_however_often_they_are_called(calls: int) -> 
             for runner in (plain, model):
                 runner.zero_grad()
                 with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                    loss = sum(runner(x + number).float().square().mean() for number in range(calls))
+                    outputs = [runner(x + number).float() for number in range(calls)]
+                    loss = sum(output.square().mean() for output in outputs)
                 loss.backward()
             lowered.append(pipeline.summary().lowered)
             grads = zip(plain.parameters(), model.parameters(), strict=True)
