@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.options import Policy
 
 from ...helpers import attached
@@ -118,15 +118,11 @@ def assert_equal_to_plain(use: Use, when: str, cache: bool, policy: Policy = "ke
     plain = nn.Sequential(*[Block(use) for _ in range(3)])
     model = copy.deepcopy(plain)
     expected = story(plain, when, cache)
-    options = PipelineOptions(k=1, k_prime=1, units=Block, activations=policy)
-    pipeline = Pipeline(model, "cpu", options=options)
-    try:
+    with attached(model, k=1, k_prime=1, units=Block, activations=policy, debug=False) as pipeline:
         actual = story(model, when, cache)
         assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
         assert [index for index, pair in enumerate(zip(actual, expected, strict=True)) if not torch.equal(*pair)] == []
         return pipeline.summary().lowered
-    finally:
-        pipeline.detach()
 
 
 def story(model: nn.Sequential, when: str, cache: bool) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Summary
+from sp_lightning.pipeline import Summary
 from sp_lightning.pipeline.options import Policy
 
 from ...helpers import Run, assert_same_story, attached, note_gradients, note_outputs
@@ -274,22 +274,22 @@ def test_layers_that_a_checkpoint_calls_in_backward(
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(12, 12), Again(), nn.Linear(12, 12))
     model = copy.deepcopy(plain)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=unit, activations=policy, debug=True))
-    for step in range(6):
-        x = torch.randn(4, 12)
-        for runner in (plain, model):
-            if step == 2:  # the layer has been lowered by then
-                runner.zero_grad()
-                runner[1].inside, runner[1].outside = inside, outside
-                runner[1].checkpoints_again = checkpoints_again
-            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                loss = runner(x).float().square().mean()
-            loss.backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-    lowered_now = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
-    assert ("1.layer.weight" in lowered_now) is lowered
-    assert "1.first.weight" in lowered_now
-    pipeline.detach()
+    with attached(model, k=1, units=unit, activations=policy) as pipeline:
+        for step in range(6):
+            x = torch.randn(4, 12)
+            for runner in (plain, model):
+                if step == 2:  # the layer has been lowered by then
+                    runner.zero_grad()
+                    runner[1].inside, runner[1].outside = inside, outside
+                    runner[1].checkpoints_again = checkpoints_again
+                with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    loss = runner(x).float().square().mean()
+                loss.backward()
+            grads = zip(plain.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(p.grad, q.grad) for p, q in grads)
+        lowered_now = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
+        assert ("1.layer.weight" in lowered_now) is lowered
+        assert "1.first.weight" in lowered_now
 
 
 class CallsTwice(nn.Module):
@@ -310,23 +310,22 @@ def test_frozen_layers_are_lowered_however_often_they_are_called(calls: int) -> 
     model = nn.Sequential(nn.Linear(12, 12), CallsTwice(), CallsTwice(), CallsTwice())
     model[1:].requires_grad_(False)
     plain = copy.deepcopy(model)
-    options = PipelineOptions(k=1, units=lambda name, _: name.isdigit(), debug=True)
-    pipeline = Pipeline(model, "cpu", options=options)
     lowered = []
-    for step in range(6):
-        if step == 3:
-            plain.requires_grad_(True)
-            model.requires_grad_(True)
-        x = torch.randn(4, 12)
-        for runner in (plain, model):
-            runner.zero_grad()
-            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                loss = sum(runner(x + number).float().square().mean() for number in range(calls))
-            loss.backward()
-        lowered.append(pipeline.summary().lowered)
-        grads = zip(plain.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(p.grad, q.grad) for p, q in grads if p.grad is not None)
-    pipeline.detach()
+    with attached(model, k=1, units=lambda name, _: name.isdigit()) as pipeline:
+        for step in range(6):
+            if step == 3:
+                plain.requires_grad_(True)
+                model.requires_grad_(True)
+            x = torch.randn(4, 12)
+            for runner in (plain, model):
+                runner.zero_grad()
+                with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    outputs = [runner(x + number).float() for number in range(calls)]
+                    loss = sum(output.square().mean() for output in outputs)
+                loss.backward()
+            lowered.append(pipeline.summary().lowered)
+            grads = zip(plain.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(p.grad, q.grad) for p, q in grads if p.grad is not None)
     trained = 2 if calls == 1 else 0
     assert lowered[2] == 6 + trained
     assert lowered[5] == trained

@@ -20,6 +20,7 @@ from ...zoo.blocks import WIDTH, Block, Chain, LoRALinear, chain
 from ...zoo.quantized import Int8Linear, Int8Weight, PackedLinear
 
 Quantize = Callable[[nn.Linear], nn.Linear]
+Change = Callable[[Chain, Chain], None]
 BOTH_KINDS = pytest.mark.parametrize("quantize", [Int8Linear, PackedLinear])
 
 
@@ -125,7 +126,7 @@ def give_other_memory(model: Chain, other: Chain) -> None:
         *product([Int8Linear, PackedLinear], [load, put_another_in_its_place, give_other_memory]),
     ],
 )
-def test_what_changes_between_steps_is_used(quantize: Quantize, change: Callable[[Chain, Chain], None]) -> None:
+def test_what_changes_between_steps_is_used(quantize: Quantize, change: Change) -> None:
     """And streams as before."""
     model, other = quantized(quantize), quantized(quantize)
     with attached(model) as pipeline:
