@@ -407,7 +407,7 @@ def read_in_a_fork(now: Now, number: int) -> None:
         answer = pipe.read()
     os.waitpid(child, 0)
     if now.run.pipe is None or "fork" not in answer:
-        assert float(answer) == float(weight.detach().sum())
+        assert answer == repr(float(weight.detach().sum()))  # NaN may be right
 
 
 def prune_or_not(now: Now, number: int) -> None:
