@@ -178,7 +178,8 @@ class Guard:
             again = in_backward()
             graph = graph_task() if again else self._engine.graphs.current.number
             filling = self._casts.filling()
-            (earlier, filled), weight.cast_in[again] = weight.cast_in.get(again, (None, None)), (graph, filling)
+            earlier, filled = weight.cast_in.get(again, (None, None))
+            weight.cast_in[again] = graph, filling
             if graph == earlier:
                 return filling is not None and filling == filled
             adds_up = not again and self._engine.graphs.is_waiting(earlier)  # with gradients of another cast

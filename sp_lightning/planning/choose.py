@@ -7,7 +7,7 @@ filled with units that are kept there.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
@@ -160,12 +160,22 @@ def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> l
     units = [*units, [Way("keep", 0, turn, 0.0)]]
     chosen = _cheapest(units, budget)
     if chosen is None:
-        enough = sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
-        budgets = range(budget, enough + 1)
-        least = budgets[bisect_left(budgets, True, key=lambda each: _cheapest(units, each, price=0) is not None)]
+        least = _least_budget(units, budget)
         chosen = _cheapest(units, least) or _cheapest(units, least, price=0)
     assert chosen is not None
     return chosen[:-1]
+
+
+def _least_budget(units: Sequence[Sequence[Way]], too_little: int) -> int:
+    """Return the smallest budget that some ways stay within, by halving what is in question."""
+    enough = sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        if _cheapest(units, middle, price=0) is None:
+            too_little = middle
+        else:
+            enough = middle
+    return enough
 
 
 def _cheapest(units: Sequence[Sequence[Way]], budget: int, price: int = 1) -> list[Way] | None:

@@ -256,10 +256,13 @@ class _Step:
         leaving = [way.leaving if trains else 0 for way in ways[:-UNITS_THAT_STAY]] + [0] * UNITS_THAT_STAY
         gradients = [unit.gradient_bytes for unit in workload.everything]
         forward = [unit.forward_seconds for unit in units]
-        backward = [trains * (unit.backward_seconds + way.repeating) for unit, way in zip(units, ways, strict=True)]
+        backward = [0.0] * len(units)
+        if trains:
+            backward = [unit.backward_seconds + way.repeating for unit, way in zip(units, ways, strict=True)]
         # A unit does not end before the one before it is rid of its activations, nor before they are back again.
-        self._forward = sum(map(max, forward, [0.0, *map(machine.down, leaving)]))
-        self._backward = sum(map(max, backward, [0.0, *map(machine.up, leaving)]))
+        leaving_before = [0, *leaving[:-1]]
+        self._forward = sum(map(max, forward, map(machine.down, leaving_before)))
+        self._backward = sum(map(max, backward, map(machine.up, leaving_before)))
         self._loads_forward, self._again = sum(map(machine.up, loads)), sum(map(machine.up, again))
         self._loads_backward = sum(map(machine.up, [*loads_back, *leaving]))
         self._optimizer = machine.step(workload.everything) if workload.stepping else 0.0

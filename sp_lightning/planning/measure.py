@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import pairwise
 from typing import get_args
 
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span, available_host_memory
@@ -54,7 +53,8 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
     trained = [weight.master for weight in every if weight.master.requires_grad]
     if not (engine.options.resident_optimizer and optimizers.step_by_unit and trained):
         return 0
-    weights = sum(weight.nbytes + weight.lowered * weight.compute_bytes for weight in every)
+    weights = sum(weight.nbytes for weight in every)
+    weights += sum(weight.compute_bytes for weight in every if weight.lowered)
     return weights + sum(parameter.nbytes for parameter in trained) + optimizers.state_bytes(trained)
 
 
@@ -183,8 +183,11 @@ class _Step:
     def _by_unit(self, spans: Sequence[Span], until: float | None, units: Collection[str]) -> dict[str, float]:
         """Sum up seconds for each unit: from each of its calls to the next call, but for stalls."""
         seconds: dict[str, float] = defaultdict(float)
+        if not spans:
+            return seconds
         latest = None
-        ends = [*(following.begin for _, following in pairwise(spans)), *(until or span.end for span in spans[-1:])]
+        last = spans[-1].end if until is None else until
+        ends = [*(span.begin for span in spans[1:]), last]
         for span, end in zip(spans, ends, strict=True):
             latest = span.name if span.name in units else latest
             if latest is not None:

@@ -92,7 +92,8 @@ def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
 
 def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
     """Describe the plan of a pipeline line by line, with how each optimizer steps, and why, if one does."""
-    rows = [(name, value + _auto(pipeline) * (name == "k, k_prime")) for name, value in pipeline.summary().rows()]
+    rows = pipeline.summary().rows()
+    rows = [(name, value + _auto(pipeline) if name == "k, k_prime" else value) for name, value in rows]
     if optimizers:
         rows.append(("activations", pipeline.options.activations))
     return as_table([*rows, *(("optimizer", optimizer) for optimizer in optimizers)])

@@ -170,10 +170,14 @@ class Look:
         parts = list(islice(_parts(value), _MOST))
         objects = [value, *parts, *islice(chain.from_iterable(map(_parts, parts)), _MOST)]
         self._seen += objects
-        return [
-            (type(each), each if isinstance(each, _PLAIN) else isinstance(each, tuple) or id(each), _version(each))
-            for each in objects
-        ]
+        return [(type(each), _what_it_is(each), _version(each)) for each in objects]
+
+
+def _what_it_is(value: Any) -> Any:
+    """Return what is another one if a value is: a number or a text itself, an object's identity."""
+    if isinstance(value, _PLAIN):
+        return value
+    return None if isinstance(value, tuple) else id(value)  # its parts say what a tuple is
 
 
 def _other_random_numbers() -> list[Any]:

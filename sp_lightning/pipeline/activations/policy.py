@@ -118,7 +118,8 @@ class AutoPolicy:
             return
         self.turn_bytes = max(self.turn_bytes, stretch.saved + stretch.operations)
         if self.in_use.keys() == self._measuring:
-            held = sum(calls.held + calls.saved * (not calls.repeatable) for calls in self._this_pass.values())
+            held = sum(calls.held for calls in self._this_pass.values())
+            held += sum(calls.saved for calls in self._this_pass.values() if not calls.repeatable)
             self.outside_bytes = max(self.outside_bytes, stretch.before - held)
 
     def end_backward(self) -> None:

@@ -96,7 +96,8 @@ class Processes:
             RuntimeError: This cannot be a step of all, or they have taken different numbers of steps.
             ValueError: The optimizer cannot be one that steps shared weights.
         """
-        self.steps += self.averages and self.trains
+        if self.averages and self.trains:
+            self.steps += 1
         name = type(optimizer).__name__
         if not self.trains:
             raise RuntimeError(

@@ -143,16 +143,20 @@ def choose_device_layout(
     """
     together = options.k_prime if isinstance(options.k_prime, int) else 1
     k = options.k if isinstance(options.k, int) else _DEFAULT_SLOTS * together
-    windows = [WindowPlan(k, together), *([WindowPlan(together, together)] if options.k == "auto" else [])]
-    for window in windows if plan is None else [plan, *windows]:
-        layout = DeviceLayout(division, window)
+    windows = [] if plan is None else [plan]
+    windows.append(WindowPlan(k, together))
+    if options.k == "auto":
+        windows.append(WindowPlan(together, together))
+    layouts = [DeviceLayout(division, window) for window in windows]
+    for layout in layouts:
         if budget is None or layout.streaming_bytes <= budget:
             return layout
+    smallest = layouts[-1]
     least = DeviceLayout(division, WindowPlan(1, 1)).streaming_bytes
     raise ValueError(
-        f"`memory_budget={options.memory_budget!r}` is too small with `k={window.k}`: weights, and gradients on their "
-        f"way to the host, take {readable_bytes(layout.streaming_bytes)}. It takes at least {least} bytes "
-        f"({readable_bytes(least)}), with k=1."
+        f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k}`: weights, and "
+        f"gradients on their way to the host, take {readable_bytes(smallest.streaming_bytes)}. It takes at least "
+        f"{least} bytes ({readable_bytes(least)}), with k=1."
     )
 
 

@@ -107,9 +107,14 @@ class Clipping:
         is_exact = all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors)
         if not is_exact or any(each.scaling != scaling for each in gradients):
             return False
-        known = iter(_norms(others, dtype))
+        norms_of_others = _norms(others, dtype)
         # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
-        held = [(each.norm, each.host) if isinstance(each, Gradient) else (next(known), None) for each in found]
+        held: list[tuple[Tensor | None, Tensor | None]] = []
+        for each in found:  # in their order, in which torch adds up their norms
+            if isinstance(each, Gradient):
+                held.append((each.norm, each.host))
+            else:
+                held.append((norms_of_others.pop(0), None))
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
 
