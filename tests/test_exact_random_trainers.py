@@ -169,7 +169,7 @@ programs = st.builds(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(programs.filter(lambda program: program.is_possible))
 def test_random_trainers_are_exact(program: Program) -> None:
     """Nothing that surrounds a model changes a number."""
