@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.box import SharedMemory
 from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
+from sp_lightning.pipeline.processes.box import SharedMemory
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 

@@ -26,8 +26,8 @@ from sp_lightning.pipeline import HostBackend
 from sp_lightning.pipeline.gradients import buffers as gradient_buffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.weights import buffers
+from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.trainer import host_memory
 
 from .planning.parts import Fixed

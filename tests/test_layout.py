@@ -26,8 +26,11 @@ EXAMPLES = ROOT / "examples"
 ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
-ENGINE = ["basics", "lanes", "weights", "units", "activations", "gradients", "optimizer", "layout", "whole"]
-BASICS = {"options", "stats", "host_memory", "torch_private"}
+ENGINE = [
+    "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "optimizer", "calls",
+    "whole",
+]  # fmt: skip
+BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
 
 
 def modules(folder: Path) -> list[Path]:
@@ -42,15 +45,16 @@ def name_of(path: Path) -> str:
 
 # Imports in the engine that lead back, for types alone: where two objects really know each other.
 BACK_FOR_TYPES = {
-    "activations.saved": {"activations.recompute.UnitCall", "backward.BackwardPass"},
-    "backward": {"engine.Engine"},
-    "engine": {"calls.Calls"},
+    "activations.saved": {"activations.recompute.UnitCall", "calls.backward.BackwardPass"},
+    "calls.backward": {"engine.Engine"},
+    "calls.calls": {"engine.Engine"},
+    "calls.debug": {"engine.Engine"},
+    "calls.gates": {"calls.calls.Calls"},
+    "calls.outside": {"engine.Engine"},
     "gradients.stream": {"optimizer.group_steps.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
-    "outside": {"engine.Engine"},
-    "weights.gates": {"calls.Calls"},
-    "weights.leaf": {"outside.Guard", "weights.weight.Weight"},
-    "weights.weight": {"weights.units.Group", "weights.units.Unit"},
+    "weights.leaf": {"calls.outside.Guard", "weights.weight.Weight"},
+    "weights.weight": {"units.unit.Group", "units.unit.Unit"},
 }
 
 

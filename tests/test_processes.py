@@ -435,7 +435,7 @@ def the_machine_is_shared() -> None:
         fit(trainer(streamed(), devices=2), Base())
     assert made.call_args.args[2] == (2 if dist.get_rank() else 1), "the one that steps for both has all cores"
     with (
-        mock.patch("sp_lightning.pipeline.layout.memory.available_host_memory", return_value=8_000),
+        mock.patch("sp_lightning.pipeline.window.places.available_host_memory", return_value=8_000),
         pytest.raises(ValueError, match=r"Host memory is too small: .* are needed on top of the model \("),
     ):
         fit(trainer(streamed(), devices=2), Base())

@@ -2,7 +2,6 @@
 
 from sp_lightning.pipeline.engine import Engine as Engine
 from sp_lightning.pipeline.engine import Planner as Planner
-from sp_lightning.pipeline.gradients.processes import Processes as Processes
 from sp_lightning.pipeline.host_memory import available_host_memory as available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend as Backend
 from sp_lightning.pipeline.lanes.backend import is_out_of_memory as is_out_of_memory
@@ -12,12 +11,13 @@ from sp_lightning.pipeline.lanes.lanes import Kind as Kind
 from sp_lightning.pipeline.lanes.lanes import Lane as Lane
 from sp_lightning.pipeline.lanes.lanes import Recording as Recording
 from sp_lightning.pipeline.lanes.lanes import Span as Span
-from sp_lightning.pipeline.layout.memory import WindowPlan as WindowPlan
 from sp_lightning.pipeline.optimizer.optimizers import Afterwards as Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy as ActivationPolicy
 from sp_lightning.pipeline.options import PipelineOptions as PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline
+from sp_lightning.pipeline.processes.distributed import Processes as Processes
 from sp_lightning.pipeline.stats import Stats as Stats
 from sp_lightning.pipeline.stats import readable_bytes as readable_bytes
 from sp_lightning.pipeline.summary import Summary as Summary
 from sp_lightning.pipeline.summary import as_table as as_table
+from sp_lightning.pipeline.window.places import WindowPlan as WindowPlan

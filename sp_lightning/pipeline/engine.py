@@ -8,8 +8,6 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -17,32 +15,30 @@ from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.backward import BackwardPass
+from sp_lightning.pipeline.calls.backward import BackwardPass
+from sp_lightning.pipeline.calls.calls import Calls
+from sp_lightning.pipeline.calls.compiled import compiled_call
+from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
+from sp_lightning.pipeline.calls.graphs import Graphs
+from sp_lightning.pipeline.calls.outside import Guard
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
-from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.layout.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.layout.memory import WindowPlan
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.outside import Guard
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.guard import EngineAtWork
-from sp_lightning.pipeline.weights.order import Order
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.segment import HostMemory
-from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.window import Window
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.window.order import Order
+from sp_lightning.pipeline.window.places import WindowPlan
+from sp_lightning.pipeline.window.window import Window
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
@@ -62,7 +58,6 @@ class Engine:
     """The parts that stream a module."""
 
     arrangement: Arrangement
-    calls: Calls  # that members' calls are routed to
 
     def __init__(
         self,
@@ -93,6 +88,7 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.planner = planner
+        self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
 
     # ------------------------------------------------------------------------------------------------ an arrangement

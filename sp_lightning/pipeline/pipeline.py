@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.calls.compiled import keep_out_of_graphs
+from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
+from sp_lightning.pipeline.calls.guard import stand_ins
 from sp_lightning.pipeline.engine import Engine, Planner
-from sp_lightning.pipeline.gradients.processes import Processes
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
-from sp_lightning.pipeline.layout.arrangement import Arrangement
+from sp_lightning.pipeline.operands import autocast_dtype
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.moving import HOST, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.weights.compiled import keep_out_of_graphs
-from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.guard import optimizer_steps, stand_ins
-from sp_lightning.pipeline.weights.operands import autocast_dtype
+from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _attached: set[Pipeline] = set()
 
@@ -90,7 +90,6 @@ class Pipeline:
         keep_out_of_graphs(self.backend)
         self._engine = engine = Engine(module, self.device, self.options, self.backend, planner or Planner(), processes)
         self.stats, self.optimizers = engine.stats, engine.optimizers
-        self._calls = Calls(engine)
         try:
             engine.arrange(autocast_dtype(self.device.type))  # that is likely to be on in steps, too
         except BaseException:
@@ -115,7 +114,7 @@ class Pipeline:
         Args:
             goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
-        return self._calls.step(look_for_new_parameters=True, goes_on=goes_on)
+        return self._engine.calls.step(look_for_new_parameters=True, goes_on=goes_on)
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
@@ -144,7 +143,7 @@ class Pipeline:
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
-        self._calls.abandon()
+        self._engine.calls.abandon()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -208,7 +207,7 @@ class Pipeline:
             yield
         finally:
             for member in members:
-                install_gate(member, self._calls)
+                install_gate(member, self._engine.calls)
 
     @property
     def budget(self) -> int | None:

@@ -34,10 +34,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, few_buffers
+from sp_lightning.pipeline.gradients.buffers import few_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.layout.memory import place_in_arena, travel_together
 from sp_lightning.pipeline.options import Policy
+from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS
+from sp_lightning.pipeline.window.places import place_in_arena, travel_together
 
 UNITS_THAT_STAY = 1  # units before the turn for which sending activations gains nothing: backward needs them at once
 

@@ -19,7 +19,7 @@ from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.planning.cost import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of, ways_of
 

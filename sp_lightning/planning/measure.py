@@ -17,10 +17,10 @@ from typing import get_args
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span, available_host_memory
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import RECOMPUTING, WITHOUT_RECOMPUTING
-from sp_lightning.pipeline.gradients.buffers import gradient_bytes
-from sp_lightning.pipeline.layout.memory import sent_bytes
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.gradient_layout import gradient_bytes
+from sp_lightning.pipeline.window.places import sent_bytes
 from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload, peak
 
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -38,7 +38,7 @@ def bytes_of(unit: Unit) -> UnitWork:
     return UnitWork(
         name=unit.name,
         weight_bytes=sent_bytes(weights),
-        gradient_bytes=gradient_bytes(Unit(unit.name, weights=trained)) if trained else 0,
+        gradient_bytes=gradient_bytes(trained) if trained else 0,
         step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.compute_dtype.itemsize for w in trained),
         bytes_after_step=sent_bytes(trained),
     )

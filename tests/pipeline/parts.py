@@ -16,9 +16,9 @@ from typing_extensions import override
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
+from sp_lightning.pipeline.units.unit import Group, Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import NOTHING, HostMemory
-from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 

@@ -160,7 +160,7 @@ def test_a_share_of_unknown_memory_warns() -> None:
 @pytest.mark.parametrize("free", [None, 1 << 40, 20_000])
 def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is needed and how much there is; frozen weights need less."""
-    monkeypatch.setattr("sp_lightning.pipeline.layout.memory.available_host_memory", lambda: free)
+    monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: free)
     module = model()
     if free == 20_000:
         with unchanged(module), pytest.raises(ValueError, match=r"Host memory is too small: .* needed.*19.5 KiB are"):
@@ -176,7 +176,7 @@ def test_what_lies_in_host_memory_already_suffices(monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             run_a_step(pipeline)
         free = max(pipeline.summary().unit_bytes) + 1024
-        monkeypatch.setattr("sp_lightning.pipeline.layout.memory.available_host_memory", lambda: free)
+        monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: free)
         pipeline._engine.rearrange(torch.bfloat16)
     assert pipeline.summary().lowered
     pipeline.detach()

@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights.guard import optimizer_steps
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 
 from .. import helpers
 from .parts import RecordingBackend

@@ -43,8 +43,8 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
-from sp_lightning.pipeline.weights.units import Member
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 _WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say

@@ -30,11 +30,11 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.recompute import SecondForwards, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward
-from sp_lightning.pipeline.weights.operands import tensors_in
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.units.unit import Member
 
 RECOMPUTING: tuple[Policy, ...] = ("recompute", "recompute_offload")
 OFFLOADING: tuple[Policy, ...] = ("offload", "recompute_offload")

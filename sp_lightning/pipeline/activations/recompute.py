@@ -37,10 +37,10 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
-from sp_lightning.pipeline.weights.operands import tensors_in
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 _LOOKS = 2  # a member's first call may make things that are used from then on; what the second changes, each one does

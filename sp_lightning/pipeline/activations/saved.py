@@ -36,7 +36,7 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.activations.recompute import UnitCall
-    from sp_lightning.pipeline.backward import BackwardPass
+    from sp_lightning.pipeline.calls.backward import BackwardPass
 
 
 class _Handle:

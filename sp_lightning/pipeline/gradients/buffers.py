@@ -12,54 +12,19 @@ import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.box import Box
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
-from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.processes.box import Box
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.buffers import HostBuffer
+from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS, GradientLayout, gradient_bytes
 
-STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
-MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 _PAUSE = 1e-3  # seconds between two looks whether others have read what was left to them
-
-
-class GradientLayout:
-    """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
-
-    Attributes:
-        norms_at: Offset of the norms, in bytes.
-        nbytes: Bytes in all.
-    """
-
-    def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
-        self.dtypes = list(dtypes)
-        self._like = [weight.host for weight in weights]
-        sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
-        offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
-        *self._offsets, self.norms_at = offsets
-        # the dtype in which torch would compute norms, that of the masters; None if it is not one that norms travel in
-        masters = {weight.dtype for weight in weights}
-        self.norm_dtype = masters.pop() if len(masters) == 1 and masters <= MEASURED else None
-
-    def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return bytes of `memory` as the gradients, and as their norms."""
-        lying = zip(self._offsets, self._like, self.dtypes, strict=True)
-        norms = torch.empty(len(self.dtypes), device="meta")
-        gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
-        return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
-
-
-def gradient_bytes(unit: Unit) -> int:
-    """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
-    weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return GradientLayout(weights, [weight.gradient_dtype for weight in weights]).nbytes
 
 
 class GradientMemory:
@@ -88,7 +53,7 @@ class StagingBuffers:
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
-        if not self._buffers and (nbytes := max(map(gradient_bytes, self._units), default=0)):
+        if not self._buffers and (nbytes := max((gradient_bytes(unit.weights) for unit in self._units), default=0)):
             self._buffers = [GradientMemory(self._backend.allocate(nbytes)) for _ in range(STAGING_BUFFERS)]
 
     def take(self, nbytes: int) -> GradientMemory:

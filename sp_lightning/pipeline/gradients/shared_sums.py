@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import pieces
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, HostGradients
+from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
+from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
 from sp_lightning.pipeline.weights.weight import Weight
 
 

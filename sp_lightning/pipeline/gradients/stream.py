@@ -23,16 +23,17 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.processes import Processes
+from sp_lightning.pipeline.gradients.buffers import GradientMemory, LandingBuffers, StagingBuffers
 from sp_lightning.pipeline.gradients.turns import Turns
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Shipment, State, UnitGradients, refusal
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.weights.graphs import run_hooks
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.window.window import Window
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.group_steps import EarlyStep

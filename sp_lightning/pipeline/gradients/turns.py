@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
-from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Shipment, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 
 

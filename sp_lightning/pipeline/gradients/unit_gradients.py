@@ -17,10 +17,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import GradientLayout, GradientMemory, HostGradients
+from sp_lightning.pipeline.gradients.buffers import GradientMemory, HostGradients
 from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
 from sp_lightning.pipeline.weights.weight import Weight
 
 

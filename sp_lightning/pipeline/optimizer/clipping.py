@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.buffers import MEASURED
 from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
+from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
-from sp_lightning.pipeline.weights.guard import EngineAtWork
+from sp_lightning.pipeline.weights.gradient_layout import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
 _Found = Sequence[Gradient | Tensor]

@@ -21,15 +21,15 @@ from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.buffers import HostGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import IS_TRAINED, Gradient, Scaling, Shipment, State, UnitGradients
-from sp_lightning.pipeline.lanes.box import SharedMemory
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
+from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.unit import Group
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.units import Group
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.window.window import Window
 
 
 class Plan:

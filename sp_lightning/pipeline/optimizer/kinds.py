@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim import optimizers as on_host
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
-from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.optimizers import Optimizers

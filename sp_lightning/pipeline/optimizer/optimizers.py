@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.processes import Processes
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
 from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.guard import EngineAtWork
-from sp_lightning.pipeline.weights.units import Group
+from sp_lightning.pipeline.units.unit import Group
 from sp_lightning.pipeline.weights.weight import Weight
 
 

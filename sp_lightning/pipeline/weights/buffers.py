@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.box import SharedMemory
+from sp_lightning.pipeline.processes.box import SharedMemory
 
 ALIGNMENT = 256  # bytes; the strictest that kernels and quantized formats require of a tensor's address
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names

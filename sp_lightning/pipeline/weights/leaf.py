@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
+from sp_lightning.pipeline.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import explain_graph_break, in_backward, running_node, without_torch_function
-from sp_lightning.pipeline.weights.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.outside import Guard
+    from sp_lightning.pipeline.calls.outside import Guard
     from sp_lightning.pipeline.weights.weight import Weight
 
 

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.torch_private import storage_key, without_torch_funct
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.units import Group, Unit
+    from sp_lightning.pipeline.units.unit import Group, Unit
 
 
 _DATA: Any = Tensor.data

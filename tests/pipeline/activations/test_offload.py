@@ -17,7 +17,7 @@ from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Bundle, Offloaded, Offloader, Stage
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.units.unit import Member, Unit
 
 from ..parts import RecordingBackend, bytes_lent
 

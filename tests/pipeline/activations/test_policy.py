@@ -13,7 +13,7 @@ from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, DeviceMemory
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.units.unit import Member
 
 from ..parts import RecordingBackend
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
-from sp_lightning.pipeline.weights.guard import optimizer_steps
 
 
 class Listener:

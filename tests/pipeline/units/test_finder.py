@@ -14,7 +14,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.units import Division
+from sp_lightning.pipeline.units.unit import Division
 
 from ...zoo.blocks import Block, Chain, chain
 from ...zoo.vision import UNet

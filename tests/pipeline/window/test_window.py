@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.order import Order, Pass
-from sp_lightning.pipeline.weights.units import Group, Residency
-from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.units.unit import Group, Residency
+from sp_lightning.pipeline.window.order import Order, Pass
+from sp_lightning.pipeline.window.window import Window
 
 from ..parts import PendingTicket, RecordingBackend, slots
 

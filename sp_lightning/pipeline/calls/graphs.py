@@ -13,7 +13,7 @@ autograd function returns has a base from before its graph, or from inside of it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -111,11 +111,3 @@ def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since:
     for node in nodes:
         if node.metadata.setdefault(_WATCHED_AT, now) >= since:
             node.register_prehook(action)
-
-
-def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
-    """Run hooks of `Tensor.register_hook`, and return what they make of a gradient, where it was."""
-    for hook in hooks:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed.to(gradient.device)
-    return gradient

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from ..zoo.blocks import WIDTH, Block, Chain, rows
+from ...zoo.blocks import WIDTH, Block, Chain, rows
 
 DIFFERENTIATING = {
     "grad": lambda f, x: grad(lambda x: f(x).sum())(x),

@@ -8,18 +8,20 @@ without it on either.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
+from sp_lightning.pipeline.operands import instances_in
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.guard import optimizer_steps
-from sp_lightning.pipeline.weights.operands import instances_in
-from sp_lightning.pipeline.weights.units import Residency
+from sp_lightning.pipeline.units.unit import Residency
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.engine import Engine
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.graphs import before_backward
+from sp_lightning.pipeline.calls.graphs import before_backward
 
 
 def add_in_place(y: Tensor) -> Tensor:

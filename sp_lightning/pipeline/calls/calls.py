@@ -15,22 +15,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.activations.offload import Bundle
-from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.calls.debug import AccessCheck
+from sp_lightning.pipeline.calls.graphs import Graph, before_backward
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
-from sp_lightning.pipeline.weights.graphs import Graph, before_backward
-from sp_lightning.pipeline.weights.guard import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.weights.operands import autocast_dtype, replace_instances, tensors_in
-from sp_lightning.pipeline.weights.order import Pass
-from sp_lightning.pipeline.weights.units import Group, Member
+from sp_lightning.pipeline.units.unit import Group, Member
+from sp_lightning.pipeline.window.order import Pass
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.engine import Engine
 
 # under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
 _COMPILES_ANEW = torch.__version__ < "2.10"
@@ -42,7 +44,6 @@ class Calls:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
-        engine.calls = self
 
     # -------------------------------------------------------------------------------------------------------- a step
 

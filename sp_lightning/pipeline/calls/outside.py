@@ -13,21 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sp_lightning.pipeline.calls.graphs import CastCache
+from sp_lightning.pipeline.calls.guard import HostParameter, differentiate, means_the_master, stand_ins
 from sp_lightning.pipeline.gradients.unit_gradients import State
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.forks import FORKED
+from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, without_torch_function
-from sp_lightning.pipeline.weights.graphs import CastCache
-from sp_lightning.pipeline.weights.guard import (
-    HostParameter,
-    differentiate,
-    means_the_master,
-    optimizer_steps,
-    stand_ins,
-)
+from sp_lightning.pipeline.units.unit import Member, Residency
 from sp_lightning.pipeline.weights.leaf import guarded
-from sp_lightning.pipeline.weights.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.units import Member, Residency
 from sp_lightning.pipeline.weights.weight import Weight
 
 if TYPE_CHECKING:

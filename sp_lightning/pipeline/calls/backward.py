@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.calls.graphs import Graph
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
-from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.units.unit import Group, Member, Residency, Unit
 from sp_lightning.pipeline.weights.leaf import take_gradient
-from sp_lightning.pipeline.weights.order import Pass
-from sp_lightning.pipeline.weights.units import Group, Member, Residency, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.window.order import Pass
+from sp_lightning.pipeline.window.window import Window
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine

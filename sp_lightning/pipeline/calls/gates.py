@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sp_lightning.pipeline.torch_private import explain_graph_break
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.units.unit import Member
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls import Calls
+    from sp_lightning.pipeline.calls.calls import Calls
 
 
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class

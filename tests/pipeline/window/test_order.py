@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_lightning.pipeline.weights.order import Order, Pass
+from sp_lightning.pipeline.window.order import Order, Pass
 
 F, B, N = Pass.FORWARD, Pass.BACKWARD, Pass.INFERENCE
 

@@ -13,11 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.weights.guard import optimizer_steps
-from sp_lightning.pipeline.weights.units import Residency
+from sp_lightning.pipeline.calls.debug import AccessCheck
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
+from sp_lightning.pipeline.units.unit import Residency
 
-from .parts import Placed, place
+from ..parts import Placed, place
 
 
 class Scene:

@@ -57,7 +57,7 @@ def keep_out_of_graphs(backend: Backend) -> None:
 @functools.cache
 def _prepare_to_be_compiled() -> None:
     # in graphs of units and of hooks; hiding a package would hide all modules in it
-    visible = (__name__, leaf.__name__, __package__)
+    visible = (__name__, __package__, leaf.__name__, leaf.__package__)
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
     call_before_compiling(_drain_backends)
 

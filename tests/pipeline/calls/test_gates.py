@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sp_lightning.pipeline.weights.gates import install_gate, remove_gate
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
+from sp_lightning.pipeline.units.unit import Member
 
 
 class Keeper:

@@ -33,11 +33,11 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.unit import Group, Residency
 from sp_lightning.pipeline.weights.buffers import as_bytes
-from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.segment import NOTHING, written_by_follower
-from sp_lightning.pipeline.weights.units import Group, Residency
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.window.order import Order
 
 _USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
 _GROUPS_AHEAD = 3

@@ -27,13 +27,13 @@ from typing import TypeVar
 
 import torch
 
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import PipelineOptions, Policy
 from sp_lightning.pipeline.stats import readable_bytes
+from sp_lightning.pipeline.units.unit import Division, Unit
 from sp_lightning.pipeline.weights.buffers import lay_out
-from sp_lightning.pipeline.weights.units import Division, Unit
+from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 _Unit = TypeVar("_Unit")
@@ -131,7 +131,9 @@ class DeviceLayout:
         # device memory for weights, and for all state of units that live on the device
         self.device_bytes = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart) + window.on_device_bytes
         # the same, with gradients on their way to the host
-        self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * max(map(gradient_bytes, leaving), default=0)
+        self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * max(
+            (gradient_bytes(unit.weights) for unit in leaving), default=0
+        )
 
 
 def choose_device_layout(
@@ -169,7 +171,8 @@ def check_host_memory(units: Sequence[Unit], present: int) -> None:
     """Raise if the host lacks memory for gradients and copies of weights; `present` bytes of it are there already."""
     weights = [weight for unit in units for weight in unit.weights]
     seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
-    coming = max(0, sum(map(gradient_bytes, units)) - sum(g.nbytes for g in seen if g.layout is torch.strided))
+    there = sum(gradient.nbytes for gradient in seen if gradient.layout is torch.strided)
+    coming = max(0, sum(gradient_bytes(unit.weights) for unit in units) - there)
     moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     needed = max(0, coming + copies - present) + moving

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.operands import replace_instances, tensors_in
+from sp_lightning.pipeline.operands import replace_instances, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 

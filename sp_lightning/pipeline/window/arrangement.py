@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.box import Box
-from sp_lightning.pipeline.layout.memory import WindowPlan, check_host_memory, choose_device_layout
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
+from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
+from sp_lightning.pipeline.units.unit import Group, Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
-from sp_lightning.pipeline.weights.units import Group, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.window.places import WindowPlan, check_host_memory, choose_device_layout
 
 
 class Learned:

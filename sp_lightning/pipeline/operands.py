@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,3 +75,11 @@ def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
             seen.add(id(leaf))
             items = leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else ()
             _collect([*items, *getattr(leaf, "__dict__", {}).values()], found, seen)
+
+
+def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    """Run hooks of `Tensor.register_hook`, and return what they make of a gradient, where it was."""
+    for hook in hooks:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed.to(gradient.device)
+    return gradient
