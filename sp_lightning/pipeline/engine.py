@@ -113,10 +113,10 @@ class Engine:
         arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
-        groups = [member.unit.group for member in members if member.unit is not None]
-        self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
+        units = [member.unit for member in members if member.unit is not None]
+        self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = GradientStream(
-            arrangement.all_units, self.window, self.landing, self.processes, self._sums_gradients
+            arrangement.in_window, self.window, self.landing, self.processes, self._sums_gradients
         )
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream)

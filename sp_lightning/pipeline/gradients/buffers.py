@@ -139,9 +139,9 @@ class LandingBuffers:
         self._buffers: list[HostGradients] = []
         self._released = threading.Condition()
 
-    def serve(self, units: Sequence[Unit]) -> None:
-        """Serve the units of an arrangement."""
-        self._few = few_buffers(len(units), max((len(unit.group.units) for unit in units), default=1))
+    def serve(self, units: int, together: int) -> None:
+        """Serve so many units of an arrangement, of which some move together."""
+        self._few = few_buffers(units, together)
 
     def take(self, nbytes: int, patient: bool) -> HostGradients:
         """Take a buffer; block until one is released if all are in use and there may not be more.

@@ -58,15 +58,15 @@ class GradientStream:
     ) -> None:
         self.taker: EarlyStep | None = None  # an optimizer's step that takes gradients as they arrive in backward
         self.measures_norms = False  # whether each gradient brings its norm
-        self.staging = StagingBuffers(units, window.backend)
-        # not those that live on the device
-        self._units = [UnitGradients(unit, is_summed) for unit in units if unit.weights]
+        parts = [part for unit in units for part in unit.parts]
+        self.staging = StagingBuffers(parts, window.backend)
+        self._units = [UnitGradients(unit, segment, is_summed) for unit in units for segment in unit.segments]
         self.of = {gradient.weight: gradient for unit in self._units for gradient in unit.gradients}
         self._window = window
         self._backend = window.backend
         self._stats = window.stats
         self._landing = landing
-        landing.serve(units)
+        landing.serve(len(parts), max((len(unit.parts) for unit in units), default=1))
         self.arrived: dict[Gradient, bool] = {}
         self._has_others = processes is not None
         self._is_summed = is_summed
@@ -113,7 +113,7 @@ class GradientStream:
 
         If it is complete, `is_last` says that nothing more will come.
         """
-        self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
+        self._window.finish_optimizer(unit.unit)  # it may still read what was there
         gathered, unit.gathered = unit.gathered, {}
         gradients, tensors, dtypes = [], [], []
         is_new = is_hidden = True
@@ -222,7 +222,7 @@ class GradientStream:
 
     def pass_on(self, unit: UnitGradients) -> None:
         """Let other processes go on with a unit that is to be stepped, if its sums are theirs, too."""
-        self._turns.pass_on(unit, self._window.copies_of([unit.unit.group]))
+        self._turns.pass_on(unit, self._window.copies_of([unit.unit]))
 
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has taken, and not used after all."""

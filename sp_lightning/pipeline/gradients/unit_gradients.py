@@ -22,6 +22,7 @@ from sp_lightning.pipeline.gradients.shared_sums import SharedSums
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
+from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -108,16 +109,16 @@ IS_TRAINED = attrgetter("weight.master.requires_grad")
 
 
 class UnitGradients:
-    """The gradients of one unit.
+    """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
     Attributes:
         layout: How these lie in memory, in the dtypes in which they arrive.
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit, is_summed: bool) -> None:
+    def __init__(self, unit: Unit, segment: Segment, is_summed: bool) -> None:
         self.unit = unit
-        self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
+        self.gradients = [Gradient(weight, self) for weight in segment.weights]  # that of each of its weights
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
         self.state = State.EMPTY
@@ -125,9 +126,7 @@ class UnitGradients:
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
         self.memory: GradientMemory | None = None  # the host memory that they stay in; None if there is none yet
-        # that of the masters, which it lies beside
-        segment = [each for each in unit.group.segments if each.weights[0].unit is unit][-1]
-        self._masters = segment.memory
+        self._masters = segment.memory  # that of the masters, which it lies beside
         # their sums over the processes of this machine, if these share memory
         is_summed &= segment.weights[0].master.requires_grad
         self.sums = SharedSums(segment.weights, segment.memory) if is_summed else None

@@ -1,6 +1,6 @@
-"""Steps of groups on the thread for work on host memory: planned once per optimizer, handed over, waited for.
+"""Steps of units on the thread for work on host memory: planned once per optimizer, handed over, waited for.
 
-They are handed over when `step()` is called, or while backward runs (`EarlyStep`), as soon as all gradients of a group
+They are handed over when `step()` is called, or while backward runs (`EarlyStep`), as soon as all gradients of a unit
 have landed. A scope around that backward pass vouches for two things: `optimizer.step()` will follow, with the settings
 that the optimizer has now, and nobody looks at gradients in between. Whoever does gets an error.
 """
@@ -26,7 +26,7 @@ from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.unit import Group
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
@@ -47,9 +47,9 @@ class Plan:
                     self.others[-1].append(parameter)
                 else:
                     self.gradients[stream.of[weight]] = number
-        groups = {gradient.weight.unit.group for gradient in self.gradients}
-        # the groups that its weights are in, first the one that the next forward needs first
-        self.groups = sorted(groups, key=lambda group: (not group.resident, group.index))
+        units = {gradient.weight.unit for gradient in self.gradients}
+        # the units that its weights are in, first the one that the next forward needs first
+        self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
 
 
 class GroupSteps:
@@ -63,21 +63,21 @@ class GroupSteps:
 
     def begin(
         self,
-        group: Group,
+        unit: Unit,
         optimizer: Optimizer,
         plan: Plan,
         settings: Sequence[dict[str, Any]],
         gradients: Mapping[Gradient, Tensor],
         buffers: Sequence[HostGradients] = (),
     ) -> None:
-        """Have the thread step a group when its gradients have landed, and then release the buffers that they lie in.
+        """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
 
         Weights without a gradient stay as they are.
         """
         updates: dict[int, list[Update]] = {}  # by the numbers of param groups
         tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
         moved = 0
-        for segment in group.segments:
+        for segment in unit.segments:
             for weight, copy in zip(segment.weights, segment.copies, strict=True):
                 gradient = self.stream.of[weight]
                 if (tensor := gradients.get(gradient)) is not None:
@@ -88,17 +88,17 @@ class GroupSteps:
                     tickets[weight] = gradient.unit.ticket
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         if not tickets:
-            self.end(group, plan)
+            self.end(unit, plan)
             return
-        counted = self._count(group, plan)
+        counted = self._count(unit, plan)
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                for segment in group.segments:
+                for segment in unit.segments:
                     segment.refresh_copies(tickets.keys())
                 for number, of_group in updates.items():
                     update_weights(optimizer, settings[number], of_group)
-                _note_stepped(group, tickets.keys())
+                _note_stepped(unit, tickets.keys())
                 for memory, count in counted:
                     memory.reach(count)
 
@@ -107,64 +107,64 @@ class GroupSteps:
                 buffer.release()
 
         landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
-        self._submit(group, step, tickets.keys(), landed, moved, release_buffers)
-        self.window.stats.overlapped_steps += len(group.units)
+        self._submit(unit, step, tickets.keys(), landed, moved, release_buffers)
+        self.window.stats.overlapped_steps += len(unit.parts)
 
     def _submit(
         self,
-        group: Group,
+        unit: Unit,
         job: Callable[[], None],
         weights: Set[Weight],
         after: Iterable[Ticket],
         moved: int = 0,
         cleanup: Callable[[], None] | None = None,
     ) -> None:
-        self.window.finish_optimizer(group)
-        self.window.outdate(group, weights)
-        rank = 0 if group.resident else group.index + 1  # first what the next forward needs first
-        after = [*self.window.copies_of([group]), *after]
-        group.being_stepped = self.window.backend.work(job, after, moved, cleanup, rank)
-        self.window.backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
-        if group.apart:  # weights made resident are in groups that do not wait for this one's step
-            self.window.finish_optimizer(group)
+        self.window.finish_optimizer(unit)
+        self.window.outdate(unit, weights)
+        rank = 0 if unit.resident else unit.index + 1  # first what the next forward needs first
+        after = [*self.window.copies_of([unit]), *after]
+        unit.being_stepped = self.window.backend.work(job, after, moved, cleanup, rank)
+        self.window.backend.trace.moved(Kind.STEP, unit.name, moved, unit.being_stepped)
+        if unit.apart:  # weights made resident are in units that do not wait for this one's step
+            self.window.finish_optimizer(unit)
 
-    def end(self, group: Group, plan: Plan) -> None:
-        """Count a step that changes no weight of a group here; the thread waits for the process that steps them."""
-        counted = self._count(group, plan)
-        if counted and group.is_followed:
-            weights = {weight for weight in group.weights if self.stream.of[weight] in plan.gradients}
+    def end(self, unit: Unit, plan: Plan) -> None:
+        """Count a step that changes no weight of a unit here; the thread waits for the process that steps them."""
+        counted = self._count(unit, plan)
+        if counted and unit.is_followed:
+            weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
             stepped = [memory.reached(number) for memory, number in counted]
-            self._submit(group, partial(_note_stepped, group, weights), weights, stepped)
+            self._submit(unit, partial(_note_stepped, unit, weights), weights, stepped)
         elif counted:
-            self.window.finish_optimizer(group)
-            for segment in group.segments:  # the optimizer's own code may have stepped them
+            self.window.finish_optimizer(unit)
+            for segment in unit.segments:  # the optimizer's own code may have stepped them
                 segment.check()
                 segment.refresh_copies()
             for memory, number in counted:
                 memory.reach(number)
 
-    def _count(self, group: Group, plan: Plan) -> list[tuple[SharedMemory, int]]:
+    def _count(self, unit: Unit, plan: Plan) -> list[tuple[SharedMemory, int]]:
         """Count a step of weights that other processes have, too, whether or not it changes them; once."""
         counted: list[tuple[SharedMemory, int]] = []
-        if group.is_ahead:
+        if unit.is_ahead:
             return counted
-        for segment in group.segments:
+        for segment in unit.segments:
             memory = segment.memory.shared
             if memory is not None and any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
                 memory.begun += 1
                 counted.append((memory, memory.begun))
         return counted
 
-    def finish(self, groups: Iterable[Group]) -> None:
-        """Wait until no step reads or writes the memory of these groups any more.
+    def finish(self, units: Iterable[Unit]) -> None:
+        """Wait until no step reads or writes the memory of these units any more.
 
         Raises:
             Exception: The first error of a step, when all have ended; the others mostly have the same cause.
         """
         errors = []
-        for group in groups:
+        for unit in units:
             try:
-                self.window.finish_optimizer(group)
+                self.window.finish_optimizer(unit)
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -173,22 +173,22 @@ class GroupSteps:
     def settle(self) -> None:
         """Wait until every step is done, and no copy to the device reads a master: others may write to them."""
         try:
-            self.finish(self.window.groups)
+            self.finish(self.window.units)
         finally:
-            self.window.finish_copies(self.window.groups)
+            self.window.finish_copies(self.window.units)
 
 
-def _note_stepped(group: Group, weights: Set[Weight]) -> None:
+def _note_stepped(unit: Unit, weights: Set[Weight]) -> None:
     with torch.inference_mode(False), without_torch_function():
         increment_version(weight.master for weight in weights)
-        for segment in group.segments:
+        for segment in unit.segments:
             segment.note_stepped()
 
 
 class EarlyStep:
     """A step of an optimizer that begins before its `step()` is called; takes gradients as they arrive.
 
-    A group is stepped only if no node of the graph holds one of its weights on the device any more.
+    A unit is stepped only if no node of the graph holds one of its weights on the device any more.
     """
 
     def __init__(
@@ -204,42 +204,42 @@ class EarlyStep:
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []
         # those whose state this step makes, in this process; it stands in the order in which torch would make it
-        trained = [g for g in plan.gradients if IS_TRAINED(g) and not g.weight.unit.group.is_followed]
+        trained = [g for g in plan.gradients if IS_TRAINED(g) and not g.weight.unit.is_followed]
         settings = optimizer.param_groups
         self.new = [g for g in trained if makes_state(optimizer, g.weight.master, settings[plan.gradients[g]])]
         optimizer.state.update({g.weight.master: {} for g in self.new})
 
-    def wants(self, unit: UnitGradients) -> bool:
-        """Tell whether the unit's complete gradients should go to the optimizer right away."""
-        group = unit.unit.group
-        if group.resident or (unit.sums is not None and group.apart):  # the latter cannot wait for other processes
+    def wants(self, gradients: UnitGradients) -> bool:
+        """Tell whether these gradients, which are complete, should go to the optimizer right away."""
+        unit = gradients.unit
+        if unit.resident or (gradients.sums is not None and unit.apart):  # the latter cannot wait for other processes
             return False
-        return all(g in self.plan.gradients and not g.weight.lowered_leaves for g in unit.trained)
+        return all(g in self.plan.gradients and not g.weight.lowered_leaves for g in gradients.trained)
 
     def take(self, shipment: Shipment) -> None:
-        """Step the unit's group when its last gradients have landed; if it is still needed, when backward leaves it."""
-        group = shipment.unit.unit.group
-        if self._shipments and self._shipments[0].unit.unit.group is not group:
+        """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""
+        unit = shipment.unit.unit
+        if self._shipments and self._shipments[0].unit.unit is not unit:
             self.finish_backward()  # backward has moved on, and there are few landing buffers
         self._shipments.append(shipment)
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
-        if all(weight.master.requires_grad for weight in group.weights) and self._is_complete(group):
-            self._step(group)
+        if all(weight.master.requires_grad for weight in unit.weights) and self._is_complete(unit):
+            self._step(unit)
 
     def finish_backward(self) -> None:
-        """Step the group whose gradients arrived last, as backward has left it, or give them back if it is needed."""
-        if self._shipments and self._is_complete(group := self._shipments[0].unit.unit.group):
-            self._step(group)
+        """Step the unit whose gradients arrived last, as backward has left it, or give them back if it is needed."""
+        if self._shipments and self._is_complete(unit := self._shipments[0].unit.unit):
+            self._step(unit)
         for shipment in self._shipments:
             self._steps.stream.take_back(shipment)
         self._shipments = []
 
-    def _is_complete(self, group: Group) -> bool:
-        """Tell whether all trained weights of a group have their gradients, and no node holds a weight any more."""
-        trained = sum(weight.master.requires_grad for weight in group.weights)
-        return not group.handles and trained == sum(len(shipment.gradients) for shipment in self._shipments)
+    def _is_complete(self, unit: Unit) -> bool:
+        """Tell whether all trained weights of a unit have their gradients, and no node holds a weight any more."""
+        trained = sum(weight.master.requires_grad for weight in unit.weights)
+        return not unit.handles and trained == sum(len(shipment.gradients) for shipment in self._shipments)
 
-    def _step(self, group: Group) -> None:
+    def _step(self, unit: Unit) -> None:
         shipments, self._shipments = self._shipments, []
         if self._settings is None:
             self._settings = settings_of(self.optimizer, self._steps.fused)
@@ -248,27 +248,27 @@ class EarlyStep:
             gradient.scaling = self._scaling
         for shipment in shipments:
             self._steps.stream.pass_on(shipment.unit)
-        if group.is_followed:
-            self._steps.end(group, self.plan)
+        if unit.is_followed:
+            self._steps.end(unit, self.plan)
         else:
             buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
-            self._steps.begin(group, self.optimizer, self.plan, self._settings, arrived, buffers)
-        group.is_ahead = any(shipment.unit.sums is not None for shipment in shipments)
-        if not group.is_ahead and not arrived.keys().isdisjoint(self.new):
-            self._steps.finish([group])  # how state is made depends on torch's default dtype, which may change
+            self._steps.begin(unit, self.optimizer, self.plan, self._settings, arrived, buffers)
+        unit.is_ahead = any(shipment.unit.sums is not None for shipment in shipments)
+        if not unit.is_ahead and not arrived.keys().isdisjoint(self.new):
+            self._steps.finish([unit])  # how state is made depends on torch's default dtype, which may change
         for shipment in shipments:
             shipment.unit.state = State.CONSUMED
             self.stepped.append(shipment.unit)
             if not self.keeps_gradients:
                 shipment.unit.forget(shipment.gradients)
-        self._steps.window.stats.steps_in_backward += len(group.units)
+        self._steps.window.stats.steps_in_backward += len(unit.parts)
 
     def finish(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         if self.new:  # other processes, which backward could not wait for, have ended theirs
-            self._steps.finish([unit.unit.group for unit in self.stepped])
+            self._steps.finish([unit.unit for unit in self.stepped])
         for unit in self.stepped:
-            unit.unit.group.is_ahead = False
+            unit.unit.is_ahead = False
             unit.state = State.HELD if self.keeps_gradients else State.EMPTY
         for master in [gradient.weight.master for gradient in self.new]:
             if not self.optimizer.state.get(master):
@@ -276,8 +276,8 @@ class EarlyStep:
 
     def abandon(self) -> None:
         """Finish, and warn if not all weights have been stepped: the optimizer's `step()` will not be called."""
-        for group in self.plan.groups:
-            self._steps.end(group, self.plan)
+        for unit in self.plan.units:
+            self._steps.end(unit, self.plan)
         self.finish()
         trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
         stepped = sum(len(unit.trained) for unit in self.stepped)

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, P
 from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.unit import Group
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -99,10 +99,10 @@ class Optimizers(Clipping):
         with self._at_work:
             self.restore_param_groups()
             plan = self._plan_of(optimizer)
-            for group in plan.groups:
-                if group.users:
+            for unit in plan.units:
+                if unit.users:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} is to step weights of {group.name!r} inside of a forward that "
+                        f"{type(optimizer).__name__} is to step weights of {unit.name!r} inside of a forward that "
                         "computes with them, and would go on with the old values. Step it after that forward, in "
                         "`training_step` for example."
                     )
@@ -117,7 +117,7 @@ class Optimizers(Clipping):
                 self._early.check(optimizer, plan, why_not)
             if self._processes is not None:
                 # another process may write to masters; those that are stepped already are sent after that
-                self._steps.window.finish_copies(group for group in self._steps.window.groups if not group.is_ahead)
+                self._steps.window.finish_copies(unit for unit in self._steps.window.units if not unit.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
@@ -139,8 +139,8 @@ class Optimizers(Clipping):
             if by_unit and not self._follows:
                 self._step(optimizer, plan)
             else:
-                for group in plan.groups:
-                    self._steps.end(group, plan)
+                for unit in plan.units:
+                    self._steps.end(unit, plan)
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.finish()
                 self._early = None
@@ -191,7 +191,7 @@ class Optimizers(Clipping):
         steps = self._steps
         settings = settings_of(optimizer, steps.fused)
         arrived: dict[Gradient, Tensor] = {}
-        waits: set[Group] = set()
+        waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight, tensor = gradient.weight, gradient.host
             if gradient.unit.state is State.CONSUMED:
@@ -200,15 +200,15 @@ class Optimizers(Clipping):
                 tensor = weight.master.grad
                 if tensor is None:
                     continue
-                waits.add(weight.unit.group)
+                waits.add(weight.unit)
             weight.follow()
             arrived[gradient] = tensor
             if makes_state(optimizer, weight.master, settings[number]):
                 optimizer.state.setdefault(weight.master, {})
-                waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
-        for group in plan.groups:
-            steps.begin(group, optimizer, plan, settings, arrived)
-        steps.finish(waits if self._overlaps is not False else plan.groups)
+                waits.add(weight.unit)  # state made in a first step depends on torch's default dtype, for one
+        for unit in plan.units:
+            steps.begin(unit, optimizer, plan, settings, arrived)
+        steps.finish(waits if self._overlaps is not False else plan.units)
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
         identities = [list(map(id, group["params"])) for group in optimizer.param_groups]

@@ -55,7 +55,7 @@ def held_up(pipeline: Pipeline | None) -> Iterator[threading.Event]:
 
 
 def nothing_is_stepped(pipeline: Pipeline) -> bool:
-    under_way = (group.being_stepped for group in pipeline.arrangement.groups)
+    under_way = (unit.being_stepped for unit in pipeline.arrangement.in_window)
     return all(step is None or step.done for step in under_way)
 
 
