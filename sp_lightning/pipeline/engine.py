@@ -8,6 +8,8 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,7 @@ from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
 
+_IS_CONVERTED = attrgetter("is_converted")
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
@@ -187,7 +190,7 @@ class Engine:
         if self._is_lent_out():
             return
         with self.at_work:
-            is_converted = any(weight.is_converted for weight in self.arrangement.weights)
+            is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         arrangement = self.arrangement
@@ -258,8 +261,11 @@ class Engine:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        entries = (entry for member in self.arrangement.members for entry in member.entries)
-        return any(type(entry.parameters.get(entry.key)) is Tensor for entry in entries)
+        for member in self.arrangement.members:
+            for entry in member.entries:
+                if type(entry.parameters.get(entry.key)) is Tensor:
+                    return True
+        return False
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""

@@ -150,8 +150,6 @@ class BackwardPass:
 
     def _end(self) -> None:
         with self._engine.at_work:
-            for unit in self._reached:
-                self._window.write_back(unit.weights)
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True
