@@ -262,9 +262,8 @@ class Engine:
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
         for member in self.arrangement.members:
-            for entry in member.entries:
-                if type(entry.parameters.get(entry.key)) is Tensor:
-                    return True
+            if Tensor in [type(entry.parameters.get(entry.key)) for entry in member.entries]:
+                return True
         return False
 
     def _named_parameters(self) -> dict[str, int]:
