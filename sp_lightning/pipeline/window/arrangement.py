@@ -35,10 +35,12 @@ class Learned:
         self.used_outside: set[int] = set()  # weights that are used outside of their unit
         # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
-        self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
+        # modules that are not called themselves; only their children are
+        self.divided: list[nn.Module] = []
         self.lowered: set[int] = set()  # masters that autocast lowers
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype
-        self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
+        # those that could be sent lowered when that was last concluded
+        self._sent_lowered: set[int] = set()
         self.plan: WindowPlan | None = None  # the planner's choice for the window
         # weights that were used outside of their unit since the arrangement was made
         self.touched_outside: list[Weight] = []
