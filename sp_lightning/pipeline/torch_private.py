@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
@@ -101,6 +101,11 @@ sees_torch_functions: Callable[[], bool] = torch._C._is_torch_function_enabled
 def in_transform() -> bool:
     """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def profiler_is_on() -> bool:
+    """Tell whether torch's profiler is on: `record_function` calls two of torch's operations even if it is not."""
+    return profiler._is_profiler_enabled
 
 
 def contains_others(tensor: Tensor) -> bool:

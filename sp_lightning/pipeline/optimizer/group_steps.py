@@ -123,8 +123,8 @@ class GroupSteps:
         self.window.outdate(group, weights)
         rank = 0 if group.resident else group.index + 1  # first what the next forward needs first
         after = [*self.window.copies_of([group]), *after]
-        group.being_stepped = self.window.backend.work(job, after, moved, cleanup, rank)
-        self.window.backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
+        trace = self.window.backend.trace
+        group.being_stepped = trace.work(Kind.STEP, group.name, job, after, moved, cleanup, rank)
         if group.apart:  # weights made resident are in groups that do not wait for this one's step
             self.window.finish_optimizer(group)
 

@@ -258,8 +258,7 @@ class Window:
             if step is None:
                 segment.refresh_copies()
             for place, source in segment.pieces():
-                upload = self.backend.upload(place, source, step)
-                self.backend.trace.moved(Kind.LOAD, group.name, source.nbytes, upload)
+                upload = self.backend.trace.copy(Kind.LOAD, group.name, self.backend.upload, place, source, step)
                 self.stats.bytes_to_device += source.nbytes
                 group.uploads.append(upload)
             segment.lying = segment.epoch
