@@ -48,7 +48,8 @@ _OUT_OF_MEMORY = (
 )
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
-BEFORE_OTHER_WORK = -1  # the rank of a copy that comes after work; steps have their place in the forward
+# the rank of a copy that comes after work; steps have their place in the forward
+BEFORE_OTHER_WORK = -1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -77,7 +78,7 @@ class Backend(ABC):
 
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets have to know when they began and ended
-        self.pins = False  # whether host memory that is sent is pinned (page-locked), for fast copies
+        self.pins = False  # whether host memory that is sent is pinned (page-locked)
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
@@ -191,7 +192,13 @@ class Trace:
         self._range: record_function | None = None  # of the unit that is computing now
 
     def copy(
-        self, kind: Kind, name: str, copy: Callable[..., Ticket], target: Tensor, source: Tensor, *after: Ticket | None
+        self,
+        kind: Kind,
+        name: str,
+        copy: Callable[..., Ticket],
+        target: Tensor,
+        source: Tensor,
+        *after: Ticket | None,
     ) -> Ticket:
         """Ask for a copy: `copy` is the backend's `upload` or `download`."""
         if not self._is_on:
@@ -279,7 +286,8 @@ class Trace:
             yield recording
         finally:
             self.end()
-            entries, steps = self._entries[first:], [*self._steps[first_step:], self._backend.mark()]
+            entries = self._entries[first:]
+            marks = [*self._steps[first_step:], self._backend.mark()]
             self._recordings -= 1
             if not self._recordings:
                 self._entries = None
@@ -287,7 +295,7 @@ class Trace:
             self._backend.drain()
             spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
             recording.spans = sorted(spans, key=lambda span: span.begin)
-            moments = [self._backend.seconds(origin.device, mark) for mark in steps]
+            moments = [self._backend.seconds(origin.device, mark) for mark in marks]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 
     def _span(self, entry: _Entry, origin: Origin) -> Span | None:

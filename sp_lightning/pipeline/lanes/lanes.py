@@ -57,7 +57,8 @@ class Kind(enum.Enum):
     def __new__(cls, value: str, lane: Lane) -> Kind:
         """Make a member whose value is its name alone."""
         made = object.__new__(cls)
-        made._value_, made.lane = value, lane
+        made._value_ = value
+        made.lane = lane
         return made
 
 
@@ -133,7 +134,8 @@ class Job(Ticket):
         self.cleanup = cleanup
         self.rank = rank
         self.error: BaseException | None = None
-        self.under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
+        # held until the job is done; an `Event` would be several objects
+        self.under_way = threading.Lock()
         self.under_way.acquire()
 
     @override
@@ -152,6 +154,11 @@ class Job(Ticket):
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
         return self.began - origin.host, self.ended - origin.host
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that it comes after is done."""
+        return all(ticket.done for ticket in self.after)
 
     def run(self, failed: BaseException | None = None) -> None:
         """Run it in this thread, which could not start properly if it has `failed`."""
@@ -199,16 +206,22 @@ class Worker(OfOneProcess):
     """
 
     def __init__(
-        self, name: str, on_start: Callable[[], None] = lambda: None, max_delay: float = 0.0, seed: int = 0
+        self,
+        name: str,
+        on_start: Callable[[], None] = lambda: None,
+        max_delay: float = 0.0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self._name = name
         self._on_start = on_start
-        self._max_delay = max_delay  # before each job comes a random delay of at most so many seconds
+        # before each job comes a random delay of at most so many seconds
+        self._max_delay = max_delay
         self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
         self._jobs: list[Job] = []  # those that are not done, in the order of submission
-        self._wake_ups: SimpleQueue[None] = SimpleQueue()  # one for each job, and one more to end the thread
+        # one for each job, and one more to end the thread
+        self._wake_ups: SimpleQueue[None] = SimpleQueue()
 
     def submit(self, job: Job) -> Job:
         """Have a job run, and return it."""
@@ -244,7 +257,8 @@ class Worker(OfOneProcess):
         super().note_fork()
         for job in self._jobs:
             if not job.done:
-                job.error, job.done = RuntimeError(FORKED), True
+                job.error = RuntimeError(FORKED)
+                job.done = True
 
     def _run(self) -> None:
         failed: BaseException | None = None
@@ -262,9 +276,11 @@ class Worker(OfOneProcess):
         """Wait for the next job, and return it; None if the thread is to end."""
         self._wake_ups.get()
         while self._jobs:
-            if ready := [job for job in tuple(self._jobs) if all(ticket.done for ticket in job.after)]:
+            ready = [job for job in tuple(self._jobs) if job.is_ready]
+            if ready:
                 return min(ready, key=attrgetter("rank"))
             for ticket in self._jobs[0].after:
-                with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for that
+                # the job will fail with it, and tell whoever waits for that
+                with contextlib.suppress(BaseException):
                     ticket.join_briefly()
         return None
