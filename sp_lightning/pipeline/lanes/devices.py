@@ -153,7 +153,7 @@ class AcceleratorBackend(Backend):
 
         def issue() -> None:
             self._up_behind_work.wait_event(computed)
-            self._issue(ticket, self._up_behind_work, target, source)
+            self._copy(self._up_behind_work, target, source, ticket)
 
         ticket.issued = self._host.submit(Job(issue, [after], rank=BEFORE_OTHER_WORK))
         return ticket
@@ -163,18 +163,15 @@ class AcceleratorBackend(Backend):
         self._down.wait_stream(self._api.current_stream(self.device))
         return self._copy(self._down, target, source)
 
-    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Ticket:
-        ticket = _StreamTicket(*self._events())
-        self._issue(ticket, stream, target, source)
-        return ticket
-
-    def _issue(self, ticket: _StreamTicket, stream: Any, target: Tensor, source: Tensor) -> None:
+    def _copy(self, stream: Any, target: Tensor, source: Tensor, ticket: _StreamTicket | None = None) -> Ticket:
         """Issue a copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
+        ticket = ticket or _StreamTicket(*self._events())
         with self._api.stream(stream):
             if ticket.begin is not None:
                 ticket.begin.record(stream)
             target.copy_(source, non_blocking=True)
             ticket.event.record(stream)
+        return ticket
 
     def _events(self) -> tuple[Any, Any]:
         """Make events for a copy's end and its beginning, which is None unless copies are timed."""

@@ -34,8 +34,8 @@ _of_this_process: WeakSet[OfOneProcess] = WeakSet()
 
 
 def _note_fork() -> None:
-    for each in _of_this_process:
-        each.note_fork()
+    for made_before in _of_this_process:
+        made_before.note_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

@@ -27,8 +27,6 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
 
-_BRIEFLY = 0.02  # seconds
-
 
 class Lane(enum.Enum):
     """One of the resources that work side by side."""
@@ -145,11 +143,6 @@ class Job(Ticket):
                 pass
         if self.error is not None:
             raise self.error
-
-    @override
-    def join_briefly(self) -> None:
-        if not self.done and self.under_way.acquire(timeout=_BRIEFLY):
-            self.under_way.release()
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:

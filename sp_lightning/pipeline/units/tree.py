@@ -91,9 +91,9 @@ class Tree:
             elif name in parameters:
                 yield parameters[name]
             else:
-                known = ", ".join(child for child, _ in self.root.named_children())
+                children = ", ".join(child for child, _ in self.root.named_children())
                 raise ValueError(
-                    f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: {known}."
+                    f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: {children}."
                 )
 
 
