@@ -179,8 +179,9 @@ class GradientStream:
             tensors, measured = staging.views(layout)
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
             nbytes = layout.nbytes
-        ticket = staging.ticket = self._backend.download(memory.bytes[:nbytes], staging.bytes[:nbytes])
-        self._backend.trace.moved(Kind.GRADIENTS, unit.unit.name, nbytes, ticket)
+        target, source = memory.bytes[:nbytes], staging.bytes[:nbytes]
+        ticket = self._backend.trace.copy(Kind.GRADIENTS, unit.unit.name, self._backend.download, target, source)
+        staging.ticket = ticket
         self._stats.bytes_to_host += nbytes
         return ticket
 
@@ -212,8 +213,7 @@ class GradientStream:
                     norm.copy_(torch.linalg.vector_norm(target, dtype=unit.layout.norm_dtype))
 
         moved = 2 * sum(target.nbytes for target, _, _ in jobs)
-        ticket = self._backend.work(add_up, after, moved, buffer.release)
-        self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, ticket)
+        ticket = self._backend.trace.work(Kind.ADD, unit.unit.name, add_up, after, moved, buffer.release)
         return Shipment(unit, shipment.gradients, [target for target, _, _ in jobs], ticket, None)
 
     def end_pass(self, averages: bool) -> None:

@@ -135,9 +135,9 @@ class Turns:
         moved = 0 if to_leave is not None else 2 * sum(arrived.nbytes for arrived in parts.values())
         self._waits = [ticket for ticket in self._waits if not ticket.done]
         after = [sums.turn(), *self._waits, *(ticket for ticket in tickets if ticket is not None)]
-        unit.ticket = self._backend.work(add, after, moved, None if buffer is None else buffer.release)
+        release = None if buffer is None else buffer.release
+        unit.ticket = self._backend.trace.work(Kind.ADD, unit.unit.name, add, after, moved, release)
         unit.state = State.HELD
-        self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, unit.ticket)
 
     @torch.no_grad()
     def end_pass(self, averages: bool, measures: bool) -> None:

@@ -123,8 +123,8 @@ class GroupSteps:
         self.window.outdate(unit, weights)
         rank = 0 if unit.resident else unit.index + 1  # first what the next forward needs first
         after = [*self.window.copies_of([unit]), *after]
-        unit.being_stepped = self.window.backend.work(job, after, moved, cleanup, rank)
-        self.window.backend.trace.moved(Kind.STEP, unit.name, moved, unit.being_stepped)
+        trace = self.window.backend.trace
+        unit.being_stepped = trace.work(Kind.STEP, unit.name, job, after, moved, cleanup, rank)
         if unit.apart:  # weights made resident are in units that do not wait for this one's step
             self.window.finish_optimizer(unit)
 
