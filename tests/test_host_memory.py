@@ -173,7 +173,6 @@ def test_bytes_of_a_parameter(
     make: Any, arguments: dict[str, Any], most: float, gradients: float, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twelve blocks on a host without memory to spare: in buffers, and in the memory of the optimizer's state."""
-    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda nbytes: False)
     module, taken = Blocks(12, 256), []
 
     def count(*_: Any) -> None:
@@ -252,7 +251,6 @@ def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.M
     monkeypatch.setattr(HostBackend, "pin", lambda _, memory: pinned.append(memory.nbytes) or True)
     monkeypatch.setattr(HostBackend, "unpin", lambda *_: None)
     monkeypatch.setattr(GradientStream, "show_all", lambda stream: settled.append(stream.settled))
-    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda _: False)
 
     def count(*_: Any) -> None:
         counts[trainer.global_step] = trainer.strategy.pipeline.stats.arrangements

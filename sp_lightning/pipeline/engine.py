@@ -21,14 +21,18 @@ from sp_lightning.pipeline.calls.compiled import compiled_call
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.graphs import Graphs
 from sp_lightning.pipeline.calls.outside import Guard
-from sp_lightning.pipeline.gradients.buffers import LandingBuffers
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
+from sp_lightning.pipeline.gradients.exchange import Exchange
+from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import UnitGradients
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.processes.turns import Turns
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
@@ -115,9 +119,7 @@ class Engine:
         self.order = Order(len(members))
         groups = [member.unit.group for member in members if member.unit is not None]
         self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
-        self.stream = GradientStream(
-            arrangement.all_units, self.window, self.landing, self.processes, self._sums_gradients
-        )
+        self.stream = self._make_stream(arrangement)
         self.steps = GroupSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
@@ -137,6 +139,15 @@ class Engine:
         self.guard.install()
         for member in arrangement.members:
             install_gate(member, self.calls)
+
+    def _make_stream(self, arrangement: Arrangement) -> GradientStream:
+        gradients = [UnitGradients(unit) for unit in arrangement.all_units if unit.weights]
+        self.landing.serve(arrangement.all_units)
+        staging = StagingBuffers(arrangement.all_units, self.backend)
+        exchange = Exchange()
+        if self.processes is not None:
+            exchange = Turns(gradients, self.backend, self.landing, self.processes, self._sums_gradients)
+        return GradientStream(gradients, self.window, staging, Routes(self.window, staging, self.landing), exchange)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -215,7 +226,7 @@ class Engine:
                 refused = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
-                learned.outdated |= self.stream.lacks_sums
+                learned.outdated |= self.stream.exchange.lacks_sums
             everyones = box.gather((edited, learned.has_news, refused))
             for _, _, refusal in everyones:
                 if refusal is not None:
@@ -305,6 +316,6 @@ class Engine:
             return
         with self.at_work:
             processes.passes += 1
-            self.stream.end_pass(processes.averages)
+            self.stream.exchange.end_pass(processes.averages, self.stream.routes.measures_norms)
             if processes.averages:
                 processes.average_on_device(self.arrangement.unmanaged)

@@ -96,7 +96,6 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
         on_host.append(now.host_bytes + now.optimizer_bytes)
         gradients.append(now.host_gradient_bytes)
 
-    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: False)
     monkeypatch.setattr(StepsMixin, "optimizer_scope", counted_step)
     train(module, precision)
     counted = module.summary

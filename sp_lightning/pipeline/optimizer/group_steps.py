@@ -151,8 +151,8 @@ class GroupSteps:
         for segment in group.segments:
             memory = segment.memory.shared
             if memory is not None and any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
-                memory.begun += 1
-                counted.append((memory, memory.begun))
+                memory.generation += 1
+                counted.append((memory, memory.generation))
         return counted
 
     def finish(self, groups: Iterable[Group]) -> None:
