@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
-from sp_lightning.pipeline.gradients import buffers as gradient_buffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers

@@ -54,7 +54,7 @@ BACK_FOR_TYPES = {
     "gradients.stream": {"optimizer.early_step.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
     "weights.leaf": {"calls.outside.Guard", "weights.weight.Weight"},
-    "weights.weight": {"units.unit.Group", "units.unit.Unit"},
+    "weights.weight": {"units.unit.Unit"},
 }
 
 

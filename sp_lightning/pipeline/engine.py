@@ -8,6 +8,8 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -28,8 +30,8 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.unit_gradients import UnitGradients
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
@@ -37,7 +39,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
@@ -117,10 +119,10 @@ class Engine:
         arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
-        groups = [member.unit.group for member in members if member.unit is not None]
-        self.window = Window(arrangement.groups, groups, self.order, self.backend, self.stats)
-        self.stream = self._make_stream(arrangement)
-        self.steps = GroupSteps(self.window, self.stream)
+        units = [member.unit for member in members if member.unit is not None]
+        self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
+        self.stream = self._make_stream(arrangement.in_window)
+        self.steps = UnitSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
         move_parameters([*arrangement.parameters_on_device, *arrangement.unmanaged.values()], self.device)
@@ -140,10 +142,11 @@ class Engine:
         for member in arrangement.members:
             install_gate(member, self.calls)
 
-    def _make_stream(self, arrangement: Arrangement) -> GradientStream:
-        gradients = [UnitGradients(unit) for unit in arrangement.all_units if unit.weights]
-        self.landing.serve(arrangement.all_units)
-        staging = StagingBuffers(arrangement.all_units, self.backend)
+    def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
+        gradients = [UnitGradients(unit, segment) for unit in units for segment in unit.segments]
+        parts = [part for unit in units for part in unit.parts]
+        self.landing.serve(len(parts), max((len(unit.parts) for unit in units), default=1))
+        staging = StagingBuffers(parts, self.backend)
         exchange = Exchange()
         if self.processes is not None:
             exchange = Turns(gradients, self.backend, self.landing, self.processes, self._sums_gradients)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
-from sp_lightning.pipeline.units.unit import Group, Unit
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import NOTHING, HostMemory
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -159,21 +159,23 @@ class FakeSegment:
         return [(self.place, self.bytes)]
 
 
-def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
-    """Groups of equal size that share `window` slots; group number i sends bytes of value i."""
+def slots(count: int, window: int, nbytes: int = 4) -> list[Unit]:
+    """Units of equal size that share `window` slots; unit number i sends bytes of value i."""
     arena = torch.zeros(window * nbytes, dtype=torch.uint8)
-    groups = []
+    units = []
     for index in range(count):
         segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
-        group = Group(index, [Unit(str(index))], [segment])  # type: ignore[list-item]
+        unit = Unit(str(index))
+        unit.index = index
+        unit.send([segment])  # type: ignore[list-item]
         slot = index % window
-        group.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
-        groups.append(group)
-    for group in groups:
-        group.conflicts = frozenset(
-            other for other in groups if other is not group and (other.index - group.index) % window == 0
+        unit.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
+        units.append(unit)
+    for unit in units:
+        unit.conflicts = frozenset(
+            other for other in units if other is not unit and (other.index - unit.index) % window == 0
         )
-    return groups
+    return units
 
 
 @dataclass
@@ -182,7 +184,6 @@ class Placed:
 
     unit: Unit
     weights: list[Weight]
-    group: Group
     backend: Backend
 
     @property
@@ -206,15 +207,16 @@ def place(
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
     segment = HostMemory(backend, None).segment(unit.weights)
-    group = unit.group = Group(0, [unit], [segment])
-    group.lie_in(backend.allocate(group.nbytes))
+    unit.index = 0
+    unit.send([segment])
+    unit.lie_in(backend.allocate(unit.nbytes))
     segment.refresh_copies()
-    group.place.copy_(segment.source.bytes)
+    unit.place.copy_(segment.source.bytes)
     for weight, offset in zip(unit.weights, segment.offsets, strict=True):
-        data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-        weight.twin = Twin(weight, group, data)
+        data = tensor_in(unit.place, offset, weight.host, weight.compute_dtype)
+        weight.twin = Twin(weight, unit, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)
-    return Placed(unit, unit.weights, group, backend)
+    return Placed(unit, unit.weights, backend)
 
 
 def bytes_lent(pool: HostPool) -> int:

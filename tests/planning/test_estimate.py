@@ -15,7 +15,6 @@ from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.pipeline import Lane
-from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import gradient_bytes, landing_bytes, weight_bytes
 from sp_lightning.planning.estimate import STATE, estimate

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_version", "alias", "twin")
+    __slots__ = ("_unit", "_version", "alias", "twin")
 
     def __init__(self, twin: Twin, tensor: Tensor) -> None:
         with without_torch_function():
             self.twin = twin
             self.alias = tensor.detach() if contains_others(tensor) else tensor
             self._version = twin.version()
-        self._group = twin.group
-        self._group.handles += 1
+        self._unit = twin.unit
+        self._unit.handles += 1
 
     @property
     def is_changed(self) -> bool:
@@ -59,7 +59,7 @@ class _Handle:
             return self.twin.version() != self._version
 
     def __del__(self) -> None:
-        self._group.handles -= 1
+        self._unit.handles -= 1
 
 
 class Kept:

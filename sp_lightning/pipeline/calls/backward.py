@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.pipeline.calls.graphs import Graph
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
-from sp_lightning.pipeline.units.unit import Group, Member, Residency, Unit
+from sp_lightning.pipeline.units.unit import Member, Residency, Unit
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.order import Pass
@@ -41,7 +41,7 @@ class BackwardPass:
         # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
         self._engine = engine
-        self.in_use: list[Group] = []  # groups of the unit that backward reached last, and of the calls around it
+        self.in_use: list[Unit] = []  # that backward computes with now, and that calls around do
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None
@@ -99,8 +99,8 @@ class BackwardPass:
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, member: Member, graph: Graph, groups: Sequence[Group]) -> None:
-        """Prepare for the nodes of a member's call, which built the graph and computed with the groups' weights."""
+    def reach(self, member: Member, graph: Graph, needed: Sequence[Unit]) -> None:
+        """Prepare for the nodes of a member's call, which built the graph and computed with the weights of `needed`."""
         unit = member.unit
         with self._engine.at_work:
             self.note()
@@ -109,32 +109,32 @@ class BackwardPass:
                 return
             self._window.order.visit(member.index, Pass.BACKWARD)
             self._stream.send_others(unit)
-            for group in groups:
-                self._window.bring(group)
+            for each in needed:
+                self._window.bring(each)
             if not unit.is_reached:
                 unit.is_reached = True
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
-                if all(map(_is_valid, set(other.groups).difference(groups))):
+                if all(map(_is_valid, set(other.needed).difference(needed))):
                     other.put_in_twins(self.follow_requires_grad)
-            self.in_use = [*groups, *member.called_in]  # the backward of calls around it is not over either
+            self.in_use = [*needed, *member.called_in]  # the backward of calls around it is not over either
             self._window.prefetch(self.in_use)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
-        group = twin.group
-        is_expected = not group.conflicts or group in self.in_use
-        if self.running and is_expected and _is_valid(group):
+        unit = twin.unit
+        is_expected = not unit.conflicts or unit in self.in_use
+        if self.running and is_expected and _is_valid(unit):
             return
         with self._engine.at_work:
             self.note()
-            self._window.stats.heals += group.residency is Residency.ABSENT
+            self._window.stats.heals += unit.residency is Residency.ABSENT
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
                 self._window.order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
-            self._window.bring(group)
+            self._window.bring(unit)
             if follows:
-                self.in_use = [group]
+                self.in_use = [unit]
                 self._window.prefetch(self.in_use)
 
     @torch.no_grad()
@@ -182,6 +182,6 @@ def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> No
         )
 
 
-def _is_valid(group: Group) -> bool:
-    """Tell whether a group's twins have their values, without bringing it."""
-    return group.residency is Residency.READABLE and not group.suspect
+def _is_valid(unit: Unit) -> bool:
+    """Tell whether a unit's twins have their values, without bringing it."""
+    return unit.residency is Residency.READABLE and not unit.suspect

@@ -2,7 +2,7 @@
 
 [Note: one step]
 A scope of `step()` is open, in which masters are guarded, and weights on the device are checked against them before
-use. A call *enters* its unit: the group is brought to the device, twins take the masters' place in the module tree, and
+use. A call *enters* its unit: the unit is brought to the device, twins take the masters' place in the module tree, and
 copies are started for what comes next, by the order of uses. It *leaves* it: masters are put back, and the place may be
 given to others. The node that made its output has a hook, by which backward *reaches* the unit again. Other signs of
 backward are the weights that it unpacks, and recomputation; it leaves all units when it ends.
@@ -28,7 +28,7 @@ from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
-from sp_lightning.pipeline.units.unit import Group, Member
+from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.window.order import Pass
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Calls:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
+        self._inside: list[list[Unit]] = []  # the units that each running call computes with, innermost call last
 
     # -------------------------------------------------------------------------------------------------------- a step
 
@@ -163,8 +163,8 @@ class Calls:
             return self._run(member, compute, autocast)
         # the outermost call of a unit, whose saved tensors have a policy of their own
         with engine.at_work:
-            for group in member.groups:
-                engine.window.finish_optimizer(group)  # later, its end would look like a write by the forward
+            for unit in member.needed:
+                engine.window.finish_optimizer(unit)  # later, its end would look like a write by the forward
         try:
             activations.begin(member, args, kwargs)
             output = self._run(member, compute, autocast)
@@ -206,16 +206,16 @@ class Calls:
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
             if self._inside:
                 engine.guard.unblock(member)
-            for group in member.groups:
-                engine.window.bring(group)
-            engine.window.prefetch([*member.groups, *backward.in_use])
+            for unit in member.needed:
+                engine.window.bring(unit)
+            engine.window.prefetch([*member.needed, *backward.in_use])
             if member.is_streamed and not engine.activations.are_kept:
                 engine.activations.enter(member)
-            for group in member.groups:
-                group.users += 1
+            for unit in member.needed:
+                unit.users += 1
             member.running_calls += 1
             member.called_in.update(*self._inside)
-            self._inside.append(member.groups)
+            self._inside.append(member.needed)
             member.put_in_twins(backward.follow_requires_grad)
             if len(self._inside) == 1 and not is_backward:
                 engine.backend.trace.begin(Kind.FORWARD, member.unit_name)
@@ -229,8 +229,8 @@ class Calls:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
-            for group in self._inside.pop():
-                group.users -= 1
+            for unit in self._inside.pop():
+                unit.users -= 1
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 engine.backend.trace.end()
@@ -243,7 +243,7 @@ class Calls:
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:
                 engine.activations.leave()
-            engine.window.prefetch([*member.groups, *backward.in_use] if is_backward else ())
+            engine.window.prefetch([*member.needed, *backward.in_use] if is_backward else ())
 
     # --------------------------------------------------------------------------------------------------- its backward
 
@@ -270,7 +270,7 @@ def _reach(
     engine_ref: ref[Engine],
     member_ref: ref[Member],
     graph: Graph,
-    groups: list[Group],
+    needed: list[Unit],
     bundle: Bundle | None,
     _gradients: tuple[Tensor, ...],
 ) -> None:
@@ -283,7 +283,7 @@ def _reach(
             "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
             "with `with pipeline.step():`."
         )
-    engine.backward.reach(member, graph, groups)
+    engine.backward.reach(member, graph, needed)
     if member.is_streamed:
         engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if not engine.activations.are_kept:

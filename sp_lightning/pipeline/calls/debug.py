@@ -48,7 +48,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         twins, weights = self._engine.arrangement.twins, self._engine.arrangement.weights
         masters = {storage_key(weight.host): weight for weight in weights}
         for _, memory in operands:
-            if memory in twins and twins[memory].group.residency is not Residency.READABLE:
+            if memory in twins and twins[memory].unit.residency is not Residency.READABLE:
                 name = twins[memory].weight.name
                 raise AssertionError(f"{func} reads weight {name!r}, whose copy to the device was not waited for.")
         if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:

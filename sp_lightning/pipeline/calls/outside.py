@@ -77,20 +77,20 @@ class Guard:
         if self._engine.at_work.is_forked:
             self._check_in_fork(weight)
         elif self.in_step:
-            window, group = self.window, weight.unit.group
+            window, unit = self.window, weight.unit
             with self._engine.at_work:
-                window.finish_optimizer(group)
-                window.finish_copies([group])
+                window.finish_optimizer(unit)
+                window.finish_copies([unit])
                 window.write_back([weight])
             if writes:  # or gets an alias to write to: what is on the device is checked before next use
-                for copied_from in {group, weight.twin.group}:
+                for copied_from in {unit, weight.twin.unit}:
                     window.note_write(copied_from)
         elif not self.window.settled:
             self._engine.settle()
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
-        engine, step = self._engine, weight.unit.group.being_stepped
+        engine, step = self._engine, weight.unit.being_stepped
         if step is not None:
             step.join()  # it has failed if it was under way
         # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
@@ -124,7 +124,7 @@ class Guard:
             )
         with self._engine.at_work:
             if gradient.host is not None:
-                self.window.finish_optimizer(weight.unit.group)
+                self.window.finish_optimizer(weight.unit)
                 stream.exchange.show(gradient)
 
     # ------------------------------------------------------------------------------------------ weights on the device
@@ -133,30 +133,30 @@ class Guard:
         """Return the weight on the device in its own dtype, for an operation outside of its unit."""
         engine = self._engine
         with engine.at_work:
-            self.window.finish_optimizer(weight.unit.group)
+            self.window.finish_optimizer(weight.unit)
             engine.arrangement.unused_in_step = False
             engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
                 self.keep_as_is(weight)
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
                 engine.backward.follow_requires_grad(weight.twin)
-            group = weight.twin.group
-            is_there = group.residency is not Residency.ABSENT and (group.users > 0 or weight.unit.is_reached)
-            if not (group.resident or is_there):
+            unit = weight.twin.unit
+            is_there = unit.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
+            if not (unit.resident or is_there):
                 self._keep_on_device(weight)
-            group = weight.twin.group
-            group.suspect |= not self.in_step
-            self.window.bring(group)
+            unit = weight.twin.unit
+            unit.suspect |= not self.in_step
+            self.window.bring(unit)
             if not self.in_step:  # but in another model's: no step of this one's looks for changes from now on
-                for segment in group.segments:
+                for segment in unit.segments:
                     segment.take_sample()
             return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:
-        """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
-        for group in member.groups:
-            if self.window.is_blocked(group):
-                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.group is group}:
+        """Make a member's weights resident if their unit cannot be brought, as a running call occupies its place."""
+        for unit in member.needed:
+            if self.window.is_blocked(unit):
+                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.unit is unit}:
                     self._keep_on_device(weight)
 
     def _keep_on_device(self, weight: Weight) -> None:
@@ -198,7 +198,7 @@ class Guard:
                 f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
                 "`resident=`."
             )
-        self.window.finish_optimizer(weight.unit.group)  # it is sent at once
+        self.window.finish_optimizer(weight.unit)  # it is sent at once
         self.window.write_back([weight])
         self._engine.arrangement.make_resident(weight)
         self._engine.learned.outdated = True

@@ -137,10 +137,9 @@ class LandingBuffers:
         self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
 
-    def serve(self, units: Sequence[Unit]) -> None:
-        """Serve the units of an arrangement."""
-        together = max((len(unit.group.units) for unit in units), default=1)
-        self._count = landing_buffers(len(units), together)
+    def serve(self, units: int, together: int) -> None:
+        """Serve so many units of an arrangement, of which some move together."""
+        self._count = landing_buffers(units, together)
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take a buffer; block until one is released if all are in use."""

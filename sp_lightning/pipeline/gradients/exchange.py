@@ -36,8 +36,7 @@ class Exchange:
         return shipment
 
     def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
-        """Let others go on with a unit that is to be stepped after these tickets; tell whether they have a say in it.
-        """
+        """Let others go on with a unit, after these tickets, as it is to be stepped; tell whether the step awaits them."""
         return False
 
     def end_pass(self, averages: bool, measures_norms: bool) -> None:

@@ -1,10 +1,10 @@
 """The routes of gradients from the device to the host; the stream chooses one for each parcel (stream.py).
 
-    device                        on its way                  host
-    leaf.grad -> staging buffer ----------------------------> the unit's own buffer        keep
-                      -----------------> landing buffer ---> added to what is there       add
-                      -----------------> landing buffer ---> the optimizer                pass_to_step
-                      -----------------> landing buffer ---> the sum of all processes     the exchange's `add`
+device                        on its way                  host
+leaf.grad -> staging buffer ----------------------------> the unit's own buffer        keep
+-----------------> landing buffer ---> added to what is there       add
+-----------------> landing buffer ---> the optimizer                pass_to_step
+-----------------> landing buffer ---> the sum of all processes     the exchange's `add`
 """
 
 from __future__ import annotations

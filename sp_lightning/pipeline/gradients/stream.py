@@ -93,7 +93,7 @@ class GradientStream:
     @torch.no_grad()
     def _send(self, unit: UnitGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
-        self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
+        self._window.finish_optimizer(unit.unit)  # it may still read what was there
         parcel = self.routes.pack(unit)
         is_final = is_last and parcel.layout is unit.layout and not parcel.is_watched
         early = self.early if is_final and self.early is not None and self.early.wants(unit) else None
@@ -126,7 +126,7 @@ class GradientStream:
         """Send what is left, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.early is not None:
-            self.early.end_backward()
+            self.early.end_unit()
         some_came = bool(self.pending)
         seen = [gradient for gradient in self.pending if gradient.is_seen]
         self.pending.clear()

@@ -19,6 +19,7 @@ from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
+from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -63,17 +64,19 @@ class Gradient:
 
 
 class UnitGradients:
-    """The gradients of one unit.
+    """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
     Attributes:
+        segment: These weights, and the memory that their masters lie in; gradients lie beside it.
         state: Where they are; the methods below change it, and no one else.
         layout: How these lie in memory, in the dtypes in which they arrive.
         kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, segment: Segment) -> None:
         self.unit = unit
-        self.gradients = [Gradient(weight, self) for weight in unit.weights]  # that of each of its weights
+        self.segment = segment
+        self.gradients = [Gradient(weight, self) for weight in segment.weights]  # that of each weight
         self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
         self._laid_out: list[Gradient] = []  # those that `layout` is of
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
@@ -83,8 +86,6 @@ class UnitGradients:
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
         self.memory: GradientMemory | None = None  # the host memory that they stay in; None if there is none yet
-        # its trained weights, and the memory that their masters lie in; gradients lie beside it
-        self.segment = [segment for segment in unit.group.segments if segment.weights[0].unit is unit][-1]
         self.expect()
 
     # ------------------------------------------------------------------------------------------------ their state

@@ -34,11 +34,12 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
+from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.unit import Group
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -55,11 +56,13 @@ class Afterwards(enum.Enum):
     """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
-class Optimizers(Clipping):
+class Optimizers:
     """The services of a pipeline to the optimizers of its weights."""
 
     def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
-        super().__init__(at_work)
+        self.clipping = Clipping(at_work)
+        self._at_work = at_work
+        self._weights: Mapping[int, Weight] = {}
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -72,18 +75,20 @@ class Optimizers(Clipping):
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(self, steps: GroupSteps, weights: Mapping[int, Weight], parameters: Collection[int]) -> None:
+    def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight], parameters: Collection[int]) -> None:
         """Work from now on with these steps, of weights by the identities of masters, among all parameters'."""
         self._steps = steps
         self._weights = weights
         self._parameters = parameters
+        self.clipping.work_with(steps, weights)
 
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""
         if self._kept:
             with self._at_work:
                 stream = self._steps.stream
-                stream.consume(stream.of[self._weights[id(p)]] for p in self._kept if id(p) in self._weights)
+                weights = [self._weights[id(p)] for p in self._kept if id(p) in self._weights]
+                stream.consume([stream.of[weight] for weight in weights])
             self._kept = []
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
@@ -99,10 +104,10 @@ class Optimizers(Clipping):
         with self._at_work:
             self.restore_param_groups()
             plan = self._plan_of(optimizer)
-            for group in plan.groups:
-                if group.users:
+            for unit in plan.units:
+                if unit.users:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} is to step weights of {group.name!r} inside of a forward that "
+                        f"{type(optimizer).__name__} is to step weights of {unit.name!r} inside of a forward that "
                         "computes with them, and would go on with the old values. Step it after that forward, in "
                         "`training_step` for example."
                     )
@@ -117,7 +122,7 @@ class Optimizers(Clipping):
                 self._early.check(optimizer, plan, why_not)
             if self._processes is not None:
                 # another process may write to masters; those that are stepped already are sent after that
-                self._steps.window.finish_copies(group for group in self._steps.window.groups if not group.is_ahead)
+                self._steps.window.finish_copies(unit for unit in self._steps.window.units if not unit.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
@@ -139,10 +144,10 @@ class Optimizers(Clipping):
             if by_unit and not self._follows:
                 self._step(optimizer, plan)
             else:
-                for group in plan.groups:
-                    self._steps.end(group, plan)
+                for unit in plan.units:
+                    self._steps.count(unit, plan)
             if self._early is not None and self._early.optimizer is optimizer:
-                self._early.finish()
+                self._early.acknowledge()
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
                 self._steps.stream.consume(plan.gradients)
@@ -190,8 +195,8 @@ class Optimizers(Clipping):
         """
         steps = self._steps
         settings = settings_of(optimizer, steps.fused)
-        arrived: dict[Gradient, Tensor] = {}
-        waits: set[Group] = set()
+        gradients: dict[Gradient, Tensor] = {}
+        waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight, tensor = gradient.weight, gradient.host
             if gradient.unit.state is State.CONSUMED:
@@ -200,15 +205,16 @@ class Optimizers(Clipping):
                 tensor = weight.master.grad
                 if tensor is None:
                     continue
-                waits.add(weight.unit.group)
+                waits.add(weight.unit)
             weight.follow()
-            arrived[gradient] = tensor
+            gradients[gradient] = tensor
             if makes_state(optimizer, weight.master, settings[number]):
                 optimizer.state.setdefault(weight.master, {})
-                waits.add(weight.unit.group)  # state made in a first step depends on torch's default dtype, for one
-        for group in plan.groups:
-            steps.begin(group, optimizer, plan, settings, arrived)
-        steps.finish(waits if self._overlaps is not False else plan.groups)
+                waits.add(weight.unit)  # state made in a first step depends on torch's default dtype, for one
+        step = Step(optimizer, plan, settings)
+        for unit in plan.units:
+            steps.step(unit, step, gradients)
+        steps.finish(waits if self._overlaps is not False else plan.units)
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
         identities = [list(map(id, group["params"])) for group in optimizer.param_groups]
@@ -237,15 +243,15 @@ class Optimizers(Clipping):
         """
         early = self._early_step(optimizer, clamp) if self._early is None else None
         self._early = self._early or early
-        self._steps.stream.taker = early
+        self._steps.stream.early = early
         try:
             yield
         finally:
-            self._steps.stream.taker = None
+            self._steps.stream.early = None
         if early is not None and not early.stepped:  # after an exception other processes may have stepped some
             self._early = None
             with self._at_work:
-                early.finish()
+                early.acknowledge()
 
     def _early_step(self, optimizer: Optimizer, clamp: float | None) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
@@ -261,7 +267,7 @@ class Optimizers(Clipping):
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
         with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
             self._steps.settle()
-        self._steps.stream.taker = None
+        self._steps.stream.early = None
         early, self._early = self._early, None
         if early is not None:
             early.abandon()

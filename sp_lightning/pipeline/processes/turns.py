@@ -174,9 +174,7 @@ class Turns(Exchange):
             else:
                 gradient.host = sums.places[number]
                 parts[number] = landed
-        turn = _Turn(
-            unit, sums, own, parts, shipment.buffer, self._landing, self._processes, is_over, measures_norms
-        )
+        turn = _Turn(unit, sums, own, parts, shipment.buffer, self._landing, self._processes, is_over, measures_norms)
         ticket = self._take(turn, shipment.ticket)
         return Shipment(unit, shipment.gradients, [sums.places[number] for number in parts], ticket)
 

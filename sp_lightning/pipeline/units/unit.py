@@ -1,16 +1,16 @@
-"""Units: weights that stream together, the groups in which they travel, and the modules whose calls need them.
+"""Units: weights that stream together, and the modules whose calls need them.
 
-A *unit* enters and leaves the device as a whole: a layer, a block, or several small layers. Its *members* are the
-modules whose calls enter it. `finder.py` finds them in a module tree. Up to `k_prime` units travel together, as a
-*group*, which knows what of it is on the device.
+A *unit* enters and leaves the device as a whole: a layer, a block, several small layers, or `k_prime` such neighbors,
+joined. It knows what of it is on the device. Its *members* are the modules whose calls enter it. `finder.py` finds
+units in a module tree.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,46 +21,61 @@ from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 class Residency(enum.Enum):
-    """Whether a group's bytes are on the device."""
+    """Whether a unit's bytes are on the device."""
 
     ABSENT = enum.auto()
-    """Its place holds nothing, or another group's bytes, or some that are out of date."""
+    """Its place holds nothing, or another unit's bytes, or some that are out of date."""
     COMING = enum.auto()
     """Copies to the device have been asked for; computing has yet to wait for their tickets."""
     READABLE = enum.auto()
     """Computing waits for the copy, so everything computed from now on sees the bytes."""
 
 
-class Group:
-    """Units that travel together (up to `k_prime`), or resident weights, which stay once they are on the device."""
+class Unit:
+    """Weights that stream together, or all resident weights, which stay once they are on the device."""
 
     place: Tensor  # the device memory that it is copied to
 
-    def __init__(self, index: int, units: Sequence[Unit], segments: Sequence[Segment], name: str = "") -> None:
-        self.index = index  # its number among the streamed groups, in expected order
-        self.units = list(units)  # none for a weight that was made resident
-        for unit in units:
-            unit.group = self
-        self.segments = list(segments)  # the host memory that it is copied from
-        # the weights, in the order in which they lie in its place
-        self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
-        self.nbytes = sum(segment.nbytes for segment in segments)  # bytes it takes on the device
-        self.resident = not units or units[0].resident
-        self.name = name or ", ".join(unit.name for unit in units)  # for recordings
-        # groups whose places overlap its own; if there are none, it is loaded only when its masters have changed
-        self.conflicts: frozenset[Group] = frozenset()
-        self.users = 0  # forward calls that are inside one of its units now; while there are any, it may not be evicted
+    def __init__(self, name: str, resident: bool = False) -> None:
+        self.name = name
+        self.resident = resident
+        self.joined: list[Unit] = []  # the neighbors that it was made of; none if it is as the finder made it
+        self.weights: list[Weight] = []  # those that the engine manages
+        # all weights of a unit that lives on the device, whose `weights` is empty
+        self.weights_on_device: list[Weight] = []
+        self.members: list[Member] = []
+        self.is_reached = False  # whether backward has reached it, so that its modules hold twins
+
+        # where it lies
+        self.index = -1  # its number among the units of the window, in expected order; -1 for a single weight
+        self.segments: list[Segment] = []  # the host memory that it is copied from
+        self.nbytes = 0  # bytes it takes on the device
+        # units whose places overlap its own; if there are none, it is loaded only when its masters have changed
+        self.conflicts: frozenset[Unit] = frozenset()
+        self.apart: list[Unit] = []  # weights of it that were made resident, each a unit of its own
+        # whether another process owns and steps its masters, and this one has them, too
+        self.is_followed = False
+
+        # what is there at the moment
+        self.users = 0  # forward calls that are inside of it now; while there are any, it may not be evicted
         self.residency = Residency.ABSENT  # whether its bytes are on the device
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
         self.suspect = False  # whether its masters may have changed since they were last checked
         self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
-        self.apart: list[Group] = []  # groups of single weights of it, which were made resident
-        # whether another process owns and steps its masters, and this one has them, too
-        self.is_followed = any(segment.is_followed for segment in segments)
         # whether it was stepped in backward, with the gradients of other processes, and `step()` is still to be called
         self.is_ahead = False
+
+    @property
+    def parts(self) -> list[Unit]:
+        """The units, as the finder made them, that move with it: those that were joined, or itself alone."""
+        return self.joined or [self]
+
+    @property
+    def every_weight(self) -> list[Weight]:
+        """All of its weights, wherever they live."""
+        return [*self.weights, *self.weights_on_device]
 
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory."""
@@ -68,6 +83,38 @@ class Group:
         for segment in self.segments:
             segment.place = place[begin : begin + segment.nbytes]
             begin += segment.nbytes
+
+    def send(self, segments: Iterable[Segment]) -> None:
+        """Have it copied from this host memory."""
+        self.segments = list(segments)
+        self.nbytes = sum(segment.nbytes for segment in self.segments)
+        self.is_followed = any(segment.is_followed for segment in self.segments)
+
+    def leave(self, is_over: bool) -> None:
+        """Put the masters back after backward has reached it, but for its calls that are running.
+
+        Those of resident weights only when backward is over: another unit that it has reached may share them.
+        """
+        self.is_reached = False
+        for member in self.members:
+            if not member.running_calls:
+                member.put_back_masters(resident_too=is_over)
+
+
+def join(neighbors: Sequence[Unit]) -> Unit:
+    """Make one unit of neighbors, which move together from now on."""
+    if len(neighbors) == 1:
+        return neighbors[0]
+    unit = Unit(", ".join(neighbor.name for neighbor in neighbors))
+    unit.joined = list(neighbors)
+    for neighbor in neighbors:
+        unit.weights += neighbor.weights
+        unit.members += neighbor.members
+    for weight in unit.weights:
+        weight.unit = unit
+    for member in unit.members:
+        member.unit = unit
+    return unit
 
 
 @dataclass
@@ -92,14 +139,14 @@ class Member:
         self.name = name
         self.module = module
         self.unit = unit
-        self.unit_name = name  # the name of its unit, or its own if it has none that streams
+        self.unit_name = name  # the name of its unit, as the finder made it, or its own if it has none that streams
         self.is_streamed = False  # whether its unit streams
         self.index = -1  # its number among the members of streamed units; -1 for others
         self.entries: list[Entry] = []  # every entry that holds a weight which its call may use
         # RNN modules at or below it, with the weights in their own list (`_flat_weights`)
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
-        self.groups: list[Group] = []  # groups that have to be on the device for its call
-        self.called_in: set[Group] = set()  # groups of other calls that its calls were inside of
+        self.needed: list[Unit] = []  # units that have to be on the device for its call
+        self.called_in: set[Unit] = set()  # units of other calls that its calls were inside of
         self.running_calls = 0  # how many of its calls are under way
         self.entered = 0  # how many times it has been called since it was attached
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
@@ -126,7 +173,7 @@ class Member:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
             weight, current = entry.weight, entry.parameters.get(entry.key)
-            if current is None or current is weight.master or (weight.twin.group.resident and not resident_too):
+            if current is None or current is weight.master or (weight.twin.unit.resident and not resident_too):
                 continue
             if current is weight.twin.parameter or any(current is leaf for leaf in weight.lowered_leaves):
                 entry.parameters[entry.key] = weight.master
@@ -139,48 +186,18 @@ class Member:
         replaced = [(entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.is_replaced]
         for entry, twin in replaced:
             entry.parameters[entry.key] = twin.parameter
-        self.groups = list(dict.fromkeys([*self.groups, *(twin.group for _, twin in replaced)]))
+        self.needed = list(dict.fromkeys([*self.needed, *(twin.unit for _, twin in replaced)]))
         try:
             yield
         finally:
-            self.find_groups()
+            self.find_needed()
             for entry, twin in replaced:
                 if entry.parameters.get(entry.key) is twin.parameter:  # as its unit is still reached by backward
                     entry.parameters[entry.key] = entry.weight.twin.parameter
 
-    def find_groups(self) -> None:
-        """Determine which groups have to be on the device for its call."""
-        self.groups = list(dict.fromkeys(entry.weight.twin.group for entry in self.entries))
-
-
-@dataclass(eq=False)
-class Unit:
-    """Weights that stream together, or all resident weights."""
-
-    name: str
-    resident: bool = False
-    weights: list[Weight] = field(default_factory=list, repr=False)  # those that the engine manages
-    # all weights of a unit that lives on the device, whose `weights` is empty
-    weights_on_device: list[Weight] = field(default_factory=list, repr=False)
-    members: list[Member] = field(default_factory=list, repr=False)
-    group: Group = field(init=False, repr=False)
-    # whether backward has reached it, so that its modules hold twins
-    is_reached: bool = field(default=False, repr=False)
-
-    def leave(self, is_over: bool) -> None:
-        """Put the masters back after backward has reached it, but for its calls that are running.
-
-        Those of resident weights only when backward is over: another unit that it has reached may share them.
-        """
-        self.is_reached = False
-        for member in self.members:
-            if not member.running_calls:
-                member.put_back_masters(resident_too=is_over)
-
-    @property
-    def every_weight(self) -> list[Weight]:
-        """All of its weights, wherever they live."""
-        return [*self.weights, *self.weights_on_device]
+    def find_needed(self) -> None:
+        """Determine which units have to be on the device for its call."""
+        self.needed = list(dict.fromkeys(entry.weight.twin.unit for entry in self.entries))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.torch_private import storage_key, without_torch_funct
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.units.unit import Group, Unit
+    from sp_lightning.pipeline.units.unit import Unit
 
 
 _DATA: Any = Tensor.data
@@ -35,9 +35,9 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
 
-    def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
+    def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
-        self.group = group  # the group that has to be on the device for its values to be valid
+        self.unit = unit  # the unit that has to be on the device for its values to be valid
         self.data = data  # its values as a tensor outside of autograd
         with torch.inference_mode(False):
             self.parameter = self._make_leaf()  # the leaf that graphs are built on
@@ -55,10 +55,10 @@ class Twin:
             leaf.master, leaf.__dict__ = master, master.__dict__
         return leaf
 
-    def moved_to(self, group: Group, data: Tensor) -> Twin:
+    def moved_to(self, unit: Unit, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
         moved = copy(self)
-        moved.group, moved.data, moved.key = group, data, storage_key(data)
+        moved.unit, moved.data, moved.key = unit, data, storage_key(data)
         moved.lay_leaf()
         return moved
 

@@ -17,7 +17,7 @@ from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.units.unit import Group, Unit
+from sp_lightning.pipeline.units.unit import Unit, join
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
@@ -159,7 +159,7 @@ class Arrangement:
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"))
-        self.groups: list[Group] = []  # all groups, resident ones included
+        self.in_window: list[Unit] = []  # units as they move: neighbors joined, what is resident, single weights
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(memory)
@@ -167,24 +167,26 @@ class Arrangement:
     # --------------------------------------------------------------------------------------------------- how it is made
 
     def _lay_out(self, memory: HostMemory) -> None:
-        """Make groups, each with its place on the device and its weights' twins there."""
-        arena, offsets = self._backend.allocate(self.layout.arena_bytes), iter(self.layout.offsets)
-        in_arena: list[tuple[Group, int]] = []
-        for units in self.layout.parts:
-            parts = [part for unit in units for part in _parts_of(unit)]
-            segments = [memory.segment(part) for part in parts]
-            self.segments += segments
-            group = Group(len(self.groups), units, segments)
-            self.groups.append(group)
-            if units[0] in self.layout.kept:
-                group.lie_in(self._backend.allocate(group.nbytes))
+        """Give each unit of the window its host memory, its place on the device, and its weights' twins there."""
+        arena = self._backend.allocate(self.layout.arena_bytes)
+        offsets = iter(self.layout.offsets)
+        spans: dict[Unit, tuple[int, int]] = {}  # of the arena
+        for index, neighbors in enumerate(self.layout.parts):
+            unit = join(neighbors)
+            unit.index = index
+            unit.send(memory.segment(weights) for part in neighbors for weights in _sent_together(part))
+            if unit in self.layout.kept:
+                unit.lie_in(self._backend.allocate(unit.nbytes))
             else:
-                in_arena.append((group, offset := next(offsets)))
-                group.lie_in(arena[offset : offset + group.nbytes])
-        for group, begin in in_arena:
-            end = begin + group.nbytes
-            others = [other for other, at in in_arena if at < end and begin < at + other.nbytes and other is not group]
-            group.conflicts = frozenset(others)
+                begin = next(offsets)
+                end = begin + unit.nbytes
+                spans[unit] = begin, end
+                unit.lie_in(arena[begin:end])
+            self.in_window.append(unit)
+            self.segments += unit.segments
+        for unit, (begin, end) in spans.items():
+            overlapping = {other for other, span in spans.items() if span[0] < end and begin < span[1]}
+            unit.conflicts = frozenset(overlapping - {unit})
         memory.keep(self.segments)
         memory.wait_for_values()
         # whether all host memory that is sent is pinned; units that live on the device have none
@@ -195,14 +197,14 @@ class Arrangement:
                 "Copies of it are slow.",
                 stacklevel=2,
             )
-        for group in self.groups:
-            for segment in group.segments:
+        for unit in self.in_window:
+            for segment in unit.segments:
                 for weight, offset in zip(segment.weights, segment.offsets, strict=True):
                     data = tensor_in(segment.place, offset, weight.host, weight.compute_dtype)
-                    weight.twin = weight.twin_class(weight, group, data)
+                    weight.twin = weight.twin_class(weight, unit, data)
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            member.find_groups()
+            member.find_needed()
 
     def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
         """Decide in which dtype each weight is sent, and of which a step has to show it."""
@@ -214,7 +216,7 @@ class Arrangement:
             return
         as_is = learned.used_as_is | weights_to_leave(module)
         lowered = learned.lowered - as_is
-        for segment in [part for unit in self.units for part in _parts_of(unit)]:  # resident weights do not travel
+        for segment in [part for unit in self.units for part in _sent_together(unit)]:  # resident weights do not travel
             known = [weight for weight in segment if weight.dtype is torch.float32]
             casts = [weight for weight in known if id(weight.master) in lowered]
             are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in segment)
@@ -229,41 +231,40 @@ class Arrangement:
     def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype, weight.cast_to = weight.lowered, weight.dtype, None
-        beside = weight.unit.group
-        segment = next(segment for segment in beside.segments if weight in segment.weights)
-        own = Segment([weight], pin=False, memory=segment.piece_of(weight, self._backend))
-        group = Group(-1, [], [own], weight.name)
-        beside.apart.append(group)
-        group.lie_in(self._backend.allocate(group.nbytes))
-        self.groups.append(group)
-        self.layout.device_bytes += group.nbytes
-        self.layout.streaming_bytes += group.nbytes
-        data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
+        segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
+        unit = Unit(weight.name, resident=True)
+        unit.send([Segment([weight], pin=False, memory=segment.piece_of(weight, self._backend))])
+        unit.lie_in(self._backend.allocate(unit.nbytes))
+        weight.unit.apart.append(unit)
+        self.in_window.append(unit)
+        self.layout.device_bytes += unit.nbytes
+        self.layout.streaming_bytes += unit.nbytes
+        data = tensor_in(unit.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
             weight.leaf_class = EagerLeaf
-            weight.twin = weight.twin_class(weight, group, data)
+            weight.twin = weight.twin_class(weight, unit, data)
         else:
-            weight.twin = weight.twin.moved_to(group, data)
+            weight.twin = weight.twin.moved_to(unit, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            member.find_groups()
+            member.find_needed()
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
-        for unit in self.all_units:
+        for unit in (*self.all_units, *self.in_window):
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see graphs.py)
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             weight.host = weight.home = nothing
         for segment in self.segments:
             segment.copies.clear()
-        if any(group.handles for group in self.groups):  # a graph holds weights
+        if any(unit.handles for unit in self.in_window):  # a graph holds weights
             return
-        for group in self.groups:
-            group.lie_in(nothing)
+        for unit in self.in_window:
+            unit.lie_in(nothing)
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
@@ -271,7 +272,7 @@ class Arrangement:
         self.twins.clear()  # twins are known by their memory, which others may get now
 
 
-def _parts_of(unit: Unit) -> list[list[Weight]]:
+def _sent_together(unit: Unit) -> list[list[Weight]]:
     """Return what of a unit is sent together: its frozen weights, and its trained ones."""
     parts = [[weight for weight in unit.weights if weight.master.requires_grad is trained] for trained in (False, True)]
     return [part for part in parts if part]

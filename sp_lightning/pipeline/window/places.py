@@ -1,10 +1,10 @@
 """What an arrangement takes of the device's memory, and of the host's; how units share the former.
 
 [Note: places in the arena]
-A group has the same place for as long as the plan is in force, so raw aliases of its weights (a tensor stashed on an
+A unit has the same place for as long as the plan is in force, so raw aliases of its weights (a tensor stashed on an
 autograd `ctx`, one held by a checkpoint) are valid from its load to the end of its backward. Places are chosen so that
-any `window` consecutive groups do not overlap: with equal sizes, "group g has slot g mod k"; with unequal sizes, a
-large embedding does not inflate every slot, and lies beside the last groups, too, as it may be the head. Groups whose
+any `window` consecutive units do not overlap: with equal sizes, "unit u has slot u mod k"; with unequal sizes, a
+large embedding does not inflate every slot, and lies beside the last groups, too, as it may be the head. Units whose
 places overlap cannot be on the device at once: loading one evicts the others. Evicting moves nothing, because the host
 has the truth.
 

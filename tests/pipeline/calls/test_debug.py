@@ -26,7 +26,7 @@ class Scene:
     def __init__(self) -> None:
         optimizer_steps.depth = 0  # the last test may have ended one with an exception
         self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
-        self.placed.group.residency = Residency.READABLE
+        self.placed.unit.residency = Residency.READABLE
         plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights=self.placed.weights)
         self.engine: Any = SimpleNamespace(arrangement=plan, at_work=False, device=torch.device("cpu"))
         self.check = AccessCheck(self.engine)
@@ -57,10 +57,10 @@ READS: list[Callable[[Tensor], object]] = [
 @pytest.mark.parametrize("read", READS)
 def test_a_read_before_the_wait_raises(scene: Scene, read: Callable[[Tensor], object]) -> None:
     """The weight is named; after the wait the same operation is fine."""
-    scene.placed.group.residency = Residency.COMING
+    scene.placed.unit.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="reads weight 'unit.0'.*not waited for"):
         read(scene.twin)
-    scene.placed.group.residency = Residency.READABLE
+    scene.placed.unit.residency = Residency.READABLE
     with scene.check:
         read(scene.twin)
 
@@ -99,7 +99,7 @@ def test_ordinary_operations_pass(scene: Scene, work: Callable[[Scene], object])
 
 def test_views_and_the_engines_own_work_are_no_reads(scene: Scene) -> None:
     """Autograd makes views of weights before they are there."""
-    scene.placed.group.residency = Residency.COMING
+    scene.placed.unit.residency = Residency.COMING
     with scene.check:
         scene.twin.t()
         scene.twin[0]
@@ -134,7 +134,7 @@ def test_compiled_code_is_checked_and_stays_compiled(scene: Scene) -> None:
     with scene.check:
         compiled(scene.twin)
     assert graphs.frame_count == 1
-    scene.placed.group.residency = Residency.COMING
+    scene.placed.unit.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="was not waited for"):
         compiled(scene.twin)
     assert graphs.frame_count == 1
@@ -145,6 +145,6 @@ def test_operations_of_higher_order_are_checked(scene: Scene) -> None:
     x = scene.twin.view(1, 1, 2, 3)
     with scene.check:
         assert flex_attention(x, x, x).shape == x.shape
-    scene.placed.group.residency = Residency.COMING
+    scene.placed.unit.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="was not waited for"):
         flex_attention(x, x, x)

@@ -81,8 +81,8 @@ def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k, units=nn.Linear), backend=backend)
     try:
         yield pipeline
-        for group in pipeline.arrangement.groups:
-            for late in group.uploads if group.residency is Residency.READABLE else ():
+        for unit in pipeline.arrangement.in_window:
+            for late in unit.uploads if unit.residency is Residency.READABLE else ():
                 assert isinstance(late, LateCopy)
                 late.check()
     finally:

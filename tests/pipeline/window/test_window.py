@@ -1,4 +1,4 @@
-"""The window: in which order groups come, wait and go, and what a prefetch must leave alone."""
+"""The window: in which order units come, wait and go, and what a prefetch must leave alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.units.unit import Group, Residency
+from sp_lightning.pipeline.units.unit import Residency, Unit
 from sp_lightning.pipeline.window.order import Order, Pass
 from sp_lightning.pipeline.window.window import Window
 
@@ -18,53 +18,53 @@ from ..parts import PendingTicket, RecordingBackend, slots
 
 
 class Scene:
-    """A window over groups of equal size; group i is member i of the order."""
+    """A window over units of equal size; unit i is member i of the order."""
 
     def __init__(self, count: int, k: int) -> None:
-        self.groups = slots(count, k)
+        self.units = slots(count, k)
         self.order = Order(count)
         self.backend = RecordingBackend()
         self.stats = Stats()
-        self.window = Window(self.groups, self.groups, self.order, self.backend, self.stats)
+        self.window = Window(self.units, self.units, self.order, self.backend, self.stats)
 
     def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
         """What the pipeline does when a unit is called."""
-        group = self.groups[index]
+        unit = self.units[index]
         self.order.visit(index, direction)
-        self.window.bring(group)
-        group.users += 1
+        self.window.bring(unit)
+        unit.users += 1
         self.window.prefetch()
-        assert self.bytes_of(group) == {index}, "the unit would compute with another's weights"
-        group.users -= 1
+        assert self.bytes_of(unit) == {index}, "the unit would compute with another's weights"
+        unit.users -= 1
         self.window.prefetch()
 
     def loaded(self) -> list[int]:
-        return [group.index for group in self.groups if group.residency is not Residency.ABSENT]
+        return [unit.index for unit in self.units if unit.residency is not Residency.ABSENT]
 
     @staticmethod
-    def bytes_of(group: Group) -> set[int]:
-        return set(group.place.tolist())
+    def bytes_of(unit: Unit) -> set[int]:
+        return set(unit.place.tolist())
 
     def change(self, index: int) -> None:
-        """Someone wrote to the masters of a group."""
-        self.groups[index].segments[0].edited = True  # type: ignore[attr-defined]
+        """Someone wrote to the masters of a unit."""
+        self.units[index].segments[0].edited = True  # type: ignore[attr-defined]
 
 
 def test_an_evicted_place_is_poisoned() -> None:
     """A read of a slot that was given away shows as NaN."""
     scene = Scene(2, 1)
-    scene.window.bring(scene.groups[0])
-    scene.window._evict(scene.groups[0])
-    assert Scene.bytes_of(scene.groups[0]) == {0xFF}
+    scene.window.bring(scene.units[0])
+    scene.window._evict(scene.units[0])
+    assert Scene.bytes_of(scene.units[0]) == {0xFF}
 
 
 def test_a_group_in_use_is_never_evicted() -> None:
     """A backward inside of the forward of a unit that has the place: an error that says what to do, no wrong number."""
     scene = Scene(2, 1)
-    scene.window.bring(scene.groups[0])
-    scene.groups[0].users = 1
+    scene.window.bring(scene.units[0])
+    scene.units[0].users = 1
     with pytest.raises(RuntimeError, match=r"larger `k`.*`resident`"):
-        scene.window.bring(scene.groups[1])
+        scene.window.bring(scene.units[1])
     assert scene.loaded() == [0]
 
 
@@ -72,10 +72,10 @@ def test_a_group_in_use_is_never_evicted() -> None:
 
 
 def stepping(scene: Scene, index: int, ticket: PendingTicket | None = None) -> PendingTicket:
-    """An optimizer starts to step the masters of a group."""
+    """An optimizer starts to step the masters of a unit."""
     ticket = ticket or PendingTicket()
-    scene.window.outdate(scene.groups[index], set())
-    scene.groups[index].being_stepped = ticket
+    scene.window.outdate(scene.units[index], set())
+    scene.units[index].being_stepped = ticket
     return ticket
 
 
@@ -84,15 +84,15 @@ def test_a_copy_behind_a_step_is_waited_for_before_its_place_is_given_away() -> 
     scene = Scene(2, 1)
     ticket = stepping(scene, 0)
     scene.window.prefetch()
-    assert scene.groups[0].residency is not Residency.ABSENT
+    assert scene.units[0].residency is not Residency.ABSENT
     scene.backend.calls.clear()
     opener = threading.Timer(0.03, ticket.finish)
     opener.start()
-    scene.window.bring(scene.groups[1])
+    scene.window.bring(scene.units[1])
     assert ticket.done
     opener.join()
     assert scene.stats.optimizer_waits == 1
-    assert scene.groups[0].being_stepped is None
+    assert scene.units[0].being_stepped is None
     assert scene.backend.said("upload") == ["upload"]
 
 
@@ -101,7 +101,7 @@ def test_computing_waits_for_unused_copies_before_their_slot_is_refilled() -> No
     scene = Scene(2, 1)
     scene.window.prefetch()
     scene.backend.calls.clear()
-    scene.window.bring(scene.groups[1])
+    scene.window.bring(scene.units[1])
     assert scene.backend.said("wait", "upload") == ["wait", "upload", "wait"]
 
 
@@ -139,7 +139,7 @@ def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str)
             for use in step:
                 scene.use(*use)
                 if what == "stepping in backward" and use[1] is Pass.BACKWARD:
-                    scene.window.outdate(scene.groups[use[0]], set())
+                    scene.window.outdate(scene.units[use[0]], set())
 
         for _ in range(3):
             run()
