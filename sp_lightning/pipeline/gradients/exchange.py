@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Parcel, Shipment
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
 
@@ -36,7 +37,7 @@ class Exchange:
         return shipment
 
     def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
-        """Let others go on with a unit, after these tickets, as it is to be stepped; tell whether the step awaits them."""
+        """Let others go on with a unit, which is to be stepped then; tell whether the step awaits them."""
         return False
 
     def end_pass(self, averages: bool, measures_norms: bool) -> None:
@@ -77,6 +78,7 @@ class Exchange:
     def drop(self, gradients: Collection[Gradient]) -> None:
         """Drop what the engine has of these on the host."""
         for gradient in gradients:
-            gradient.drop()
+            gradient.host = gradient.norm = None
+            gradient.scaling = NO_SCALING
         for unit in {gradient.unit for gradient in gradients}:
             unit.note_dropped()

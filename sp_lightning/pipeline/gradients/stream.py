@@ -51,6 +51,7 @@ class GradientStream:
         self.early: EarlyStep | None = None  # an optimizer's step that uses gradients as they arrive in backward
         self.of = {gradient.weight: gradient for unit in units for gradient in unit.gradients}
         self.pending: dict[Gradient, bool] = {}
+        self._seen: list[Gradient] = []  # those of them that somebody sees being added up
         self.staging = staging
         self.routes = routes
         self.exchange = exchange  # with other processes
@@ -74,14 +75,17 @@ class GradientStream:
             if is_seen or gradient.scaling is not NO_SCALING:
                 self.exchange.show(gradient)  # what is there already is not meant for the sum
             self.pending[gradient] = gradient.host is None
+            if is_seen:
+                self._seen.append(gradient)
         elif is_seen:
             self._accumulate([gradient])  # one after the other, as autograd does
         if not unit.gathered:
             unit.expect()
             unit.hold()
         unit.gathered[gradient] = tensor
+        unit.missing -= 1
         unit.is_watched |= is_seen
-        if len(unit.gathered) == len(unit.trained):
+        if not unit.missing:
             self._send(unit, is_last)
 
     def send_others(self, reached: Unit | None = None) -> None:
@@ -90,7 +94,6 @@ class GradientStream:
             if unit.gathered and (reached is None or not (unit.unit is reached or unit.unit.resident)):
                 self._send(unit, is_last=False)
 
-    @torch.no_grad()
     def _send(self, unit: UnitGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
         self._window.finish_optimizer(unit.unit)  # it may still read what was there
@@ -128,8 +131,9 @@ class GradientStream:
         if self.early is not None:
             self.early.end_unit()
         some_came = bool(self.pending)
-        seen = [gradient for gradient in self.pending if gradient.is_seen]
         self.pending.clear()
+        seen = self._seen
+        self._seen = []
         if seen:
             self._accumulate(seen)
         return some_came
@@ -162,6 +166,7 @@ class GradientStream:
             else:
                 gradient.unit.note_dropped()
         self.pending.clear()
+        self._seen = []
         self.routes.abandon()
 
     # ------------------------------------------------------------------- between one backward pass and the next

@@ -57,11 +57,6 @@ class Gradient:
             return True
         return master.grad is not None
 
-    def drop(self) -> None:
-        """Let go of what is on the host, of a unit that notes it then."""
-        self.host = self.norm = None
-        self.scaling = NO_SCALING
-
 
 class UnitGradients:
     """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
@@ -82,6 +77,7 @@ class UnitGradients:
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
         self.state = State.EMPTY
         self.gathered: dict[Gradient, Tensor] = {}  # what backward has brought, as long as it has not left the device
+        self.missing = 0  # how many of the trained ones it has yet to bring
         self.is_watched = False  # whether somebody would see how one of these is added up
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
@@ -119,6 +115,7 @@ class UnitGradients:
     def expect(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
         self.trained = [gradient for gradient in self.gradients if gradient.weight.master.requires_grad]
+        self.missing = len(self.trained)
 
     def forget_gathered(self) -> None:
         """Forget what has not left the device."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
-from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps
+from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.units.unit import Unit
 
 
@@ -50,9 +49,9 @@ class EarlyStep:
 
     def _is_new(self, gradient: Gradient, number: int) -> bool:
         master = gradient.weight.master
-        if not master.requires_grad or gradient.weight.unit.is_followed:
+        if not master.requires_grad or gradient.weight.unit.is_followed or self.optimizer.state.get(master):
             return False
-        return makes_state(self.optimizer, master, self.optimizer.param_groups[number])
+        return makes_state(self.optimizer, self.optimizer.param_groups[number])
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -96,20 +95,20 @@ class EarlyStep:
         self._shipments = []
         if self._settings is None:
             self._settings = settings_of(self.optimizer, steps.fused)
-        landing: dict[Gradient, Tensor] = {}
+        used: dict[Gradient, Used] = {}
         unit_awaits_others = False
         for shipment in shipments:
-            landing.update(zip(shipment.gradients, shipment.tensors, strict=True))
+            for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
+                gradient.scaling = self._scaling
+                used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
             unit_awaits_others |= steps.stream.exchange.pass_on(shipment.unit, steps.window.copies_of([unit]))
-        for gradient in landing:
-            gradient.scaling = self._scaling
         if unit.is_followed:
             steps.count(unit, self.plan)
         else:
             buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
-            steps.step(unit, Step(self.optimizer, self.plan, self._settings), landing, buffers)
+            steps.step(unit, Step(self.optimizer, self.plan, self._settings), used, buffers)
         unit.is_ahead = unit_awaits_others
-        if not unit_awaits_others and not landing.keys().isdisjoint(self._new):
+        if not unit_awaits_others and not used.keys().isdisjoint(self._new):
             steps.finish([unit])  # how state is made depends on torch's default dtype, which may change
         for shipment in shipments:
             shipment.unit.consume()

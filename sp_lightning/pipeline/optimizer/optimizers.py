@@ -36,7 +36,7 @@ from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
-from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps
+from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
@@ -195,7 +195,7 @@ class Optimizers:
         """
         steps = self._steps
         settings = settings_of(optimizer, steps.fused)
-        gradients: dict[Gradient, Tensor] = {}
+        used: dict[Gradient, Used] = {}
         waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight, tensor = gradient.weight, gradient.host
@@ -207,13 +207,14 @@ class Optimizers:
                     continue
                 waits.add(weight.unit)
             weight.follow()
-            gradients[gradient] = tensor
-            if makes_state(optimizer, weight.master, settings[number]):
-                optimizer.state.setdefault(weight.master, {})
+            state = optimizer.state.get(weight.master)
+            if not state and makes_state(optimizer, settings[number]):
+                state = optimizer.state.setdefault(weight.master, {})
                 waits.add(weight.unit)  # state made in a first step depends on torch's default dtype, for one
+            used[gradient] = tensor, {} if state is None else state
         step = Step(optimizer, plan, settings)
         for unit in plan.units:
-            steps.step(unit, step, gradients)
+            steps.step(unit, step, used)
         steps.finish(waits if self._overlaps is not False else plan.units)
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,10 @@ class Plan:
         units = {gradient.weight.unit for gradient in self.gradients}
         # the units that its weights are in, first the one that the next forward needs first
         self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
+
+
+Used: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
 
 
 class Step(NamedTuple):
@@ -102,7 +106,7 @@ class UnitSteps:
         self.fused = window.backend.device.type != "cpu"
 
     def step(
-        self, unit: Unit, step: Step, gradients: Mapping[Gradient, Tensor], buffers: Sequence[LandingBuffer] = ()
+        self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used], buffers: Sequence[LandingBuffer] = ()
     ) -> None:
         """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
 
@@ -111,15 +115,13 @@ class UnitSteps:
         updates: dict[int, list[Update]] = {}
         tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
         moved = 0
-        of, optimizer, numbers = self.stream.of, step.optimizer, step.plan.gradients
+        numbers = step.plan.gradients
         for segment in unit.segments:
             for weight, copy in zip(segment.weights, segment.copies, strict=True):
-                gradient = of[weight]
-                tensor = gradients.get(gradient)
-                if tensor is None:
+                gradient = self.stream.of[weight]
+                if gradient not in gradients:
                     continue
-                # state is looked up at once: `optimizer.state` may be cleared before the thread begins
-                state = optimizer.state.get(weight.master, {})
+                tensor, state = gradients[gradient]
                 work = Work(weight.master.data, tensor, state, copy)
                 updates.setdefault(numbers[gradient], []).append((work, gradient.scaling))
                 tickets[weight] = gradient.unit.ticket
