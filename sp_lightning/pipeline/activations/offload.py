@@ -157,9 +157,8 @@ class Offloader:
                 memory.set_(activation.device.untyped_storage())
                 activation.host = self.pool.take(activation.nbytes)
                 target = activation.host.bytes[: activation.nbytes]
-                activation.ticket = self._backend.trace.copy(
-                    Kind.OFFLOAD, bundle.name, self._backend.download, target, memory
-                )
+                trace = self._backend.trace
+                activation.ticket = trace.download(Kind.OFFLOAD, bundle.name, target, memory)
                 activation.stage = Stage.LEAVING
                 self._leaving.append(activation)
                 self._stats.bytes_to_host += activation.nbytes
@@ -239,7 +238,7 @@ class Offloader:
         assert activation.host is not None
         device = activation.device = self._backend.allocate(activation.nbytes)
         source = activation.host.bytes[: activation.nbytes]
-        activation.ticket = self._backend.trace.copy(Kind.FETCH, activation.unit, self._backend.upload, device, source)
+        activation.ticket = self._backend.trace.upload(Kind.FETCH, activation.unit, device, source)
         activation.stage, activation.held = Stage.BACK, self._meter.hold(device)
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
