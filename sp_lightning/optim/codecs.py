@@ -26,13 +26,14 @@ from numba.extending import intrinsic
 from sp_lightning.optim.layout import GROUP
 
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
-near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})  # no bits are promised
+# no bits are promised
+near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})
 # numba computes in 64 bits what is not cast
 I8, U8, U16, U32, F32 = np.int8, np.uint8, np.uint16, np.uint32, np.float32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
-"""Numba's cache on disk looks at the file of a kernel only: this has it compile again when these have changed."""
+"""Numba's cache on disk looks at a kernel's file only: this has it compile again when these have changed."""
 
 
 # -------------------------------------------------------------------------------------------------- bits and memory
@@ -41,7 +42,8 @@ SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for na
 @intrinsic
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once."""
-    return types.float32(types.float32, types.float32, types.float32), lambda _, builder, sig, args: builder.fma(*args)
+    number = types.float32
+    return number(number, number, number), lambda _, builder, signature, arguments: builder.fma(*arguments)
 
 
 @intrinsic
@@ -127,7 +129,9 @@ def noise(key: Any, i: Any) -> Any:
 @jit
 def load(address: Any, width: Any, i: Any) -> Any:
     """Read a number in fp32 or bf16."""
-    return read(address, i, F32(0)) if width == 4 else float_of(U32(read(address, i, U16(0))) << U32(16))
+    if width == 4:
+        return read(address, i, F32(0))
+    return float_of(U32(read(address, i, U16(0))) << U32(16))
 
 
 @jit
@@ -165,10 +169,17 @@ def load_weight(kind: Any, at: Any, i: Any, was_up: Any) -> Any:
         return load(at.weight, kind.weight, i)
     if kind.low == 4:
         return read(at.low, i, F32(0))
-    low = U32(read(at.low, i, U16(0))) if kind.low == 2 else U32(U32(read(at.low, i, U8(0))) << U32(8))
+    low = _low_bits(kind.low, at.low, i)
     at_tie = U32(U32(1) - was_up)
     lower = U32(np.int32(np.int16(U32(low - at_tie))))  # negative if it was rounded up
     return float_of(U32(U32(read(at.weight, i, U16(0))) << U32(16)) + U32(lower + at_tie))
+
+
+@jit
+def _low_bits(width: Any, address: Any, i: Any) -> Any:
+    if width == 2:
+        return U32(read(address, i, U16(0)))
+    return U32(U32(read(address, i, U8(0))) << U32(8))
 
 
 @jit
@@ -200,7 +211,9 @@ def load_moment(moment: Any, width: Any, scale: Any, i: Any, is_second: Any) -> 
         return F32(0)
     if width > 1:
         return load(moment, width, i)
-    return decode_positive(read(moment, i, U8(0)), scale) if is_second else decode_signed(read(moment, i, I8(0)), scale)
+    if is_second:
+        return decode_positive(read(moment, i, U8(0)), scale)
+    return decode_signed(read(moment, i, I8(0)), scale)
 
 
 @jit
@@ -244,7 +257,8 @@ def decode_signed(code: Any, scale: Any) -> Any:
 @near
 def encode_positive(root: Any, scale: Any, noise: Any) -> Any:
     """Take a square root to one of 256 steps, at random up or down; from below the first one up: it is divided by."""
-    factor = F32(256 * (1 - 2**-20)) / (scale if scale > 0 else F32(1))  # or some would round to 257
+    # or some would round to 257
+    factor = F32(256 * (1 - 2**-20)) / (scale if scale > 0 else F32(1))
     below = F32(np.int32(noise)) * F32(2**-32) - F32(0.5)
     return np.int32(root * factor + below)  # -1 to 0 is cut to 0
 

@@ -63,9 +63,16 @@ def _update(kind: Any, rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) ->
     if kind.update == LION:
         return _lion(rule, p, g, m, v)
     if kind.first > 0:
-        m = fma(m, rule.first_decay, g * rule.first_rate) if tail else fma(g, rule.first_rate, m * rule.first_decay)
+        m = _momentum(rule, g, m, tail)
         g = fma(m, rule.first_decay, g) if kind.update == NESTEROV else m
     return fma(g, -rule.lr, p), m, v
+
+
+@jit
+def _momentum(rule: Any, g: Any, m: Any, tail: bool) -> Any:
+    if tail:
+        return fma(m, rule.first_decay, g * rule.first_rate)
+    return fma(g, rule.first_rate, m * rule.first_decay)
 
 
 @jit
@@ -77,7 +84,8 @@ def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, is_near: bool) 
     else:
         v = fma(rule.second_rate * g, g, v * rule.second_decay)
     if is_near:  # to divide takes long
-        return fma(p, rule.decay, -rule.lr * m / fma(np.sqrt(v), F32(1) / rule.correction, rule.eps)), m, v
+        divisor = fma(np.sqrt(v), F32(1) / rule.correction, rule.eps)
+        return fma(p, rule.decay, -rule.lr * m / divisor), m, v
     return p * rule.decay - rule.lr * m / (np.sqrt(v) / rule.correction + rule.eps), m, v
 
 
@@ -124,7 +132,8 @@ def _step_block(kind: Any, rule: Any, scaling: Any, at: Any, size: Any, tail: An
         if kind.first == 1:
             write(staged[0], i, m)
         elif kind.first > 0:
-            store(at.first, kind.first, i, m, kind.is_random, keys[1])  # at random, or averages would stand still
+            # at random, or averages would stand still
+            store(at.first, kind.first, i, m, kind.is_random, keys[1])
         if kind.second == 1:
             write(staged[1], i, np.sqrt(v))  # which the update has computed already
         elif kind.second > 0:
@@ -172,8 +181,8 @@ def step_shares(kernel: Any, rule: Any, scaling: Any, rows: Any, ranges: Any, be
     """
     for share in prange(len(begins) - 1):
         for number in range(begins[share], begins[share + 1]):
-            of, start, stop = ranges[number]
-            kernel(rule, scaling, rows[of], start, stop, seed)
+            weight, start, stop = ranges[number]
+            kernel(rule, scaling, rows[weight], start, stop, seed)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)

@@ -60,7 +60,8 @@ class Inputs:
         # what is given that may change, as a cache does
         self.changeable = next((type(leaf).__name__ for leaf in leaves if _is_users(leaf)), None)
         # that a user has set, and that a second tensor would not have
-        self.have_attributes = any(type(tensor) is Tensor and vars(tensor) for tensor in data.values())
+        plain = [tensor for tensor in data.values() if type(tensor) is Tensor]
+        self.have_attributes = any(map(vars, plain))
 
     @property
     def are_changed(self) -> bool:

@@ -69,7 +69,8 @@ class Stretch(NamedTuple):
 
     before: int  # bytes that were held when it began
     saved: int  # bytes that were held, beyond those held when it began
-    operations: int  # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
+    # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
+    operations: int
 
 
 class Meter:
@@ -77,7 +78,8 @@ class Meter:
 
     def __init__(self, backend: Backend, stats: Stats, always: bool = True) -> None:
         self.counts = always  # whether it counts in this step
-        self.uncounted: set[int] = set()  # the identities of buffers, and of weights that live on the device
+        # the identities of buffers, and of weights that live on the device
+        self.uncounted: set[int] = set()
         self.step_peak = 0  # the most bytes that were held since the step began
         self.always = always  # whether to count in all steps, from the next one on
         self._backend = backend
@@ -85,7 +87,8 @@ class Meter:
         self._by_memory: WeakValueDictionary[int, Held] = WeakValueDictionary()
         self._before = 0  # the bytes that were held as the stretch began
         self._peak = 0  # the most since
-        self._baseline: int | None = None  # what is allocated whatever is computed; None if the device does not tell
+        # what is allocated whatever is computed; None if the device does not tell
+        self._baseline: int | None = None
 
     def hold(self, tensor: Tensor) -> Held | None:
         """Count the memory of a tensor until the returned object is dropped; None if it does not count."""
@@ -111,7 +114,8 @@ class Meter:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()
-        held = [self.hold(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
+        # allocated, and held as soon as the call has begun
+        held = [self.hold(tensor) for tensor in inputs]
         self._baseline = None if memory is None else memory.allocated - self._stats.activation_bytes
         del held
 

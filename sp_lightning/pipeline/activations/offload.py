@@ -47,7 +47,8 @@ from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
-_WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
+# a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
+_WASTE = 64
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
@@ -59,7 +60,8 @@ class Stage(enum.Enum):
     DEVICE = enum.auto()  # on the device, where it was computed
     LEAVING = enum.auto()  # on the device; the copy to the host was started
     HOST = enum.auto()  # on the host only
-    BACK = enum.auto()  # the copy to the device was started, and `unpack` makes computing wait for its ticket
+    # the copy to the device was started, and `unpack` makes computing wait for its ticket
+    BACK = enum.auto()
 
 
 class Activation:
@@ -129,7 +131,8 @@ class Bundle:
     def __init__(self, member: Member, leaves: bool) -> None:
         self.name = member.unit_name
         self.leaves = leaves  # whether they are to be offloaded
-        self.before: Bundle | None = None  # the one that was completed before; backward needs it next
+        # the one that was completed before; backward needs it next
+        self.before: Bundle | None = None
         self.saved: list[ref[Activation]] = []  # in order, once for each tensor in them
 
     def alive(self) -> list[Activation]:
@@ -148,7 +151,8 @@ class Offloader:
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
-        self.open: list[Bundle | None] = []  # of calls under way, innermost last; None for those without a graph
+        # of calls under way, innermost last; None for those without a graph
+        self.open: list[Bundle | None] = []
         self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[_Leftover] = deque()
 
@@ -196,10 +200,12 @@ class Offloader:
         with self._lock:
             activation = self._by_memory.get(key)
             if activation is None or activation.version != tensor._version:
-                activation = Activation(tensor, bundle.name, self._meter.hold(tensor), self._leftovers)
+                held = self._meter.hold(tensor)
+                activation = Activation(tensor, bundle.name, held, self._leftovers)
                 self._by_memory[key] = activation
             bundle.saved.append(ref(activation))
-            return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            return Offloaded(activation, tensor.dtype, *place)
 
     def _may_leave(self, tensor: Tensor) -> bool:
         """Tell whether a tensor's memory is plain, on the device, large, needed, and not there for good."""

@@ -47,15 +47,21 @@ class AutoPolicy:
 
     def __init__(self, second_forwards: SecondForwards, policies: Mapping[str, Policy]) -> None:
         self.policies = policies  # by the names of units; others recompute
-        self.in_use: dict[str, Policy] = {}  # the policy that each member has in this step, if it was called
-        self.turn_bytes = 0  # the most that was taken at the turn, after the last unit's forward: by a loss, say
-        self.outside_bytes = 0  # the most that was saved outside of units elsewhere: by a norm between them, say
+        # the policy that each member has in this step, if it was called
+        self.in_use: dict[str, Policy] = {}
+        # the most that was taken at the turn, after the last unit's forward: by a loss, say
+        self.turn_bytes = 0
+        # the most that was saved outside of units elsewhere: by a norm between them, say
+        self.outside_bytes = 0
         self._second_forwards = second_forwards
         self._meter = second_forwards.saved.meter
         self._measuring: set[str] = set()  # members whose calls are measured in this step
-        self._this_pass: dict[str, Footprint] = {}  # what their calls have taken since a backward has ended
-        self._most: dict[str, Footprint] = {}  # the same in the pass in which they took most, in the forward's order
-        self._largest_inputs: dict[str, int] = {}  # bytes of the inputs of each member's largest measured call
+        # what their calls have taken since a backward has ended
+        self._this_pass: dict[str, Footprint] = {}
+        # the same in the pass in which they took most, in the forward's order
+        self._most: dict[str, Footprint] = {}
+        # bytes of the inputs of each member's largest measured call
+        self._largest_inputs: dict[str, int] = {}
         self._had_backward = False  # whether a pass has ended
         self._is_warm = False  # whether one had ended before this step
         self._operation_bytes = 0  # what operations take besides what is saved
@@ -65,10 +71,11 @@ class AutoPolicy:
 
     def footprints(self) -> dict[str, Footprint]:
         """Return what calls of each measured member take, in the order of the forward."""
-        return {
-            name: calls._replace(working=calls.working + self._operation_bytes, repeatable=self._is_repeatable(name))
-            for name, calls in self._most.items()
-        }
+        footprints = {}
+        for name, calls in self._most.items():
+            working = calls.working + self._operation_bytes
+            footprints[name] = calls._replace(working=working, repeatable=self._is_repeatable(name))
+        return footprints
 
     def _is_repeatable(self, name: str) -> bool:
         return self._most[name].repeatable and name not in self._second_forwards.kept
@@ -120,10 +127,10 @@ class AutoPolicy:
             return
         self.turn_bytes = max(self.turn_bytes, stretch.saved + stretch.operations)
         if self.in_use.keys() == self._measuring:
-            of_units = sum(
-                calls.held if calls.repeatable else calls.held + calls.saved for calls in self._this_pass.values()
-            )
-            self.outside_bytes = max(self.outside_bytes, stretch.before - of_units)
+            outside = stretch.before
+            for calls in self._this_pass.values():
+                outside -= calls.held if calls.repeatable else calls.held + calls.saved
+            self.outside_bytes = max(self.outside_bytes, outside)
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
@@ -146,19 +153,23 @@ class Activations:
         backend: Backend,
         stats: Stats,
     ) -> None:
-        self.auto: AutoPolicy | None = None  # None if the user has chosen, or if there is no limit to choose by
+        # None if the user has chosen, or if there is no limit to choose by
+        self.auto: AutoPolicy | None = None
         self.are_kept = policy in ("keep", "auto")  # all, so that nobody has to tell of calls
         self.second_forwards = SecondForwards(saved, backend, stats)
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._offloader = offloader
-        self._route: Policy | None = None  # of the outermost call under way; None between managed calls
+        # of the outermost call under way; None between managed calls
+        self._route: Policy | None = None
         self._left_last: Bundle | None = None  # of the call of this step that was left last
         self._pending: Bundle | None = None  # the same, until something comes after it
-        self._to_drop: ref[UnitCall] | None = None  # that call, if what it saved is to be dropped then
+        # that call, if what it saved is to be dropped then
+        self._to_drop: ref[UnitCall] | None = None
         self._has_turned = False  # in this pass
-        self._saved_at_turn = math.inf  # bytes that were saved after it, the last time; nobody knows at first
+        # bytes that were saved after it, the last time; nobody knows at first
+        self._saved_at_turn = math.inf
 
     def measure_anew(self, has_limit: bool, policies: Mapping[str, Policy]) -> None:
         """Measure calls of other units, under `"auto"`, which have these policies then."""
@@ -189,7 +200,8 @@ class Activations:
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
-            and all(entry.is_in_place for entry in member.entries)  # what `functional_call` lends is gone in backward
+            # what `functional_call` lends is gone in backward
+            and all(entry.is_in_place for entry in member.entries)
         )
 
     def begin(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -213,11 +225,12 @@ class Activations:
         footprint = call.footprint
         if footprint is not None and self.auto is not None:
             self.auto.note(call.member, footprint)
-        if may_be_dropped:
-            if footprint is None or self.auto is not None or footprint.saved < 2 * self._saved_at_turn:
-                call.drop()
-            else:
-                self._to_drop = ref(call)
+        if not may_be_dropped:
+            return
+        if self.auto is None and footprint is not None and 2 * self._saved_at_turn <= footprint.saved:
+            self._to_drop = ref(call)
+        else:
+            call.drop()
 
     def end(self) -> None:
         """End the current call, also after an exception."""

@@ -39,11 +39,16 @@ from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import (
+    scope_that_ends_before_backward,
+    storage_key,
+    without_torch_function,
+)
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-_LOOKS = 2  # a member's first call may make things that are used from then on; what the second changes, each one does
+# a member's first call may make things that are used from then on; what the second changes, each one does
+_LOOKS = 2
 
 
 class SecondForwards:
@@ -53,8 +58,10 @@ class SecondForwards:
         self.saved = saved
         self.backend = backend
         self.stats = stats
-        self.looks: Counter[str] = Counter()  # how many calls of each member were looked at, by its name
-        self.kept: set[str] = set()  # members for which something was in the way; from then on they hold what they save
+        # how many calls of each member were looked at, by its name
+        self.looks: Counter[str] = Counter()
+        # members for which something was in the way; from then on they hold what they save
+        self.kept: set[str] = set()
 
 
 class UnitCall:
@@ -78,7 +85,8 @@ class UnitCall:
         self._look = Look(modules) if shared.looks[member.name] < _LOOKS else None
         self._surroundings = Surroundings(shared.backend.device, modules)
         self._state = self._state_of_module(self._twins)
-        self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
+        # what the first forward has saved and the second has not yet
+        self._gaps: Iterator[ref[Kept]] = iter(())
         self._missing = 0  # how many dropped tensors the second forward has not saved yet
 
     @property
@@ -107,12 +115,13 @@ class UnitCall:
         """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
         kept = self._alive()
         saved = [entry.tensor for entry in kept if entry.tensor is not None]
-        held_anyway = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
+        held_anyway = set(map(storage_key, [*self._inputs.tensors, *tensors_in(output)]))
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_changed = any(entry.is_changed for entry in kept)
         is_worth_it = not is_changed and not held_anyway.issuperset(map(storage_key, saved))
         obstacle = self._obstacle() if is_worth_it else None
-        can_be_dropped = is_worth_it and obstacle is None and self.member.name not in self._shared.kept
+        is_kept = self.member.name in self._shared.kept
+        can_be_dropped = is_worth_it and obstacle is None and not is_kept
         most_bytes = max(self._bytes_with_inputs, self._shared.stats.activation_bytes)
         self._look = None
         if can_be_dropped:
@@ -160,13 +169,15 @@ class UnitCall:
         if self._inputs.have_attributes:
             return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self._alive()):
-            return "saves a nested tensor"  # its shape cannot be compared: it has none, or a new one each time
+            # its shape cannot be compared: it has none, or a new one each time
+            return "saves a nested tensor"
         if self._inputs.changeable is not None:
             kind = self._inputs.changeable
             return f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
-        if self._state_of_module([entry.weight.twin for entry in self.member.entries]) != self._state:
+        twins = [entry.weight.twin for entry in self.member.entries]
+        if self._state_of_module(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place"
@@ -180,8 +191,8 @@ class UnitCall:
         with without_torch_function():
             return [
                 self.member.module.training,
-                *((id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins),
-                *(parameter._version for parameter in self.member.parameters_on_device),
+                [(id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins],
+                [parameter._version for parameter in self.member.parameters_on_device],
             ]
 
     # --------------------------------------------------------------------------------------------------- in backward
@@ -204,10 +215,12 @@ class UnitCall:
         self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
+        surroundings = self._surroundings.restored()
         try:
-            with self._surroundings.restored(), member.computing_with(twins), torch.enable_grad(), packing:
+            with surroundings, member.computing_with(twins), torch.enable_grad(), packing:
                 member.module(*args, **kwargs)
-        except Exception as error:  # code in between may have made another exception of `_NothingMissing`
+        except Exception as error:
+            # code in between may have made another exception of `_NothingMissing`
             if is_out_of_memory(error):
                 raise
             if self._missing:
