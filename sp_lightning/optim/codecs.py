@@ -24,6 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.rules import Kind, Memory, Scaling
 
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
 # no bits are promised
@@ -146,7 +147,7 @@ def store(address: Any, width: Any, i: Any, value: Any, is_random: Any, key: Any
 
 
 @jit
-def scaled(g: Any, scaling: Any, operations: Any, in_bf16: Any) -> Any:
+def scaled(g: Any, scaling: Scaling, operations: Any, in_bf16: Any) -> Any:
     """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
     if operations > 0:
         g = _times(g, scaling.factor, in_bf16)
@@ -163,16 +164,16 @@ def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
 
 
 @jit
-def load_weight(kind: Any, at: Any, i: Any, was_up: Any) -> Any:
+def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
     if kind.low == 0:
-        return load(at.weight, kind.weight, i)
+        return load(memory.weight, kind.weight, i)
     if kind.low == 4:
-        return read(at.low, i, F32(0))
-    low = _low_bits(kind.low, at.low, i)
+        return read(memory.low, i, F32(0))
+    low = _low_bits(kind.low, memory.low, i)
     at_tie = U32(U32(1) - was_up)
     lower = U32(np.int32(np.int16(U32(low - at_tie))))  # negative if it was rounded up
-    return float_of(U32(U32(read(at.weight, i, U16(0))) << U32(16)) + U32(lower + at_tie))
+    return float_of(U32(U32(read(memory.weight, i, U16(0))) << U32(16)) + U32(lower + at_tie))
 
 
 @jit
@@ -183,21 +184,21 @@ def _low_bits(width: Any, address: Any, i: Any) -> Any:
 
 
 @jit
-def store_weight(kind: Any, at: Any, i: Any, p: Any, has_sign: Any, key: Any) -> Any:
+def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any, key: Any) -> Any:
     """Write a master. Return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
     if kind.low == 4:
-        write(at.low, i, p)
+        write(memory.low, i, p)
     if kind.low == 0 or kind.low == 4:
-        store(at.weight, kind.weight, i, p, False, key)
+        store(memory.weight, kind.weight, i, p, False, key)
         return U32(0)
     bits = plain_bits(p)
     if kind.low == 1:  # rounded at random, or small updates would vanish
         bits = U32(U32(bits + (noise(key, i) >> U32(24))) & U32(0xFFFFFF00))
-        write(at.low, i, U8(bits >> U32(8)))
+        write(memory.low, i, U8(bits >> U32(8)))
     else:
-        write(at.low, i, U16(bits))
+        write(memory.low, i, U16(bits))
     odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
-    write(at.weight, i, U16(U32(bits + U32(0x7FFF) + odd) >> U32(16)))
+    write(memory.weight, i, U16(U32(bits + U32(0x7FFF) + odd) >> U32(16)))
     return U32(1) if has_sign and U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
 
 

@@ -78,7 +78,7 @@ class AutoPolicy:
         return footprints
 
     def _is_repeatable(self, name: str) -> bool:
-        return self._most[name].repeatable and name not in self._second_forwards.kept
+        return self._most[name].repeatable and name not in self._second_forwards.unrepeatable
 
     @property
     def input_bytes(self) -> int:
@@ -209,7 +209,7 @@ class Activations:
         route = self._policy
         if self.auto is not None:
             route = self.auto.policy(member, tensors_in((args, kwargs)))
-        elif member.name in self.second_forwards.kept:
+        elif member.name in self.second_forwards.unrepeatable:
             route = WITHOUT_RECOMPUTING.get(route, route)
         self._route = route
         if route in RECOMPUTING:

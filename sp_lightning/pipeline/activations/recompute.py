@@ -61,7 +61,7 @@ class SecondForwards:
         # how many calls of each member were looked at, by its name
         self.looks: Counter[str] = Counter()
         # members for which something was in the way; from then on they hold what they save
-        self.kept: set[str] = set()
+        self.unrepeatable: set[str] = set()
 
 
 class UnitCall:
@@ -72,7 +72,7 @@ class UnitCall:
     """
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.kept: list[ref[Kept]] = []  # what the forward saves, in order
+        self.saved: list[ref[Kept]] = []  # what the forward saves, in order
         self.footprint: Footprint | None = None  # None if nobody has counted it
         self._member = ref(member)
         self._twins = [entry.weight.twin for entry in member.entries]  # that it computes with
@@ -99,8 +99,8 @@ class UnitCall:
 
     def _alive(self) -> list[Kept]:
         """Return what autograd still needs of it, in order."""
-        found = (reference() for reference in self.kept)
-        return [kept for kept in found if kept is not None]
+        entries = (reference() for reference in self.saved)
+        return [kept for kept in entries if kept is not None]
 
     # ------------------------------------------------------------------------------------------------ first forward
 
@@ -120,8 +120,8 @@ class UnitCall:
         is_changed = any(entry.is_changed for entry in kept)
         is_worth_it = not is_changed and not held_anyway.issuperset(map(storage_key, saved))
         obstacle = self._obstacle() if is_worth_it else None
-        is_kept = self.member.name in self._shared.kept
-        can_be_dropped = is_worth_it and obstacle is None and not is_kept
+        is_repeatable = obstacle is None and self.member.name not in self._shared.unrepeatable
+        can_be_dropped = is_worth_it and is_repeatable
         most_bytes = max(self._bytes_with_inputs, self._shared.stats.activation_bytes)
         self._look = None
         if can_be_dropped:
@@ -150,8 +150,8 @@ class UnitCall:
     def _learn(self, obstacle: str | None, warns: bool) -> None:
         name, shared = self.member.name, self._shared
         shared.looks[name] += 1
-        if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.kept:
-            shared.kept.add(name)
+        if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.unrepeatable:
+            shared.unrepeatable.add(name)
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
@@ -211,7 +211,7 @@ class UnitCall:
             )
         shared.stats.recomputed += 1
         shared.backend.trace.begin(Kind.FORWARD, member.unit_name)
-        self._gaps = iter(self.kept)
+        self._gaps = iter(self.saved)
         self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
@@ -237,7 +237,7 @@ class UnitCall:
 
     def _cannot(self, reason: str) -> RuntimeError:
         """Have later calls of the member hold what they save; return the error for this one."""
-        self._shared.kept.add(self.member.name)
+        self._shared.unrepeatable.add(self.member.name)
         return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
 
     def _fill_gap(self, tensor: Tensor) -> Tensor:

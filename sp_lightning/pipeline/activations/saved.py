@@ -74,7 +74,7 @@ class Kept:
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
         if recording is not None:
-            recording.kept.append(ref(self))
+            recording.saved.append(ref(self))
 
     @property
     def is_changed(self) -> bool:
