@@ -89,8 +89,8 @@ def chunked_cross_entropy(
     tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
         options: dict[str, Any] = {
-            "bias": bias, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction,
-            "softcap": softcap, "shift": shift, "chunk_size": chunk_size,
+            "bias": bias, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+            "reduction": reduction, "softcap": softcap, "shift": shift, "chunk_size": chunk_size,
         }  # fmt: skip
         return handle_torch_function(chunked_cross_entropy, tensors, hidden, weight, labels, **options)
     _check_tensors(hidden, weight, labels, bias)

@@ -44,7 +44,11 @@ SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for na
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once."""
     number = types.float32
-    return number(number, number, number), lambda _, builder, signature, arguments: builder.fma(*arguments)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return number(number, number, number), generate
 
 
 @intrinsic

@@ -42,7 +42,8 @@ class Work(NamedTuple):
 class HostOptimizer(Optimizer):
     """An optimizer over fp32 and bf16 parameters in host memory."""
 
-    checked_by: ClassVar[type[Optimizer]] = torch.optim.Adam  # which takes, and refuses, the same options
+    # which takes, and refuses, the same options
+    checked_by: ClassVar[type[Optimizer]] = torch.optim.Adam
     first: ClassVar[str]
     second: ClassVar[str] = ""  # none
 
@@ -220,8 +221,8 @@ class HostOptimizer(Optimizer):
             target, scale = moment_in(state, name)
             assert target is not None
             if name != "step" and value.numel() != target.numel():
-                shapes = tuple(value.shape), tuple(target.shape)
-                raise ValueError(f"the checkpoint's {name} has {shapes[0]}, the parameter's {shapes[1]}")
+                saved_shape, shape = tuple(value.shape), tuple(target.shape)
+                raise ValueError(f"the checkpoint's {name} has {saved_shape}, the parameter's {shape}")
             if scale is None:
                 target.copy_(value)
             else:

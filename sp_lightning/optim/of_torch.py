@@ -51,7 +51,8 @@ class OnePass:
         is_plain = not settings.get("amsgrad") and not settings.get("maximize")
         if isinstance(optimizer, HostOptimizer):
             self._cls = type(optimizer)
-        elif settings.get("fused") and is_plain and find_spec("numba"):  # torch would run its fused kernel
+        elif settings.get("fused") and is_plain and find_spec("numba"):
+            # torch would run its fused kernel
             self._cls = _OURS.get(self._type)
 
     def takes(self, work: Work) -> bool:
@@ -62,7 +63,8 @@ class OnePass:
             return False
         if not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
-        if copy is not None and not (dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)):
+        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)
+        if copy is not None and not takes_copy:
             return False
         if self._cls is self._type:
             return True
@@ -115,11 +117,13 @@ def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> boo
     gradient = gradient.bfloat16()
     theirs = nn.Parameter(value.clone())
     theirs.grad = gradient.to(value.dtype)
-    optimizer = cls([theirs], fused=True, **options)  # type: ignore[call-arg]  # all of these have it
+    # all of these have it
+    optimizer = cls([theirs], fused=True, **options)  # type: ignore[call-arg]
     settings = optimizer.param_groups[0]
     names = _OURS[cls].moments_of(settings)
     state = {name: moment.abs() for name, moment in zip(names, moments, strict=False)}
-    optimizer.state[theirs] = deepcopy(state) | {"step": torch.tensor(2.0, dtype=torch.float32, device="cpu")}
+    step = torch.tensor(2.0, dtype=torch.float32, device="cpu")
+    optimizer.state[theirs] = {**deepcopy(state), "step": step}
     # without the hooks that others have for steps
     optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
