@@ -97,22 +97,37 @@ def chunked_cross_entropy(
     _check_choices(label_smoothing, reduction, softcap, chunk_size)
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    flat = labels.reshape(-1)
-    ignored = flat == ignore_index
+    ignored = labels == ignore_index
+    labels = labels.masked_fill(ignored, 0)
+    losses = _losses_of_tokens(hidden, weight, bias, labels, label_smoothing, softcap, chunk_size)
+    losses = losses.masked_fill(ignored, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def _losses_of_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    label_smoothing: float,
+    softcap: float | None,
+    chunk_size: int | None,
+) -> Tensor:
+    """Return a loss for each label, all of which are in the vocabulary."""
     vocabulary, width = weight.shape
+    flat = labels.reshape(-1)
     losses: Tensor = _TokenLosses.apply(
         hidden.reshape(-1, width).to(_compute_dtype(hidden, weight)),
         weight,
         bias,
-        _checked_by_torch(flat.masked_fill(ignored, 0), vocabulary),
+        _checked_by_torch(flat, vocabulary),
         label_smoothing,
         softcap,
         chunk_size or _automatic_chunk_size(flat.numel(), width, vocabulary),
     )
-    losses = losses.masked_fill(ignored, 0)
-    if reduction == "none":
-        return losses.view_as(labels)
-    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+    return losses.view_as(labels)
 
 
 class _TokenLosses(torch.autograd.Function):
