@@ -14,7 +14,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, why_not_written, write_timeline
-from sp_lightning.trainer import Namespace, logged_step, logs_now
+from sp_lightning.trainer import Namespace, is_fitting, logged_step, logs_now
 from sp_lightning.trainer.host_memory import name_more_compact
 from sp_lightning.trainer.narrator import device_memory, diagnose
 
@@ -90,7 +90,7 @@ class CallbackMixin(_Base):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == self.lightning.fitting:
+        if is_fitting(trainer):
             self._finish_recording(trainer)
         else:
             CallbackMixin.on_train_start(self, trainer, pl_module)  # not what a subclass adds to training
@@ -104,7 +104,7 @@ class CallbackMixin(_Base):
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.state.fn != self.lightning.fitting:
+        if not is_fitting(trainer):
             CallbackMixin.on_train_batch_start(self, trainer)
 
     @override
@@ -140,7 +140,7 @@ class CallbackMixin(_Base):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != self.lightning.fitting:
+        if not is_fitting(trainer):
             CallbackMixin.on_train_end(self, trainer, pl_module)
 
     @override

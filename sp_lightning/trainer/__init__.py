@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ParallelStrategy
 else:
     ParallelStrategy = object
@@ -30,7 +30,6 @@ class Namespace:
         rank_zero = import_module(f"{name}.utilities.rank_zero")
         distributed = import_module(f"{fabric}.utilities.distributed")
         self.misconfiguration = import_module(f"{name}.utilities.exceptions").MisconfigurationException
-        self.fitting = import_module(f"{name}.trainer.states").TrainerFn.FITTING
         # Precision plugins that convert modules to other dtypes, and do no more; the base class is that of `32-true`.
         self.converting_dtypes = (plugins.HalfPrecision, plugins.DoublePrecision)
         self.precision = plugins.Precision
@@ -49,8 +48,6 @@ class Namespace:
         self.closure = import_module(f"{name}.loops.optimization.automatic").Closure
         # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         self.wrapping_checkpoint_io = import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO
-        # Private. The mode behind `trainer.init_module(empty_init=True)`.
-        self.empty_init = import_module(f"{fabric}.utilities.init")._EmptyInit
         # Private. Starts the user's script once more for each further device.
         self.script_launcher = import_module(f"{name}.strategies.launchers")._SubprocessScriptLauncher
         # Private. Joins the other processes at the cluster environment's address.
@@ -62,6 +59,11 @@ class Namespace:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""
         if not condition:
             raise self.misconfiguration(message)
+
+
+def is_fitting(trainer: Trainer) -> bool:
+    """Tell whether the Trainer trains, and does not only validate, test or predict."""
+    return trainer.state.fn == "fit"
 
 
 def logs_now(trainer: Any) -> bool:
@@ -86,7 +88,11 @@ class StrategyPart(ParallelStrategy):
     options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
     # the engine's handle to all processes, once the process group exists; None if there is only one
-    processes: Processes | None
+    processes: Processes | None = None
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        return None if self.lightning_module is None else self.lightning_module._trainer
 
     @property
     def _module(self) -> LightningModule:

@@ -23,7 +23,7 @@ from sp_lightning.pipeline import (
 )
 from sp_lightning.planning.report import readable_seconds
 from sp_lightning.timeline import LANES, Breakdown
-from sp_lightning.trainer import Namespace, is_tuning
+from sp_lightning.trainer import Namespace, is_fitting, is_tuning
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Narrator:
             return
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
         is_new = self._say(plan_table(pipeline, texts) if in_full else plan_in_brief(pipeline, texts))
-        self._tells_outcome = in_full and (is_new or trainer.state.fn == self._lightning.fitting)
+        self._tells_outcome = in_full and (is_new or is_fitting(trainer))
 
     def measured(self, result: WindowPlan | str) -> None:
         """Report the result of measuring the first steps: a plan, or why there is none."""
