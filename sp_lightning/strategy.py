@@ -21,11 +21,16 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
-from sp_lightning.trainer.host_memory import check_optimizer_memory, keep_averages_on_host, materialize
+from sp_lightning.trainer.host_memory import (
+    check_optimizer_memory,
+    keep_averages_on_host,
+    materialize,
+)
 from sp_lightning.trainer.narrator import Narrator
+from sp_lightning.trainer.out_of_memory import out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
-from sp_lightning.trainer.steps import SteppingPlan, out_of_memory_explained
+from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -63,7 +68,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     strategy_name = "superpipeline"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        f"superpipeline_{activations}": {"activations": activations} for activations in ("recompute", "offload")
+        "superpipeline_recompute": {"activations": "recompute"},
+        "superpipeline_offload": {"activations": "offload"},
     }
     callback: ClassVar[type[Any]]
     _begins_evaluation = False  # whether callbacks may have put averages in place of weights
@@ -125,7 +131,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
             each_is_stepped = not self.is_distributed and trainer.accumulate_grad_batches == 1
-            gradients_pass = each_is_stepped and all(plan.gradients_pass for _, plan in self._plans())
+            all_pass = all(plan.gradients_pass for _, plan in self._plans())
+            gradients_pass = each_is_stepped and all_pass
             check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())
@@ -138,7 +145,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
             return
         is_mixed = isinstance(precision, self.lightning.mixed_precision)
-        with precision.forward_context() if is_mixed else nullcontext():  # for the autocast that steps will have
+        autocast = precision.forward_context() if is_mixed else nullcontext()  # as steps will have it
+        with autocast:
             self.pipeline = Pipeline(
                 module,
                 self.root_device,
@@ -189,7 +197,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         pipeline = self.pipeline
         if pipeline is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        plan = self.plan_step(pipeline, optimizer, automatic=isinstance(closure, self.lightning.closure))
+        automatic = isinstance(closure, self.lightning.closure)
+        plan = self.plan_step(pipeline, optimizer, automatic)
         with self.optimizer_scope(pipeline, optimizer, plan):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -198,7 +207,10 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         module = self._module
         if self.pipeline is not None and is_fitting(module.trainer):
             for optimizer in self.optimizers:
-                yield optimizer, self.plan_step(self.pipeline, optimizer, module.automatic_optimization)
+                yield (
+                    optimizer,
+                    self.plan_step(self.pipeline, optimizer, module.automatic_optimization),
+                )
 
     def why_optimizer_waits(self) -> str | None:
         """Return why an optimizer steps all of its weights after backward; None if none does."""
@@ -209,8 +221,10 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         materialize(self._module, self.follows, self.lightning)  # loading into a meta tensor does nothing but warn
         if self.follows:  # its weights are those of the first process
             weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-            others = {name: value for name, value in checkpoint["state_dict"].items() if name not in weights}
-            checkpoint, strict = {**checkpoint, "state_dict": others}, False
+            state = checkpoint["state_dict"]
+            others = {name: value for name, value in state.items() if name not in weights}
+            checkpoint = {**checkpoint, "state_dict": others}
+            strict = False
         super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()

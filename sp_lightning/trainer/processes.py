@@ -71,9 +71,10 @@ class ProcessesMixin(StrategyPart):
                 launched = environment.world_size()
         self.lightning.check(
             launched in (None, count),
-            f"{type(environment).__name__} says that {launched} process(es) were launched, but `Trainer(devices="
-            f"{self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, one per device. Launch as many "
-            "(`torchrun --nproc-per-node`, `srun --ntasks`), or set `devices` and `num_nodes` accordingly.",
+            f"{type(environment).__name__} says that {launched} process(es) were launched, but "
+            f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, "
+            "one per device. Launch as many (`torchrun --nproc-per-node`, `srun --ntasks`), or set "
+            "`devices` and `num_nodes` accordingly.",
         )
         if count == 1:
             return
@@ -141,7 +142,8 @@ class ProcessesMixin(StrategyPart):
                 self.processes.broadcast(pipeline.module.buffers())
             if self._meeting_due:
                 pipeline.meet_processes()
-            self._buffers_due = torch.is_grad_enabled() and self.processes.averages and self.processes.trains
+            averages = self.processes.averages and self.processes.trains
+            self._buffers_due = averages and torch.is_grad_enabled()
             self._meeting_due = self._buffers_due
 
     @property
@@ -169,7 +171,8 @@ class ProcessesMixin(StrategyPart):
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._is_connected:
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            on_device = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
 
 @contextmanager
