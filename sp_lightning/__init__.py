@@ -22,7 +22,11 @@ from sp_lightning.planning import Assumptions, AutoPlanner, plan
 from sp_lightning.timeline import write_timeline
 
 if TYPE_CHECKING:
-    from sp_lightning.lightning import SuperpipelineCallback, SuperpipelineCheckpointIO, SuperpipelineStrategy
+    from sp_lightning.lightning import (
+        SuperpipelineCallback,
+        SuperpipelineCheckpointIO,
+        SuperpipelineStrategy,
+    )
 
 __version__ = "0.1.0"
 
@@ -64,12 +68,17 @@ def superpipeline(module: nn.Module, device: torch.device | str | None = None, *
     return Pipeline(module, device, options=PipelineOptions(**options), planner=AutoPlanner())
 
 
-_ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lightning.pytorch_lightning"}
+_ADAPTORS = {
+    "lightning": "sp_lightning.lightning",
+    "pytorch_lightning": "sp_lightning.pytorch_lightning",
+}
 """Top package of each namespace -> the module that registers the strategy there when imported."""
 
 
-_loaded = [adaptor for package, adaptor in _ADAPTORS.items() if sys.modules.get(package) is not None]
-_registered = _loaded or [adaptor for package, adaptor in _ADAPTORS.items() if find_spec(package) is not None]
+_packages = [package for package in _ADAPTORS if sys.modules.get(package) is not None]
+if not _packages:
+    _packages = [package for package in _ADAPTORS if find_spec(package) is not None]
+_registered = [_ADAPTORS[package] for package in _packages]
 for _adaptor in reversed(_registered):  # Lightning's messages go to the logger of the namespace that is imported last
     import_module(_adaptor)
 
@@ -79,5 +88,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not _registered:
-        raise ImportError(f"`sp_lightning.{name}` needs Lightning 2.5.5 or newer: `pip install -U lightning`.")
+        needed = "Lightning 2.5.5 or newer: `pip install -U lightning`"
+        raise ImportError(f"`sp_lightning.{name}` needs {needed}.")
     return getattr(import_module(_registered[0]), name)

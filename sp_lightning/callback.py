@@ -13,8 +13,14 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.timeline import break_down, check_timeline_path, why_not_written, write_timeline
-from sp_lightning.trainer import Namespace, logged_step, logs_now
+from sp_lightning.timeline import (
+    Breakdown,
+    break_down,
+    check_timeline_path,
+    why_not_written,
+    write_timeline,
+)
+from sp_lightning.trainer import Namespace, is_fitting, logged_step, logs_now
 from sp_lightning.trainer.host_memory import name_more_compact
 from sp_lightning.trainer.narrator import device_memory, diagnose
 
@@ -26,7 +32,7 @@ else:
 
 PREFIX = "superpipeline/"
 _SETTLING_STEPS = 5  # first steps, in which the engine learns, measures and plans
-_LEAST_INTERVAL = 20  # steps from one recording to the next, because each makes the host wait for the device at its end
+_LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each the host waits once
 
 
 class CallbackMixin(_Base):
@@ -62,8 +68,6 @@ class CallbackMixin(_Base):
         self.timeline_steps = timeline_steps
         self.summary = summary
         self._monitor: Monitor | None = None
-        self._logged: int | None = None
-        self._timed: dict[str, float] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -73,100 +77,107 @@ class CallbackMixin(_Base):
                 f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this "
                 f"Trainer runs `{type(strategy).__name__}`."
             )
-        elif self.timeline is not None and trainer.is_global_zero and (reason := why_not_written(self.timeline)):
-            raise ValueError(f"`timeline={str(self.timeline)!r}` cannot be written: {reason}.")
+        elif self.timeline is not None and trainer.is_global_zero:
+            reason = why_not_written(self.timeline)
+            if reason is not None:
+                raise ValueError(f"`timeline={str(self.timeline)!r}` cannot be written: {reason}.")
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _begin_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
             interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
             self._monitor = Monitor(strategy.pipeline, self.timeline_steps, interval)
-            self._logged, self._timed = None, {}
 
-    on_test_start = on_predict_start = on_train_start
+    on_train_start = on_test_start = on_predict_start = _begin_run
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == self.lightning.fitting:
+        if is_fitting(trainer):
             self._finish_recording(trainer)
         else:
-            CallbackMixin.on_train_start(self, trainer, pl_module)  # not what a subclass adds to training
+            self._begin_run(trainer)
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def _begin_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._monitor is not None:
             self._evaluate(trainer, self._monitor, self._monitor.step_begins())
 
-    on_test_batch_start = on_predict_batch_start = on_train_batch_start  # type: ignore[assignment]
+    on_train_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.state.fn != self.lightning.fitting:
-            CallbackMixin.on_train_batch_start(self, trainer)
+        if not is_fitting(trainer):
+            self._begin_step(trainer)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         # To the loggers directly: what the user's module logs, and what callbacks monitor, is not touched.
-        if self._monitor is None or not trainer.loggers or not logs_now(trainer):
+        monitor = self._monitor
+        if monitor is None or not trainer.loggers or not logs_now(trainer):
             return
         step = logged_step(trainer)
-        if step != self._logged:  # accumulated batches belong to one step
-            self._logged = step
-            values, self._timed = {**self._monitor.read(), **self._timed}, {}
-            for logger in trainer.loggers:
-                logger.log_metrics({PREFIX + name: value for name, value in values.items()}, step=step)
+        if step == monitor.logged_step:  # accumulated batches belong to one step
+            return
+        monitor.logged_step = step
+        values = {PREFIX + name: value for name, value in monitor.read().items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
 
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish_recording(trainer)
+    def _finish_recording(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._monitor is not None:
+            self._evaluate(trainer, self._monitor, self._monitor.finish())
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    on_train_epoch_end = _finish_recording
+
+    def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._finish_recording(trainer)
-        strategy, monitor, self._monitor = trainer.strategy, self._monitor, None
+        strategy, monitor = trainer.strategy, self._monitor
+        self._monitor = None
         if monitor is None or not isinstance(strategy, SuperpipelineMixin):
             return
-        if monitor.latest is None and self.timeline is not None:
-            self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: no step was recorded.")
-        if monitor.latest is not None and self.summary:
-            numbers, reason = break_down(monitor.latest), strategy.why_optimizer_waits()
-            compact = name_more_compact(strategy.optimizers)
-            self.lightning.info("\n".join(diagnose(numbers, monitor.pipeline, monitor.retries, reason, compact)))
+        if monitor.numbers is None:
+            if self.timeline is not None:
+                self._warn_of_timeline("no step was recorded")
+        elif self.summary:
+            lines = diagnose(
+                monitor.numbers,
+                monitor.pipeline,
+                monitor.retries,
+                strategy.why_optimizer_waits(),
+                name_more_compact(strategy.optimizers),
+            )
+            self.lightning.info("\n".join(lines))
 
-    on_test_end = on_predict_end = on_train_end
+    on_train_end = on_test_end = on_predict_end = _end_run
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != self.lightning.fitting:
-            CallbackMixin.on_train_end(self, trainer, pl_module)
+        if not is_fitting(trainer):
+            self._end_run(trainer)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
         with suppress(Exception):  # it must not hide the exception that ended the run
             if self._monitor is not None:
                 self._monitor.finish()
         self._monitor = None
 
-    def _finish_recording(self, trainer: Trainer) -> None:
-        if self._monitor is not None:
-            self._evaluate(trainer, self._monitor, self._monitor.finish())
-
     def _evaluate(self, trainer: Trainer, monitor: Monitor, recording: Recording | None) -> None:
-        """Compute metrics from a recording, if there is a new one, and draw it."""
-        if recording is None:
+        """Draw a recording, if there is a new one: at once, as the run may end at any time."""
+        if recording is None or self.timeline is None or not trainer.is_global_zero:
             return
-        self._timed = break_down(recording).metrics()
-        if self.timeline is not None and trainer.is_global_zero:  # at once, as the run may end at any time
-            assert trainer.state.fn is not None
-            plan, name = monitor.pipeline.summary(), type(trainer.lightning_module).__name__
-            caption = f"{name}, {trainer.state.fn.value}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
-            try:
-                write_timeline(recording, self.timeline, caption=caption)
-            except OSError as error:  # must not end the training
-                self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {error}.")
+        assert trainer.state.fn is not None
+        plan = monitor.pipeline.summary()
+        run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
+        caption = f"{run}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        try:
+            write_timeline(recording, self.timeline, caption=caption)
+        except OSError as error:  # must not end the training
+            self._warn_of_timeline(error)
+
+    def _warn_of_timeline(self, reason: object) -> None:
+        self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {reason}.")
 
 
 class Monitor:
@@ -179,12 +190,15 @@ class Monitor:
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
         self.pipeline = pipeline  # the engine
-        self.latest: Recording | None = None  # the latest recording; None before the first
-        self._first = self._counted = self._count()
+        self.numbers: Breakdown | None = None  # of the latest recording; None before the first
+        self.logged_step: int | None = None  # the latest step that was logged
+        self._times: dict[str, float] = {}  # what a recording has measured since then
+        self._first = self._count()
+        self._counted = self._first
         self._shown = steps
         self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
         self._seen = 0
-        self._last = _SETTLING_STEPS + steps + 1  # the step whose beginning ends the recording
+        self._last = 0  # the step whose beginning ends the recording
         self._scope = ExitStack()
         self._recording: Recording | None = None
 
@@ -194,10 +208,13 @@ class Monitor:
         A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
         """
         finished = self.finish() if self._seen == self._last else None
-        position = self._seen % self._interval
-        if self._recording is None and (self._seen == 0 or position == self._interval - self._shown - 2):
+        is_first = self._seen == 0
+        ends_interval = self._seen % self._interval == self._interval - self._shown - 2
+        if self._recording is None and (is_first or ends_interval):
             self._recording = self._scope.enter_context(self.pipeline.record())
-            self._last = self._seen + self._shown + 1 + (_SETTLING_STEPS if self._seen == 0 else 0)
+            self._last = self._seen + self._shown + 1
+            if is_first:
+                self._last += _SETTLING_STEPS
         self._seen += 1
         return finished
 
@@ -206,16 +223,17 @@ class Monitor:
 
         Called when the run ends, or something else comes between training steps.
         """
-        recording, self._recording = self._recording, None
+        recording = self._recording
         if recording is None:
             return None
+        self._recording = None
         self._scope.close()
-        if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
+        if not recording.steps or (len(recording.steps) == 1 and self.numbers is not None):
             return None
         recording.steps = recording.steps[1:][-self._shown :] or recording.steps
-        begin = recording.steps[0][0]
-        recording.spans = [span for span in recording.spans if span.end > begin]
-        self.latest = recording
+        self.numbers = break_down(recording)
+        recording.spans = [span for span in recording.spans if span.end > self.numbers.begin]
+        self._times = self.numbers.metrics()
         return recording
 
     def _count(self) -> dict[str, int]:
@@ -231,15 +249,19 @@ class Monitor:
         }
 
     def read(self) -> dict[str, float]:
-        """Return what is logged whenever Lightning logs: means over the steps since the last call, and memory."""
-        before, self._counted = self._counted, self._count()
+        """Return what is to be logged: memory, means over the steps since the last call, and newly measured times."""
         summary = self.pipeline.summary()
         on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
-        return {
+        counted = self._count()
+        values = {
             "device_peak_bytes": float(device_memory(self.pipeline)[0]),
             "host_bytes": float(on_host + summary.host_activation_bytes),
-            **_means(before, self._counted),
+            **_means(self._counted, counted),
+            **self._times,
         }
+        self._counted = counted
+        self._times = {}
+        return values
 
     @property
     def retries(self) -> float:

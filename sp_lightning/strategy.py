@@ -8,9 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,12 +19,18 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.trainer import is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
-from sp_lightning.trainer.host_memory import check_optimizer_memory, keep_averages_on_host, materialize
+from sp_lightning.trainer.host_memory import (
+    check_optimizer_memory,
+    keep_averages_on_host,
+    materialize,
+)
 from sp_lightning.trainer.narrator import Narrator
+from sp_lightning.trainer.out_of_memory import out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
-from sp_lightning.trainer.steps import SteppingPlan, out_of_memory_explained
+from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -63,9 +68,11 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     strategy_name = "superpipeline"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        f"superpipeline_{activations}": {"activations": activations} for activations in ("recompute", "offload")
+        "superpipeline_recompute": {"activations": "recompute"},
+        "superpipeline_offload": {"activations": "offload"},
     }
     callback: ClassVar[type[Any]]
+    _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
     def __init__(
         self,
@@ -78,30 +85,32 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         timeout: timedelta | None = default_pg_timeout,
         **options: Any,
     ) -> None:
-        plugins = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(*plugins, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
         self.options = PipelineOptions(**options)
         self.pipeline: Pipeline | None = None
-        self._begins_evaluation = False
         self._narrator = Narrator(self.lightning, self.callback)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self.setup_processes()
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = self._trainer
         if trainer is not None:
             keep_averages_on_host(trainer, self.processes is not None, self.follows, self.lightning)
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # The base class builds the whole model on the device.
-        with (
-            self.lightning.empty_init(enabled=bool(empty_init)),
-            torch.device("cpu"),
-            self.precision_plugin.tensor_init_context(),
-        ):
+        # The base class builds the whole model on the device: here, the innermost device counts.
+        with super().tensor_init_context(empty_init), torch.device("cpu"):
             yield
 
     @override
@@ -110,7 +119,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         self._detach()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == self.lightning.fitting
+        fitting = is_fitting(trainer)
         self.begin_run(trains=fitting)
         assert self.model is not None
         if fitting and self._layer_sync is not None:
@@ -121,9 +130,10 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            passes = not self.is_distributed and trainer.accumulate_grad_batches == 1
-            passes &= all(plan.gradients_pass for _, plan in self._plans())
-            check_optimizer_memory(self.optimizers, passes, self.lightning)
+            each_is_stepped = not self.is_distributed and trainer.accumulate_grad_batches == 1
+            all_pass = all(plan.gradients_pass for _, plan in self._plans())
+            gradients_pass = each_is_stepped and all_pass
+            check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._plans())
 
@@ -135,7 +145,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
             return
         is_mixed = isinstance(precision, self.lightning.mixed_precision)
-        with precision.forward_context() if is_mixed else nullcontext():  # for the autocast that steps will have
+        autocast = precision.forward_context() if is_mixed else nullcontext()  # as steps will have it
+        with autocast:
             self.pipeline = Pipeline(
                 module,
                 self.root_device,
@@ -170,7 +181,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if pipeline is None:
             yield
             return
-        if evaluates and self._begins_evaluation:  # callbacks may have put averages in place of weights
+        if evaluates and self._begins_evaluation:
             self._begins_evaluation = False
             pipeline.weights_changed()
         self.begin_step(pipeline)
@@ -186,16 +197,20 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         pipeline = self.pipeline
         if pipeline is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        plan = self.plan_step(pipeline, optimizer, automatic=isinstance(closure, self.lightning.closure))
+        automatic = isinstance(closure, self.lightning.closure)
+        plan = self.plan_step(pipeline, optimizer, automatic)
         with self.optimizer_scope(pipeline, optimizer, plan):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
         """Yield each optimizer with the plan for its steps; there are none outside of `fit`."""
         module = self._module
-        if self.pipeline is not None and module.trainer.state.fn == self.lightning.fitting:
+        if self.pipeline is not None and is_fitting(module.trainer):
             for optimizer in self.optimizers:
-                yield optimizer, self.plan_step(self.pipeline, optimizer, module.automatic_optimization)
+                yield (
+                    optimizer,
+                    self.plan_step(self.pipeline, optimizer, module.automatic_optimization),
+                )
 
     def why_optimizer_waits(self) -> str | None:
         """Return why an optimizer steps all of its weights after backward; None if none does."""
@@ -206,8 +221,10 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         materialize(self._module, self.follows, self.lightning)  # loading into a meta tensor does nothing but warn
         if self.follows:  # its weights are those of the first process
             weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-            others = {name: value for name, value in checkpoint["state_dict"].items() if name not in weights}
-            checkpoint, strict = {**checkpoint, "state_dict": others}, False
+            state = checkpoint["state_dict"]
+            others = {name: value for name, value in state.items() if name not in weights}
+            checkpoint = {**checkpoint, "state_dict": others}
+            strict = False
         super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()
@@ -231,7 +248,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             self.pipeline.weights_changed()
             self.weights_may_change()
         self.barrier()  # others may still validate, and callbacks write to the weights of all from now on
-        if self._module.trainer.state.fn != self.lightning.fitting:
+        if not is_fitting(self._module.trainer):
             self._narrator.end(self.pipeline)
 
     @override
@@ -242,21 +259,18 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         try:
             self._detach()
         finally:
-            module = self.lightning_module
-            trainer = None if module is None else module._trainer
-            if self._layer_sync is not None and trainer is not None and trainer.state.fn == self.lightning.fitting:
+            trainer = self._trainer
+            if self._layer_sync is not None and trainer is not None and is_fitting(trainer):
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)
-            if module is not None and not any(t.is_meta for t in chain(module.parameters(), module.buffers())):
-                # Moves metrics, and what a failed attempt to attach left behind. If something is still on the meta
-                # device, `setup` raised because of it, and it cannot be moved.
-                module.cpu()
-            for plugin in (self.precision_plugin, self.cluster_environment, self.accelerator, self.checkpoint_io):
-                assert plugin is not None
-                plugin.teardown()
+            # It moves metrics, and what a failed attempt to attach left behind. What is still on the meta device cannot
+            # move: `setup` has raised because of it.
+            with suppress(NotImplementedError):
+                super().teardown()
 
     def _detach(self) -> None:
-        pipeline, self.pipeline = self.pipeline, None
+        pipeline = self.pipeline
+        self.pipeline = None
         if pipeline is not None:
             pipeline.detach()
 

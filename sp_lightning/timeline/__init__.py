@@ -17,7 +17,14 @@ from sp_lightning.pipeline import Kind, Lane, Recording
 from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
 from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
 
-__all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "why_not_written", "write_timeline"]
+__all__ = [
+    "LANES",
+    "Breakdown",
+    "break_down",
+    "check_timeline_path",
+    "why_not_written",
+    "write_timeline",
+]
 
 
 def _page(recording: Recording, caption: str = "") -> str:
@@ -41,17 +48,22 @@ def _chrome_trace(recording: Recording, caption: str = "") -> str:
         events.append(_event("M", thread, "thread_name", args={"name": lane.value}))
         events.append(_event("M", thread, "thread_sort_index", args={"sort_index": thread}))
     for number, (begin, end) in enumerate(recording.steps, 1):
-        events.append(_event("X", 0, f"step {number}", cat="step", ts=begin * 1e6, dur=(end - begin) * 1e6))
+        events.append(_work(0, f"step {number}", "step", begin, end))
     for span in recording.spans:
         name = f"waits for {span.name}" if span.kind is Kind.STALL else span.name
-        more = {"args": {"bytes": span.nbytes}} if span.nbytes else {}
-        moment, duration = span.begin * 1e6, (span.end - span.begin) * 1e6
-        events.append(_event("X", threads[span.lane], name, cat=span.kind.value, ts=moment, dur=duration, **more))
+        event = _work(threads[span.lane], name, span.kind.value, span.begin, span.end)
+        if span.nbytes:
+            event["args"] = {"bytes": span.nbytes}
+        events.append(event)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _event(phase: str, thread: int, name: str, **more: Any) -> dict[str, Any]:
     return {"ph": phase, "pid": 1, "tid": thread, "name": name, **more}
+
+
+def _work(thread: int, name: str, category: str, begin: float, end: float) -> dict[str, Any]:
+    return _event("X", thread, name, cat=category, ts=begin * 1e6, dur=(end - begin) * 1e6)
 
 
 _FORMATS = {".html": _page, ".svg": draw_timeline, ".json": _chrome_trace}

@@ -64,26 +64,35 @@ class Breakdown:
     def headline(self) -> str:
         """Say in a sentence or two where the time went."""
         device = f"The device computes {self.share(self.busy[Lane.COMPUTE]):.0%} of the time"
-        causes = sorted(self.stalls.items(), key=lambda item: -item[1])
-        waits = [f"{self.share(seconds):.0%} for {cause}" for cause, seconds in causes if self.share(seconds) > 0.01]
-        device += f", and waits {' and '.join(waits)}." if waits else ", and hardly ever waits for a copy."
+        shares = {cause: self.share(seconds) for cause, seconds in self.stalls.items()}
+        causes = sorted(shares, key=lambda cause: -shares[cause])
+        waits = [f"{shares[cause]:.0%} for {cause}" for cause in causes if shares[cause] > 0.01]
+        if waits:
+            device += f", and waits {' and '.join(waits)}."
+        else:
+            device += ", and hardly ever waits for a copy."
         lane = self.bottleneck
         if lane is None:
             lost = f"{self.share(self.elsewhere):.0%}"
-            return f"{device} In {lost} of the time no unit computes: loss, data, loop or optimizer."
+            elsewhere = "no unit computes: loss, data, loop or optimizer"
+            return f"{device} In {lost} of the time {elsewhere}."
         if lane is Lane.COMPUTE:
             return f"{device} Computing is the bottleneck."
         name = "work on the host" if lane is Lane.HOST else f"the way from {LANES[lane]}"
-        return f"{device} The bottleneck is {name}, busy {self.share(self.busy[lane]):.0%} of the time."
+        busy = f"{self.share(self.busy[lane]):.0%}"
+        return f"{device} The bottleneck is {name}, busy {busy} of the time."
 
     def metrics(self) -> dict[str, float]:
         """Return what the callback logs of recorded steps, for one step (docs/timeline.md)."""
-        causes = ("weights", "optimizer", "gradients", "activations")
+        waits = {
+            f"stall_seconds_{cause}": self.stalls.get(cause, 0.0) / self.steps
+            for cause in ("weights", "optimizer", "gradients", "activations")
+        }
         return {
             "step_seconds": self.seconds / self.steps,
             "compute_share": self.share(self.busy[Lane.COMPUTE]),
             "stall_seconds": self.kinds[Kind.STALL] / self.steps,
-            **{f"stall_seconds_{cause}": self.stalls.get(cause, 0.0) / self.steps for cause in causes},
+            **waits,
             "to_device_gb_per_s": self.rate(Lane.TO_DEVICE) / 1e9,
             "to_host_gb_per_s": self.rate(Lane.TO_HOST) / 1e9,
             "host_seconds": self.busy[Lane.HOST] / self.steps,
@@ -101,9 +110,11 @@ def break_down(recording: Recording) -> Breakdown:
     for span in spans:
         inside = min(end, span.end) - max(begin, span.begin)
         nbytes[span.lane] += round(span.nbytes * inside / (span.end - span.begin))
-    busy, kinds = dict.fromkeys(Lane, 0.0), dict.fromkeys(Kind, 0.0)
+    busy = dict.fromkeys(Lane, 0.0)
+    kinds = dict.fromkeys(Kind, 0.0)
     stalls: dict[str, float] = {}
-    beside, hidden = 0.0, 0.0
+    beside = 0.0  # while lanes other than the device's work
+    hidden = 0.0  # the part of it in which the device computes
     for seconds, work, causes in _stretches(spans, begin, end):
         lanes = {kind.lane for kind in work if kind is not Kind.STALL}
         for kind in work:
@@ -114,7 +125,8 @@ def break_down(recording: Recording) -> Breakdown:
             stalls[cause] = stalls.get(cause, 0.0) + seconds
         if lanes.intersection(_BESIDE_COMPUTING):
             beside += seconds
-            hidden += seconds if Lane.COMPUTE in lanes else 0.0
+            if Lane.COMPUTE in lanes:
+                hidden += seconds
     overlap = hidden / beside if beside else 1.0
     return Breakdown(begin, end, len(recording.steps), busy, nbytes, kinds, stalls, overlap)
 
@@ -124,13 +136,18 @@ def _stretches(spans: list[Span], begin: float, end: float) -> Iterator[tuple[fl
 
     While computing waits, it does not compute, although a forward or backward has begun.
     """
-    changes = [(max(begin, span.begin), 1, span) for span in spans] + [(min(end, span.end), -1, span) for span in spans]
+    changes = [(max(begin, span.begin), 1, span) for span in spans]
+    changes += [(min(end, span.end), -1, span) for span in spans]
     changes.sort(key=lambda change: change[0])
-    running: Counter[tuple[Kind, str]] = Counter()
+    running: Counter[Kind] = Counter()
+    waiting: Counter[str] = Counter()
     for (moment, change, span), (following, *_) in pairwise(changes):
-        running[span.kind, span.name if span.kind is Kind.STALL else ""] += change
+        running[span.kind] += change
+        if span.kind is Kind.STALL:
+            waiting[span.name] += change
         if moment < following:
-            under_way = [key for key, count in running.items() if count]
-            causes = {cause for kind, cause in under_way if kind is Kind.STALL}
-            work = {kind for kind, _ in under_way if not (causes and kind in (Kind.FORWARD, Kind.BACKWARD))}
+            work = {kind for kind, count in running.items() if count}
+            causes = {cause for cause, count in waiting.items() if count}
+            if causes:
+                work -= {Kind.FORWARD, Kind.BACKWARD}
             yield following - moment, work, causes

@@ -65,28 +65,33 @@ _GLYPH = 0.56  # width of an average letter, relative to the font size
 def draw_timeline(recording: Recording, caption: str = "") -> str:
     """Draw the steps of a finished recording, of which there is at least one, as an SVG element."""
     numbers = break_down(recording)
-    tops = {lane: _LANES_TOP + row * (_LANE_HEIGHT + _LANE_GAP) for row, lane in enumerate(Lane)}
     shapes = [*_head(numbers, caption), *_strip(numbers)]
-    for lane, top in tops.items():
-        shapes += _lane(lane, top, numbers)
+    tops: dict[Lane, int] = {}
+    for row, lane in enumerate(Lane):
+        tops[lane] = _LANES_TOP + row * (_LANE_HEIGHT + _LANE_GAP)
+        shapes += _lane(lane, tops[lane], numbers)
     shapes += _axis(recording, numbers)
-    for span in sorted(recording.spans, key=lambda span: (span.kind is Kind.STALL, span.begin, -span.end)):
-        if span.end > numbers.begin and span.begin < numbers.end:
-            shapes.append(_bar(span, tops[span.lane], numbers))
+    shown = [span for span in recording.spans if numbers.begin < span.end and span.begin < numbers.end]
+    shown.sort(key=lambda span: (span.kind is Kind.STALL, span.begin, -span.end))  # stalls on top
+    shapes += [_bar(span, tops[span.lane], numbers) for span in shown]
     shapes += _legend(recording)
     return picture(WIDTH, _LANES_BOTTOM + 78, shapes)
 
 
 def where_time_goes(numbers: Breakdown) -> list[tuple[str, str, float]]:
     """Return what the device did, as names, colors and seconds that add up to the total time."""
-    parts = [(_WORDS[kind], kind.value, numbers.kinds[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    parts += [(f"waits for {cause}", "stall", seconds) for cause, seconds in sorted(numbers.stalls.items())]
-    return [part for part in [*parts, ("elsewhere", "elsewhere", numbers.elsewhere)] if part[2] > 0]
+    parts = [
+        ("forward", "forward", numbers.kinds[Kind.FORWARD]),
+        ("backward", "backward", numbers.kinds[Kind.BACKWARD]),
+        *((f"waits for {cause}", "stall", numbers.stalls[cause]) for cause in sorted(numbers.stalls)),
+        ("elsewhere", "elsewhere", numbers.elsewhere),
+    ]
+    return [part for part in parts if part[2] > 0]
 
 
 def _head(numbers: Breakdown, caption: str) -> Iterator[str]:
-    each = readable_seconds(numbers.seconds / numbers.steps)
-    title = f"{numbers.steps} steps of {each}" if numbers.steps > 1 else f"One step: {each}"
+    step = readable_seconds(numbers.seconds / numbers.steps)
+    title = f"{numbers.steps} steps of {step}" if numbers.steps > 1 else f"One step: {step}"
     yield text(MARGIN, 44, title, 24, bold=True)
     yield text(WIDTH - MARGIN, 44, caption, 13, "muted", "end")
     yield text(MARGIN, 74, numbers.headline(), 15)
@@ -96,7 +101,8 @@ def _strip(numbers: Breakdown) -> Iterator[str]:
     """Draw a strip with the shares of what the device did; names that do not fit into it stand below."""
     parts = where_time_goes(numbers)
     total = sum(seconds for _, _, seconds in parts)
-    x, free = float(MARGIN), 0.0
+    x = float(MARGIN)
+    free = 0.0  # where the words below the strip end
     for name, color, seconds in parts:
         width = seconds / total * (WIDTH - 2 * MARGIN)
         words = f"{name} {numbers.share(seconds):.0%}"
@@ -122,7 +128,8 @@ def _lane(lane: Lane, top: float, numbers: Breakdown) -> Iterator[str]:
         moved = readable_bytes(round(numbers.nbytes[lane] / numbers.steps))
         rate = readable_bytes(round(numbers.rate(lane)))
         yield text(MARGIN, top + 36, f"{moved} at {rate}/s", 11, "muted")
-    busy, whole = numbers.share(numbers.busy[lane]), PLOT_LEFT - MARGIN - 60
+    busy = numbers.share(numbers.busy[lane])
+    whole = PLOT_LEFT - MARGIN - 60
     yield box(MARGIN, top + _LANE_HEIGHT - 10, whole, 5, "grid", 2.5)
     yield box(MARGIN, top + _LANE_HEIGHT - 10, max(2, whole * busy), 5, color, 2.5)
     yield text(PLOT_LEFT - 16, top + _LANE_HEIGHT - 4, f"{busy:.0%}", 12, "text", "end", bold=True)
@@ -137,7 +144,8 @@ def _axis(recording: Recording, numbers: Breakdown) -> Iterator[str]:
     for moment in moments:
         words = f"{moment / size:g} {unit}" if moment else "0"
         mark = line([(0, _LANES_TOP - 6), (0, _LANES_BOTTOM)], "grid")
-        yield _moved(_x(moment, numbers), mark, text(0, _LANES_BOTTOM + 16, words, 11, "muted", "middle"))
+        label = text(0, _LANES_BOTTOM + 16, words, 11, "muted", "middle")
+        yield _moved(_x(moment, numbers), mark, label)
     yield '</g><g id="steps">'
     for number, (begin, end) in enumerate(recording.steps if numbers.steps > 1 else [], 1):
         x = _x(begin - numbers.begin, numbers)
@@ -151,33 +159,40 @@ def _bar(span: Span, top: float, numbers: Breakdown) -> str:
     """Draw a piece of work, with its times and name for a page's script, and a tooltip for a browser."""
     span = span._replace(begin=span.begin - numbers.begin, end=span.end - numbers.begin)
     begin, end = max(0.0, span.begin), min(numbers.seconds, span.end)
-    x, width = _x(begin, numbers), _x(end, numbers) - _x(begin, numbers)
-    name = label = f"waits for {span.name}" if span.kind is Kind.STALL else span.name
+    x = _x(begin, numbers)
+    width = _x(end, numbers) - x
+    name = f"waits for {span.name}" if span.kind is Kind.STALL else span.name
+    label = name
     while text_width(label, _LABEL) + 4 > width and label:  # "model.layers.12", "layers.12", "12"
         label = label.partition(".")[2]
-    bar = box(x, top + 5, max(width - min(0.6, 0.1 * width), 0.4), _LANE_HEIGHT - 10, span.kind.value, 2)
+    drawn = max(width - min(0.6, 0.1 * width), 0.4)  # a gap to the next one, and never invisible
+    bar = box(x, top + 5, drawn, _LANE_HEIGHT - 10, span.kind.value, 2)
     letters = "on-pale" if span.kind in _PALE else "on-color"
     times = f'data-begin="{begin:.9f}" data-end="{end:.9f}" data-name="{escape(name)}"'
     tip = f"<title>{escape(_tip(span, name))}</title>"
-    return f"<g {times}>{tip}{bar}{_centered(x + width / 2, top + _LANE_HEIGHT / 2, label, letters)}</g>"
+    words = _centered(x + width / 2, top + _LANE_HEIGHT / 2, label, letters)
+    return f"<g {times}>{tip}{bar}{words}</g>"
 
 
 def _tip(span: Span, name: str) -> str:
     what = name if span.kind is Kind.STALL else f"{_WORDS[span.kind]}: {name}"
     seconds = span.end - span.begin
-    words = f"{what}\n{readable_seconds(seconds)}, from {readable_seconds(span.begin)} to {readable_seconds(span.end)}"
+    begin, end = readable_seconds(span.begin), readable_seconds(span.end)
+    words = f"{what}\n{readable_seconds(seconds)}, from {begin} to {end}"
     if span.nbytes and seconds:
-        words += f"\n{readable_bytes(span.nbytes)} at {readable_bytes(round(span.nbytes / seconds))}/s"
+        rate = readable_bytes(round(span.nbytes / seconds))
+        words += f"\n{readable_bytes(span.nbytes)} at {rate}/s"
     return words
 
 
 def _legend(recording: Recording) -> Iterator[str]:
     x, y = float(PLOT_LEFT), _LANES_BOTTOM + 54
     present = {span.kind for span in recording.spans}
-    for kind in [kind for kind in Kind if kind in present]:
-        yield box(x, y - 10, 12, 12, kind.value, 3)
-        yield text(x + 18, y, _WORDS[kind], 12)
-        x += 18 + text_width(_WORDS[kind], 12) + 18
+    for kind, words in _WORDS.items():
+        if kind in present:
+            yield box(x, y - 10, 12, 12, kind.value, 3)
+            yield text(x + 18, y, words, 12)
+            x += 18 + text_width(words, 12) + 18
 
 
 def _x(moment: float, numbers: Breakdown) -> float:
@@ -228,9 +243,10 @@ def text_width(words: str, size: float) -> float:
 
 def _style() -> str:
     """Return CSS for light and dark pages: a variable, a class of fills and one of strokes for each color."""
-    light, dark = ("".join(_color(name, shades[page]) for name, shades in COLORS.items()) for page in (0, 1))
-    dark = f"@media(prefers-color-scheme:dark){{{dark}}}"
-    return f":root{{color-scheme:light dark}}text{{font-family:{_FONT}}}{light}{dark}"
+    on_light = "".join(_color(name, light) for name, (light, _) in COLORS.items())
+    on_dark = "".join(_color(name, dark) for name, (_, dark) in COLORS.items())
+    on_dark = f"@media(prefers-color-scheme:dark){{{on_dark}}}"
+    return f":root{{color-scheme:light dark}}text{{font-family:{_FONT}}}{on_light}{on_dark}"
 
 
 def _color(name: str, shade: str) -> str:

@@ -9,12 +9,13 @@ it is needed, so that a change in Lightning is followed up in one place.
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ParallelStrategy
 else:
     ParallelStrategy = object
@@ -25,12 +26,20 @@ class Namespace:
 
     def __init__(self, name: str) -> None:
         fabric = "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric"
+        utilities = f"{fabric}.utilities"
+        # What Fabric has as well.
+        self.misconfiguration = resolve_name(f"{utilities}.exceptions:MisconfigurationException")
+        self.rank_zero_only = resolve_name(f"{utilities}.rank_zero:rank_zero_only")
+        self.info = resolve_name(f"{utilities}.rank_zero:rank_zero_info")
+        self.warn = resolve_name(f"{utilities}.rank_zero:rank_zero_warn")
+        self.reset_seed = resolve_name(f"{utilities}.seed:reset_seed")
+        # Private. Joins the other processes at the cluster environment's address.
+        self.init_process_group = resolve_name(f"{utilities}.distributed:_init_dist_connection")
+        # Private. The reduction behind `self.log(sync_dist=True)`.
+        self.reduce = resolve_name(f"{utilities}.distributed:_sync_ddp_if_available")
+        # What the Trainer has.
         plugins = import_module(f"{name}.plugins")
         callbacks = import_module(f"{name}.callbacks")
-        rank_zero = import_module(f"{name}.utilities.rank_zero")
-        distributed = import_module(f"{fabric}.utilities.distributed")
-        self.misconfiguration = import_module(f"{name}.utilities.exceptions").MisconfigurationException
-        self.fitting = import_module(f"{name}.trainer.states").TrainerFn.FITTING
         # Precision plugins that convert modules to other dtypes, and do no more; the base class is that of `32-true`.
         self.converting_dtypes = (plugins.HalfPrecision, plugins.DoublePrecision)
         self.precision = plugins.Precision
@@ -40,28 +49,23 @@ class Namespace:
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         self.swa = callbacks.StochasticWeightAveraging
-        self.averaging = tuple(filter(None, [self.swa, getattr(callbacks, "WeightAveraging", None)]))
-        self.reset_seed = import_module(f"{fabric}.utilities.seed").reset_seed
-        self.rank_zero_only = rank_zero.rank_zero_only
-        self.info = rank_zero.rank_zero_info
-        self.warn = rank_zero.rank_zero_warn
+        self.averaging = (self.swa, getattr(callbacks, "WeightAveraging", self.swa))
         # Private. The closure that automatic optimization passes to an optimizer; it contains no user code.
-        self.closure = import_module(f"{name}.loops.optimization.automatic").Closure
+        self.closure = resolve_name(f"{name}.loops.optimization.automatic:Closure")
         # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
-        self.wrapping_checkpoint_io = import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO
-        # Private. The mode behind `trainer.init_module(empty_init=True)`.
-        self.empty_init = import_module(f"{fabric}.utilities.init")._EmptyInit
+        self.wrapping_checkpoint_io = resolve_name(f"{name}.plugins.io.wrapper:_WrappingCheckpointIO")
         # Private. Starts the user's script once more for each further device.
-        self.script_launcher = import_module(f"{name}.strategies.launchers")._SubprocessScriptLauncher
-        # Private. Joins the other processes at the cluster environment's address.
-        self.init_process_group = distributed._init_dist_connection
-        # Private. The reduction behind `self.log(sync_dist=True)`.
-        self.reduce = distributed._sync_ddp_if_available
+        self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
 
     def check(self, condition: bool, message: str) -> None:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""
         if not condition:
             raise self.misconfiguration(message)
+
+
+def is_fitting(trainer: Trainer) -> bool:
+    """Tell whether the Trainer trains, and does not only validate, test or predict."""
+    return trainer.state.fn == "fit"
 
 
 def logs_now(trainer: Any) -> bool:
@@ -86,7 +90,11 @@ class StrategyPart(ParallelStrategy):
     options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
     # the engine's handle to all processes, once the process group exists; None if there is only one
-    processes: Processes | None
+    processes: Processes | None = None
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        return None if self.lightning_module is None else self.lightning_module._trainer
 
     @property
     def _module(self) -> LightningModule:

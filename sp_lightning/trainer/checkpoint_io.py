@@ -70,14 +70,19 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: If there is no such file.
         """
         base = super().load_checkpoint
-        # Lightning 2.5 has no `weights_only` here, and always loads everything.
-        optional = "weights_only" in inspect.signature(base).parameters
+        choice = {"weights_only": weights_only}
+        if "weights_only" not in inspect.signature(base).parameters:
+            choice = {}  # Lightning 2.5 always loads everything
+            weights_only = bool(weights_only)
         source = _local(path)
         if source is None or not zipfile.is_zipfile(source):  # torch cannot mmap files older than its zip format
-            return base(path, map_location=map_location, **({"weights_only": weights_only} if optional else {}))
-        if weights_only is None and not optional:
-            weights_only = False
-        checkpoint: dict[str, Any] = torch.load(source, map_location, weights_only=weights_only, mmap=True)
+            return base(path, map_location=map_location, **choice)
+        checkpoint: dict[str, Any] = torch.load(
+            source,
+            map_location,
+            weights_only=weights_only,
+            mmap=True,
+        )
         return checkpoint
 
 

@@ -6,7 +6,7 @@ numbers support it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -23,7 +23,7 @@ from sp_lightning.pipeline import (
 )
 from sp_lightning.planning.report import readable_seconds
 from sp_lightning.timeline import LANES, Breakdown
-from sp_lightning.trainer import Namespace, is_tuning
+from sp_lightning.trainer import Namespace, is_fitting, is_tuning
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -39,45 +39,59 @@ class Narrator:
     def __init__(self, lightning: Namespace, callback: type[Any]) -> None:
         self._lightning = lightning
         self._callback = callback
-        self._said: set[Any] = set()
+        self._said: set[Hashable] = set()
         self._silent = True
-        self._has_warned = self._tells_outcome = False
+        self._tells_outcome = False
 
     def begin(
-        self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Iterable[tuple[Optimizer, SteppingPlan]]
+        self,
+        trainer: Trainer,
+        pipeline: Pipeline | None,
+        optimizers: Iterable[tuple[Optimizer, SteppingPlan]],
     ) -> None:
         """Say what the plan is: as a table if the Trainer prints a model summary or the callback asks for it."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        in_full = any(isinstance(callback, self._lightning.summary) for callback in callbacks)
+        is_quiet = False
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self._callback)]
-        in_full = any(chosen or (isinstance(callback, self._lightning.summary) for callback in callbacks))
-        self._silent = (bool(chosen) and not in_full) or is_tuning(trainer) or not trainer.is_global_zero
+        if chosen:
+            in_full = any(chosen)
+            is_quiet = not in_full
+        self._silent = is_quiet or is_tuning(trainer) or not trainer.is_global_zero
         self._tells_outcome = False
         if pipeline is None or self._silent:
             return
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
-        is_new = self._say(plan_table(pipeline, texts) if in_full else plan_in_brief(pipeline, texts))
-        self._tells_outcome = in_full and (is_new or trainer.state.fn == self._lightning.fitting)
+        plan = plan_table(pipeline, texts) if in_full else plan_in_brief(pipeline, texts)
+        is_new = self._is_new(plan)
+        if is_new:
+            self._lightning.info(plan)
+        self._tells_outcome = in_full and (is_new or is_fitting(trainer))
 
     def measured(self, result: WindowPlan | str) -> None:
         """Report the result of measuring the first steps: a plan, or why there is none."""
-        if not isinstance(result, str):
-            choice = (result.k, result.k_prime, result.kept, result.on_device)  # without times, which differ each time
-            self._say(f"Superpipeline: {planned(result)}", choice)
-        elif not self._has_warned:
-            self._has_warned = True
-            self._lightning.warn(result)
+        if isinstance(result, str):
+            if self._is_new("a warning"):
+                self._lightning.warn(result)
+            return
+        choice = (
+            result.k,
+            result.k_prime,
+            result.kept,
+            result.on_device,
+        )  # without times, which differ each time
+        if not self._silent and self._is_new(choice):
+            self._lightning.info(f"Superpipeline: {planned(result)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
         """Report what was streamed, if the plan was shown as a table."""
         if self._tells_outcome and pipeline is not None:
             self._lightning.info(outcome(pipeline.stats, pipeline.summary()))
 
-    def _say(self, text: str, what: Any = None) -> bool:
-        """Say something unless it was said before; return whether it was new."""
-        is_new = not self._silent and (what or text) not in self._said
-        if is_new:
-            self._said.add(what or text)
-            self._lightning.info(text)
+    def _is_new(self, what: Hashable) -> bool:
+        """Tell whether something is about to be said for the first time."""
+        is_new = what not in self._said
+        self._said.add(what)
         return is_new
 
 
@@ -92,19 +106,20 @@ def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
 
 def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
     """Describe the plan of a pipeline line by line, with how each optimizer steps, and why, if one does."""
-    rows = pipeline.summary().rows()
-    rows = [(name, value + _auto(pipeline) if name == "k, k_prime" else value) for name, value in rows]
+    rows = dict(pipeline.summary().rows())
+    rows["k, k_prime"] += _auto(pipeline)
     if optimizers:
-        rows.append(("activations", pipeline.options.activations))
-    return as_table([*rows, *(("optimizer", optimizer) for optimizer in optimizers)])
+        rows["activations"] = pipeline.options.activations
+    return as_table([*rows.items(), *(("optimizer", words) for words in optimizers)])
 
 
 def plan_in_brief(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
     """Describe the plan of a pipeline in two lines."""
     plan = pipeline.summary()
-    weights = f"{readable_bytes(plan.device_bytes)} of {readable_bytes(plan.model_bytes)} of weights on {plan.device}"
-    window = f"k={plan.k}, k_prime={plan.k_prime}{_auto(pipeline)}"
-    return "\n".join([f"Superpipeline: {_many(plan.units, 'unit')}, {window}; at most {weights}.", *optimizers])
+    window = f"{_many(plan.units, 'unit')}, k={plan.k}, k_prime={plan.k_prime}{_auto(pipeline)}"
+    share = f"{readable_bytes(plan.device_bytes)} of {readable_bytes(plan.model_bytes)}"
+    weights = f"at most {share} of weights on {plan.device}"
+    return "\n".join([f"Superpipeline: {window}; {weights}.", *optimizers])
 
 
 def _auto(pipeline: Pipeline) -> str:
@@ -118,18 +133,23 @@ def planned(plan: WindowPlan) -> str:
         chosen.append(f"{_many(len(plan.kept), 'unit')} kept on the device")
     if plan.on_device:
         chosen.append(f"{_many(len(plan.on_device), 'unit')} with optimizer state on the device")
+    cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of the device"
     return (
-        f"chosen by the first steps: {', '.join(chosen)}. A step should take {readable_seconds(plan.step_seconds)} and "
-        f"{readable_bytes(plan.device_bytes)} of the device; the busiest lane is {LANES[plan.bottleneck]}."
+        f"chosen by the first steps: {', '.join(chosen)}. A step should take {cost}; "
+        f"the busiest lane is {LANES[plan.bottleneck]}."
     )
 
 
 def outcome(stats: Stats, summary: Summary) -> str:
     """Describe in a few lines what was streamed, and what that saved."""
-    stepped = f", {_many(stats.optimizer_steps, 'optimizer step')}" if stats.optimizer_steps else ""
-    moved = f"{readable_bytes(stats.bytes_to_device)} to the device, {readable_bytes(stats.bytes_to_host)} back"
-    late = f"{_many(stats.misses, 'load')} came late"
-    weights = f"at most {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
+    counts = [_many(stats.steps, "batch")]
+    if stats.optimizer_steps:
+        counts.append(_many(stats.optimizer_steps, "optimizer step"))
+    counts.append(_many(stats.loads, "unit load"))
+    counts.append(f"{readable_bytes(stats.bytes_to_device)} to the device")
+    counts.append(f"{readable_bytes(stats.bytes_to_host)} back")
+    window = f"k={summary.k}, k_prime={summary.k_prime}"
+    weights = f"{readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
     # What masters take beyond the model's own bytes is what is sent in their place.
     copies = max(0, summary.host_bytes - summary.model_bytes) if summary.lowered else 0
     parts = {
@@ -138,20 +158,25 @@ def outcome(stats: Stats, summary: Summary) -> str:
         "gradients": summary.host_gradient_bytes,
         "optimizer": summary.optimizer_bytes,
     }
-    words = [f"{name} {readable_bytes(size)} ({size / summary.parameters:.1f})" for name, size in parts.items() if size]
+    on_host = [
+        f"{name} {readable_bytes(size)} ({size / summary.parameters:.1f})" for name, size in parts.items() if size
+    ]
     shared = f", for {summary.devices} devices" if summary.devices > 1 else ""
-    living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
-    return (
-        f"Superpipeline: {_many(stats.steps, 'batch')}{stepped}, {_many(stats.loads, 'unit load')}, {moved}; {late}.\n"
-        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: {weights}, {summary.saved:.0%} less.\n"
-        f"On the host{shared}: {', '.join(words)}; {summary.host_bytes_per_parameter:.1f} bytes per parameter in all."
-        f"{living}"
-    )
+    in_all = f"{summary.host_bytes_per_parameter:.1f} bytes per parameter in all"
+    lines = [
+        f"Superpipeline: {', '.join(counts)}; {_many(stats.misses, 'load')} came late.",
+        f"Weights on {summary.device}, {window}: at most {weights}, {summary.saved:.0%} less.",
+        f"On the host{shared}: {', '.join(on_host)}; {in_all}.",
+    ]
+    if summary.living_on_device:
+        lines.append(f"Living on the device: {summary.living_on_device}.")
+    return "\n".join(lines)
 
 
 def _many(count: int, noun: str) -> str:
-    ending = "" if count == 1 else "es" if noun.endswith("h") else "s"
-    return f"{count} {noun}{ending}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith("h") else f"{count} {noun}s"
 
 
 def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
@@ -163,34 +188,43 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
     if memory is not None:
         return memory.peak_so_far, memory.free + memory.allocated
     summary = pipeline.summary()
-    return summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes, None
+    return (
+        summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes,
+        None,
+    )
 
 
 def diagnose(
-    numbers: Breakdown, pipeline: Pipeline, retries: float, waits_for_optimizer: str | None, compact: str | None
+    numbers: Breakdown,
+    pipeline: Pipeline,
+    retries: float,
+    waits_for_optimizer: str | None,
+    compact: str | None,
 ) -> list[str]:
     """Return lines that say where the time of a step went and what would make it shorter.
 
     A step has `retries` of the allocator. Perhaps it waits for the optimizer, which steps all weights after backward,
     and perhaps there is a more compact one.
     """
-    lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {numbers.headline()}"]
+    advice = []
     if retries >= 1:
-        lines.append(
-            f"The device's memory runs short {retries:.0f} times in a step: torch then waits for the device, to free "
-            "what it has cached. A smaller `memory_budget`, or smaller batches, leave it room."
+        advice.append(
+            f"The device's memory runs short {retries:.0f} times in a step: torch then waits for "
+            "the device, to free what it has cached. A smaller `memory_budget`, or smaller "
+            "batches, leave it room."
         )
     if numbers.bottleneck is None:
-        lines.append(
-            "Lightning's `Trainer(profiler='simple')` shows what the loop does in that time."
-            if waits_for_optimizer is None
-            else f"The optimizer steps while the device waits: {waits_for_optimizer}."
-        )
+        if waits_for_optimizer is None:
+            reason = "Lightning's `Trainer(profiler='simple')` shows what the loop does in that time."
+        else:
+            reason = f"The optimizer steps while the device waits: {waits_for_optimizer}."
+        advice.append(reason)
     elif numbers.bottleneck is Lane.HOST:
-        lines += _on_the_host(numbers, compact)
+        advice += _on_the_host(numbers, compact)
     else:
-        lines += _on_the_device(numbers, pipeline, numbers.bottleneck)
-    return lines[:1] + [f"  - {advice}" for advice in lines[1:]]
+        advice += _on_the_device(numbers, pipeline, numbers.bottleneck)
+    seconds = readable_seconds(numbers.seconds / numbers.steps)
+    return [f"A step takes {seconds}. {numbers.headline()}", *(f"  - {words}" for words in advice)]
 
 
 def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterator[str]:
@@ -203,29 +237,32 @@ def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterat
     if lane is Lane.COMPUTE:
         if stats.recomputed > stats.steps and has_room:
             yield (
-                f"Units compute their forward twice, and {readable_bytes(unused)} of the device are free: "
-                "`activations='keep'`, or 'offload', computes it once."
+                f"Units compute their forward twice, and {readable_bytes(unused)} of the device "
+                "are free: `activations='keep'`, or 'offload', computes it once."
             )
         return
     if not summary.pinned and summary.device != "cpu":
         yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
-    kind, go = (Kind.FETCH, "come back") if lane is Lane.TO_DEVICE else (Kind.OFFLOAD, "leave")
-    part = numbers.kinds[kind] / numbers.busy[lane]
+    activations = numbers.kinds[Kind.FETCH if lane is Lane.TO_DEVICE else Kind.OFFLOAD]
+    part = activations / numbers.busy[lane]
     if part > _MUCH:
-        yield f"{part:.0%} of these copies are activations that {go}: `activations='recompute'` moves none."
+        way = "come back" if lane is Lane.TO_DEVICE else "leave"
+        advice = "`activations='recompute'` moves none"
+        yield f"{part:.0%} of these copies are activations that {way}: {advice}."
     if has_room:
         yield (
-            f"{readable_bytes(unused)} of the device are free: a larger batch computes more for the same copies of "
-            "weights and gradients."
+            f"{readable_bytes(unused)} of the device are free: a larger batch computes more for "
+            "the same copies of weights and gradients."
         )
 
 
 def _on_the_host(numbers: Breakdown, compact: str | None) -> Iterator[str]:
     stepping = numbers.kinds[Kind.STEP]
     if stepping > _MUCH * numbers.busy[Lane.HOST]:
+        seconds = readable_seconds(stepping / numbers.steps)
         yield (
-            f"The optimizer's steps take {readable_seconds(stepping / numbers.steps)} of the host's time in a step: a "
-            "larger batch, or `accumulate_grad_batches`, steps less often for the same data."
+            f"The optimizer's steps take {seconds} of the host's time in a step: a larger batch, "
+            "or `accumulate_grad_batches`, steps less often for the same data."
         )
         if compact is not None:
             yield f"{compact} reads and writes half as much host memory (docs/host_memory.md)."

@@ -36,8 +36,9 @@ class HostGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # The engine tells overflow from the norms that came with the gradients, and unscales when they are read.
-        pipeline = None if self.strategy is None else self.strategy.pipeline
-        overflow = None if pipeline is None else pipeline.optimizers.clipping.unscale(optimizer, inv_scale)
+        overflow = None
+        if self.strategy is not None and self.strategy.pipeline is not None:
+            overflow = self.strategy.pipeline.optimizers.clipping.unscale(optimizer, inv_scale)
         if overflow is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             # For gradients on the device: `update` would copy the flag to the host without waiting, too.

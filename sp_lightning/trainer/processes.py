@@ -8,9 +8,9 @@ the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,11 @@ class ProcessesMixin(StrategyPart):
     local_rank = 0
     node_rank = 0
     world_size = 1
-
-    def __init__(self, *plugins: Any, process_group_backend: str | None, timeout: timedelta | None) -> None:
-        super().__init__(*plugins)
-        self.process_group_backend = process_group_backend
-        self.timeout = timeout
-        self.num_nodes = 1
-        self.processes = None
-        self._buffers_due = False  # whether DDP would send the first process's buffers before the next step
-        self._meeting_due = False  # whether weights may have changed, which all have to see
+    num_nodes = 1
+    process_group_backend: str | None
+    timeout: timedelta | None
+    _buffers_due = False  # whether DDP would send the first process's buffers before the next step
+    _meeting_due = False  # whether weights may have changed, which all have to see
 
     @property
     @override
@@ -75,9 +71,10 @@ class ProcessesMixin(StrategyPart):
                 launched = environment.world_size()
         self.lightning.check(
             launched in (None, count),
-            f"{type(environment).__name__} says that {launched} process(es) were launched, but `Trainer(devices="
-            f"{self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, one per device. Launch as many "
-            "(`torchrun --nproc-per-node`, `srun --ntasks`), or set `devices` and `num_nodes` accordingly.",
+            f"{type(environment).__name__} says that {launched} process(es) were launched, but "
+            f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, "
+            "one per device. Launch as many (`torchrun --nproc-per-node`, `srun --ntasks`), or set "
+            "`devices` and `num_nodes` accordingly.",
         )
         if count == 1:
             return
@@ -117,32 +114,17 @@ class ProcessesMixin(StrategyPart):
 
         Lightning does so around all micro-batches of a step but the last one.
         """
-        processes = self.processes
-        if processes is None:
+        with _switched_off(self.processes, "averages"):
             yield
-            return
-        averaged, processes.averages = processes.averages, False
-        try:
-            yield
-        finally:
-            processes.averages = averaged
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Open a scope for an evaluation step, whose backward passes are each process's own, as in DDP."""
-        processes = self.processes
-        if processes is None:
-            yield
-            return
-        trained, processes.trains = processes.trains, False
-        try:
-            yield
-        finally:
-            processes.trains = trained
+        return _switched_off(self.processes, "trains")
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
-        self._buffers_due = self._meeting_due = trains
+        self._buffers_due = trains
+        self._meeting_due = trains
         if self.processes is not None:
             self.processes.trains = trains
 
@@ -160,7 +142,8 @@ class ProcessesMixin(StrategyPart):
                 self.processes.broadcast(pipeline.module.buffers())
             if self._meeting_due:
                 pipeline.meet_processes()
-            self._buffers_due = torch.is_grad_enabled() and self.processes.averages and self.processes.trains
+            averages = self.processes.averages and self.processes.trains
+            self._buffers_due = averages and torch.is_grad_enabled()
             self._meeting_due = self._buffers_due
 
     @property
@@ -188,4 +171,18 @@ class ProcessesMixin(StrategyPart):
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._is_connected:
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            on_device = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+
+
+@contextmanager
+def _switched_off(processes: Processes | None, flag: Literal["averages", "trains"]) -> Iterator[None]:
+    if processes is None:
+        yield
+        return
+    before = getattr(processes, flag)
+    setattr(processes, flag, False)
+    try:
+        yield
+    finally:
+        setattr(processes, flag, before)
