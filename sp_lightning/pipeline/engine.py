@@ -22,7 +22,7 @@ from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.compiled import compiled_call
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.graphs import Graphs
-from sp_lightning.pipeline.calls.outside import Guard
+from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
