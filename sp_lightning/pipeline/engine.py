@@ -154,7 +154,7 @@ class Engine:
             # the call of a module that looks into a unit may still be running
             member.put_back_masters()
             remove_gate(member)
-        for twin in arrangement.twins.values():
+        for twin in arrangement.all_twins():
             # a reference cycle through C++ that Python's collector cannot see
             if twin.gradient_hook is not None:
                 twin.gradient_hook.remove()

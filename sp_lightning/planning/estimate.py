@@ -20,7 +20,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.autocast import CAST_LAYERS
+from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
 from sp_lightning.planning.cost import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of, ways_of
 
@@ -178,9 +178,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     module = _on_meta(module, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
     if is_mixed and dtype is not None:
-        cast = {
-            id(p) for part in module.modules() if isinstance(part, CAST_LAYERS) for p in part.parameters(recurse=False)
-        }
+        cast = weights_of_cast_layers(module)
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in cast]:
             weight.compute_dtype = dtype
     host = given.host_bandwidth * 1e9

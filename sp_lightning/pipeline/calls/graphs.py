@@ -90,7 +90,7 @@ def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since:
 def edges_of(weight: Weight) -> list[Any]:
     """Return what stands for a weight in graphs: edges, as leaves may have a class of their own."""
     with without_torch_function():
-        leaves = [leaf for leaf in (weight.twin.parameter, *weight.lowered_leaves) if leaf.requires_grad]
+        leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
         if weight.master.requires_grad and leaves:
             return list(map(get_gradient_edge, leaves))
         return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]  # no graph has it
@@ -120,6 +120,6 @@ def _edge_of(weight: Weight) -> Any:
     if others:
         raise RuntimeError(
             f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
-            "used it both as autocast casts it and as it is. From the next step on it can."
+            "used it in several ways under autocast. From the next step on it can."
         )
     return edge

@@ -214,7 +214,7 @@ class EarlyStep:
         unit = gradients.unit
         if unit.resident or (gradients.sums is not None and unit.apart):  # the latter cannot wait for other processes
             return False
-        return all(g in self.plan.gradients and not g.weight.lowered_leaves for g in gradients.trained)
+        return all(g in self.plan.gradients and not g.weight.other_twins for g in gradients.trained)
 
     def take(self, shipment: Shipment) -> None:
         """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""

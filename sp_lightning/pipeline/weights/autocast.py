@@ -10,6 +10,9 @@ leaf sees each operation that it is given to. It passes as the operand of what a
 as autocast's cache would have one cast of it. Whatever else a program does with a lowered weight gets it in its own
 dtype at once, which is how it is sent from then on. So numbers are those of plain autocast in every step.
 
+Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, that gets a leaf of its
+own over the same memory, and the weight is sent as it is from the next arrangement on.
+
 Code that torch compiles tells nothing, so no weight of a model with such code is lowered.
 """
 
@@ -39,11 +42,13 @@ from sp_lightning.pipeline.weights.weight import Weight
 if TYPE_CHECKING:
     from sp_lightning.pipeline.calls.graphs import Graphs
 
-CAST_LAYERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.RNNCell,
-    nn.LSTMCell, nn.GRUCell,
+_CAST_LAYERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-"""Layers of torch's whose weights autocast casts on every device, and all their forward does with them."""
+"""Layers of torch's whose weights autocast casts on every device, and who do nothing else with them.
+
+Cells of RNNs would be, too, but are called for each token, and then gradients of several casts add up in fp32.
+"""
 
 WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Layers of torch's that read weights of the layers in them, without calling these.
@@ -75,7 +80,7 @@ class Casts:
 
     def choose_dtypes(self, module: nn.Module, sent_together: Iterable[Sequence[Weight]], dtype: torch.dtype) -> None:
         """Decide which weights are sent in autocast's dtype, and of which a step has to show how they are used."""
-        self.lowered |= _weights_of_cast_layers(module)
+        self.lowered |= weights_of_cast_layers(module)
         parts = [part for part in module.modules() if isinstance(part, WITH_FAST_PATH)]
         as_is = self.used_as_is | {id(parameter) for part in parts for parameter in part.parameters()}
         for weights in sent_together:
@@ -131,10 +136,10 @@ class Casts:
         return number
 
 
-def _weights_of_cast_layers(module: nn.Module) -> set[int]:
+def weights_of_cast_layers(module: nn.Module) -> set[int]:
     """Return the identities of weights that belong to one layer each, of which torch's own forward is known."""
     owners = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
-    layers = [part for part in module.modules() if part.__class__ in CAST_LAYERS and "forward" not in vars(part)]
+    layers = [part for part in module.modules() if part.__class__ in _CAST_LAYERS and "forward" not in vars(part)]
     own = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
     return {weight for weight in own if owners[weight] == 1}
 
@@ -181,31 +186,31 @@ class LoweredParameter(EagerLeaf):
                 return func(*args, **kwargs)
             is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
             leaves = list(instances_in((args, kwargs), cls))
-            found = {id(leaf): leaf if is_casting and leaf._is_cast() else leaf._as_is() for leaf in leaves}
-            if all(kind is cls for kind in types) and all(found[id(leaf)] is leaf for leaf in leaves):
+            right = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
+            if all(kind is cls for kind in types) and all(right[id(leaf)] is leaf for leaf in leaves):
                 return func(*args, **kwargs)
-            plain = {id(leaf): leaf.view_as(leaf) if found[id(leaf)] is leaf else found[id(leaf)] for leaf in leaves}
+            plain = {key: leaf.view_as(leaf) if type(leaf) is cls else leaf for key, leaf in right.items()}
             args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: plain.get(id(leaf), leaf))
         return func(*args, **kwargs)
 
-    def _is_cast(self) -> bool:
-        """Tell whether autocast casts it now, and its gradients may be lower ones, as all come out of this cast.
+    def _to_cast(self) -> nn.Parameter:
+        """Return what autocast is to cast: a leaf whose gradients all come out of this cast, or the weight as it is.
 
         What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
         """
         weight, guard = self.weight, self.weight.guard
         kind = self.device.type
-        if guard is None or not torch.is_autocast_enabled(kind):
-            return False
-        if weight.lowered and torch.get_autocast_dtype(kind) is not weight.compute_dtype:
-            return False
-        again = in_backward()
-        if again and type(running_node()).__name__ != "CheckpointFunctionBackward":
-            return True
+        dtype = torch.get_autocast_dtype(kind)
+        if guard is None or not torch.is_autocast_enabled(kind) or (weight.lowered and dtype is not self.dtype):
+            return self._as_is()
+        if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
+            return self
         if self.dtype is not weight.compute_dtype:
-            return False  # it was served, and may have been changed since
-        graph = self.requires_grad and torch.is_grad_enabled()
-        return guard.note_cast(weight, torch.get_autocast_dtype(kind), builds_graph=graph)
+            return self._as_is()  # it was served, and may have been changed since
+        builds_graph = self.requires_grad and torch.is_grad_enabled()
+        if guard.note_cast(weight, dtype, builds_graph):
+            return self
+        return guard.make_leaf(weight) if weight.lowered else self._as_is()
 
 
 explain_graph_break(

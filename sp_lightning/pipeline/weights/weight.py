@@ -72,7 +72,7 @@ class Twin:
     @property
     def is_replaced(self) -> bool:
         """Whether another one stands for its weight since, which is no longer lowered."""
-        return any(self.parameter is leaf for leaf in self.weight.lowered_leaves)
+        return self in self.weight.other_twins
 
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
@@ -128,8 +128,8 @@ class Weight:
         self.casts: dict[bool, tuple[int, int | None]] = {}
         self.guard: Guard | None = None  # what code outside of the engine finds at its master; None when detached
         self.replacements = 0  # how often the master was found in other memory
-        # the leaf of an earlier twin, if it was lowered until something used it as it is
-        self.lowered_leaves: list[nn.Parameter] = []
+        # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
+        self.other_twins: list[Twin] = []
 
     @property
     def nbytes(self) -> int:

@@ -107,7 +107,7 @@ class Learned:
         own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
         divided = [name for name, module in modules.items() if module in self.divided]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
-        everyones = box.gather((own, divided, self.outdated, order))
+        everyones = box.gather((own, divided, self.has_news, order))
         self.order = everyones[0][-1]
         for others, others_divided, outdated, _ in everyones:
             for known, names in zip(sets, others, strict=True):
@@ -223,6 +223,10 @@ class Arrangement:
             sent_together = [weights for unit in self.units for weights in _sent_together(unit)]
             casts.choose_dtypes(module, sent_together, self.autocast)
 
+    def all_twins(self) -> list[Twin]:
+        """Return the twins, and those that graphs have besides."""
+        return [*self.twins.values(), *(twin for weight in self.weights for twin in weight.other_twins)]
+
     def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         was_lowered = weight.lowered
@@ -238,7 +242,7 @@ class Arrangement:
         self.layout.streaming_bytes += unit.nbytes
         data = tensor_in(unit.place, 0, weight.host, weight.compute_dtype)
         if was_lowered:
-            weight.lowered_leaves.append(weight.twin.parameter)
+            weight.other_twins.append(weight.twin)
             weight.leaf_class = EagerLeaf
             weight.twin = weight.twin_class(weight, unit, data)
         else:
@@ -265,7 +269,7 @@ class Arrangement:
         for unit in self.in_window:
             unit.lie_in(nothing)
         with torch.inference_mode(False), without_torch_function():
-            for twin in self.twins.values():
+            for twin in self.all_twins():
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
                 twin.lay_leaf()
         self.twins.clear()  # twins are known by their memory, which others may get now
