@@ -45,7 +45,7 @@ def train(options: argparse.Namespace, lr: float, at_once: int) -> Iterator[Tens
         budget = options.memory_budget or (None if device.type == "cpu" else 0.9 / at_once)
         window = {"k": options.k, "k_prime": options.k_prime, "activations": options.activations}
         pipeline = sp_lightning.superpipeline(model, device, memory_budget=budget, **window)
-        step, clip, end = pipeline.step, pipeline.optimizers.clip_grad_norm, pipeline.detach
+        step, clip, end = pipeline.step, pipeline.optimizers.clipping.clip_grad_norm, pipeline.detach
     for number in range(options.steps):
         torch.manual_seed(options.seed + number)  # or random numbers would depend on whose turn it was before
         tokens = next(batches).to(device)

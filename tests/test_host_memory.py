@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
-from sp_lightning.pipeline.gradients import buffers as gradient_buffers
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers
@@ -173,7 +172,6 @@ def test_bytes_of_a_parameter(
     make: Any, arguments: dict[str, Any], most: float, gradients: float, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twelve blocks on a host without memory to spare: in buffers, and in the memory of the optimizer's state."""
-    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda nbytes: False)
     module, taken = Blocks(12, 256), []
 
     def count(*_: Any) -> None:
@@ -252,7 +250,6 @@ def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.M
     monkeypatch.setattr(HostBackend, "pin", lambda _, memory: pinned.append(memory.nbytes) or True)
     monkeypatch.setattr(HostBackend, "unpin", lambda *_: None)
     monkeypatch.setattr(GradientStream, "show_all", lambda stream: settled.append(stream.settled))
-    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda _: False)
 
     def count(*_: Any) -> None:
         counts[trainer.global_step] = trainer.strategy.pipeline.stats.arrangements

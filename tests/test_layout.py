@@ -27,8 +27,8 @@ ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
 ENGINE = [
-    "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "optimizer", "calls",
-    "whole",
+    "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "turns", "optimizer",
+    "calls", "whole",
 ]  # fmt: skip
 BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
 
@@ -51,7 +51,7 @@ BACK_FOR_TYPES = {
     "calls.debug": {"engine.Engine"},
     "calls.gates": {"calls.calls.Calls"},
     "calls.guard": {"engine.Engine"},
-    "gradients.stream": {"optimizer.group_steps.EarlyStep"},
+    "gradients.stream": {"optimizer.early_step.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
     "weights.autocast": {"calls.graphs.Graphs"},
     "weights.leaf": {"weights.weight.Weight"},
@@ -102,6 +102,8 @@ def engine_room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
+    if parts[2:4] in (["processes", "turns"], ["processes", "sums"]):  # processes in turn bring gradients together
+        return "turns"
     return parts[2] if len(parts) > 2 and parts[2] in ENGINE else "whole"
 
 

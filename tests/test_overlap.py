@@ -68,7 +68,7 @@ def test_units_are_being_stepped_when_step_has_returned(autocast: bool, clip: bo
                     loss = model(Run.rows(number)).float().sum()
                 loss.backward()
                 if clip:
-                    pipeline.optimizers.clip_grad_norm(model.parameters(), 1.0)
+                    pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 1.0)
                 optimizer.step()
                 steps = [unit.being_stepped for unit in pipeline.arrangement.in_window]
                 assert number == 0 or any(step is not None and not step.done for step in steps)

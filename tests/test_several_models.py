@@ -45,7 +45,7 @@ def train(name: str, *seeds: int) -> tuple[float, list[list[float]]]:
             with pipe.step():
                 loss = model(torch.ones(1, WIDTH)).square().sum()
                 loss.backward()
-            pipe.optimizers.clip_grad_norm(model.parameters(), 1.0)
+            pipe.optimizers.clipping.clip_grad_norm(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

@@ -8,6 +8,7 @@ a planner wants another window, autocast goes on or off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -23,19 +24,23 @@ from sp_lightning.pipeline.calls.compiled import compiled_call
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.graphs import Graphs
 from sp_lightning.pipeline.calls.guard import Guard
-from sp_lightning.pipeline.gradients.buffers import LandingBuffers
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
+from sp_lightning.pipeline.gradients.exchange import Exchange
+from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import UnitGradients
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.processes.turns import Turns
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
-from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
@@ -118,10 +123,8 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(
-            arrangement.in_window, self.window, self.landing, self.processes, self._sums_gradients
-        )
-        self.steps = GroupSteps(self.window, self.stream)
+        self.stream = self._make_stream(arrangement.in_window)
+        self.steps = UnitSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
         on_device = [*arrangement.parameters_on_device, *arrangement.unmanaged.values()]
@@ -142,6 +145,16 @@ class Engine:
         self.guard.install()
         for member in arrangement.members:
             install_gate(member, self.calls)
+
+    def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
+        gradients = [UnitGradients(unit, segment) for unit in units for segment in unit.segments]
+        parts = [part for unit in units for part in unit.parts]
+        self.landing.serve(len(parts), max((len(unit.parts) for unit in units), default=1))
+        staging = StagingBuffers(parts, self.backend)
+        exchange = Exchange()
+        if self.processes is not None:
+            exchange = Turns(gradients, self.backend, self.landing, self.processes, self._sums_gradients)
+        return GradientStream(gradients, self.window, staging, Routes(self.window, staging, self.landing), exchange)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -225,7 +238,7 @@ class Engine:
                 refused = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
-                learned.outdated |= self.stream.lacks_sums
+                learned.outdated |= self.stream.exchange.lacks_sums
             everyones = box.gather((edited, learned.has_news, refused))
             for _, _, refusal in everyones:
                 if refusal is not None:
@@ -321,6 +334,6 @@ class Engine:
             return
         with self.at_work:
             processes.passes += 1
-            self.stream.end_pass(processes.averages)
+            self.stream.exchange.end_pass(processes.averages, self.stream.routes.measures_norms)
             if processes.averages:
                 processes.average_on_device(self.arrangement.unmanaged)

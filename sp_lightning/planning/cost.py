@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from sp_lightning.pipeline.gradients.buffers import few_buffers
+from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS
@@ -198,7 +198,7 @@ def landing_bytes(workload: Workload, k_prime: int) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
     gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
     passing = workload.stepping == "in backward" or workload.sum_bytes > 0
-    return workload.sum_bytes + sum(gradients[: few_buffers(len(gradients), k_prime)] if passing else gradients)
+    return workload.sum_bytes + sum(gradients[: landing_buffers(len(gradients), k_prime)] if passing else gradients)
 
 
 def peak(ways: Sequence[Way], turn: int = 0) -> int:

@@ -37,7 +37,7 @@ class HostGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # The engine tells overflow from the norms that came with the gradients, and unscales when they are read.
         pipeline = None if self.strategy is None else self.strategy.pipeline
-        overflow = None if pipeline is None else pipeline.optimizers.unscale(optimizer, inv_scale)
+        overflow = None if pipeline is None else pipeline.optimizers.clipping.unscale(optimizer, inv_scale)
         if overflow is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             # For gradients on the device: `update` would copy the flag to the host without waiting, too.
@@ -84,8 +84,8 @@ class PrecisionMixin(StepsMixin):
         if self.pipeline is None:
             getattr(type(plugin), name)(plugin, optimizer, clip_val)
             return
-        engine = self.pipeline.optimizers
-        clip = engine.clip_grad_norm if name == "clip_grad_by_norm" else engine.clip_grad_value
+        clipping = self.pipeline.optimizers.clipping
+        clip = clipping.clip_grad_norm if name == "clip_grad_by_norm" else clipping.clip_grad_value
         clip(plugin.main_params(optimizer), clip_val)
 
 

@@ -85,7 +85,7 @@ class StepsMixin(StrategyPart):
         optimizer, plan = self._stepping
         if plan.why_not_in_backward is None:
             return pipeline.optimizers.stepping_in_backward(optimizer, clamp=plan.clamp)
-        return pipeline.optimizers.measuring_norms() if plan.needs_norms else nullcontext()
+        return pipeline.optimizers.clipping.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
     def optimizer_scope(self, pipeline: Pipeline, optimizer: Optimizer, plan: SteppingPlan) -> Iterator[None]:

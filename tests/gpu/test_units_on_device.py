@@ -33,9 +33,9 @@ def train(model: nn.Module, device: torch.device, pipeline: Pipeline | None, fus
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         else:
-            with pipeline.optimizers.measuring_norms():
+            with pipeline.optimizers.clipping.measuring_norms():
                 loss.backward()
-            pipeline.optimizers.clip_grad_norm(model.parameters(), 0.1)
+            pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().cpu())

@@ -161,10 +161,10 @@ class Blocks(simulated.Machine):
                 loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
                 last = in_backward and micro == accumulate - 1
                 stepping = pipeline.optimizers.stepping_in_backward(optimizer) if last else nullcontext()
-                with stepping, pipeline.optimizers.measuring_norms() if clip else nullcontext():
+                with stepping, pipeline.optimizers.clipping.measuring_norms() if clip else nullcontext():
                     loss.backward()
             if clip:
-                pipeline.optimizers.clip_grad_norm(model.parameters(), 1e9)
+                pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 1e9)
             if not frozen:
                 optimizer.step()
                 optimizer.zero_grad()

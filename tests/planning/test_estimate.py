@@ -15,7 +15,6 @@ from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.pipeline import Lane
-from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import gradient_bytes, landing_bytes, weight_bytes
 from sp_lightning.planning.estimate import STATE, estimate
@@ -96,7 +95,6 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
         on_host.append(now.host_bytes + now.optimizer_bytes)
         gradients.append(now.host_gradient_bytes)
 
-    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: False)
     monkeypatch.setattr(StepsMixin, "optimizer_scope", counted_step)
     train(module, precision)
     counted = module.summary

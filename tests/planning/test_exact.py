@@ -53,14 +53,14 @@ def train(
                 loss = model(torch.randn(8, 16)).float().square().mean()
             if pipeline is None or clip or micro < accumulate - 1:
                 measured = clip and pipeline is not None
-                with pipeline.optimizers.measuring_norms() if measured else torch.enable_grad():  # type: ignore[union-attr]
+                with pipeline.optimizers.clipping.measuring_norms() if measured else torch.enable_grad():  # type: ignore[union-attr]
                     loss.backward()
             else:
                 with pipeline.optimizers.stepping_in_backward(trained):
                     loss.backward()
             losses.append(loss.detach())
         if clip and pipeline is not None:
-            pipeline.optimizers.clip_grad_norm(model.parameters(), 0.01)
+            pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
         elif clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         trained.step()

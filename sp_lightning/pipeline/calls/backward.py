@@ -147,7 +147,7 @@ class BackwardPass:
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
         if self.running:
-            self._stream.abandon_pass()
+            self._stream.exchange.abandon_pass()
         # before the memory that it reads is given to anybody else
         self._engine.optimizers.abandon()
         self._stream.abandon()
@@ -159,7 +159,7 @@ class BackwardPass:
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
-            some_came = self._stream.finish()
+            some_came = self._stream.end_backward()
             self.running = False
             self._engine.end_backward(some_came)
 

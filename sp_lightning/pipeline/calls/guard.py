@@ -200,10 +200,11 @@ class Guard:
                 "because nobody was expected to read or change gradients before `step()`. Train with "
                 "`overlap_optimizer=False`."
             )
+        stream = self._engine.stream
         if not reads:
-            unit.forget([gradient])
+            stream.exchange.drop([gradient])
             return
-        if gradient in self._engine.stream.arrived:
+        if gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
@@ -212,7 +213,7 @@ class Guard:
         with self._engine.at_work:
             if gradient.host is not None:
                 self.window.finish_optimizer(weight.unit)
-                unit.show(gradient)
+                stream.exchange.show(gradient)
 
     # ------------------------------------------------------------------------------------------ weights on the device
 

@@ -2,7 +2,7 @@
 
 The gradients of a unit are put together in a *staging buffer* on the device, and leave it with one copy. Those that do
 not stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. One
-can be left to other processes of the machine, which add what lies in it to a sum that they share (shared_sums.py).
+can be left to other processes of the machine, which add what lies in it to a sum that they share (processes/sums.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.processes.box import Box
@@ -22,8 +21,7 @@ from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS, GradientLayout, gradient_bytes
 
-_LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
-_UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
+_UNITS_PER_BUFFER = 5  # landing buffers limit how far the optimizer may fall behind
 _PAUSE = 1e-3  # seconds between two looks whether others have read what was left to them
 
 
@@ -77,8 +75,8 @@ class StagingBuffers:
         self._buffers.clear()
 
 
-class HostGradients(GradientMemory):
-    """Such memory on the host, for gradients of one unit after the other: a landing buffer.
+class LandingBuffer(GradientMemory):
+    """Such memory on the host, through which gradients of one unit after the other pass.
 
     Attributes:
         file: The number of its file, by which other processes can look into it; -1 if there are none.
@@ -124,56 +122,60 @@ class HostGradients(GradientMemory):
             self.file = -1
 
 
-def few_buffers(units: int, together: int) -> int:
-    """Return how many landing buffers there may be on any host, for so many units, of which some travel together."""
+def landing_buffers(units: int, together: int) -> int:
+    """Return how many landing buffers there may be, for so many units, of which some travel together."""
     return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
 
 
 class LandingBuffers:
-    """Host memory through which gradients pass: buffers that are used again; one is made only if no other is free."""
+    """Host memory through which gradients pass: a few buffers that are used again."""
 
     def __init__(self, backend: Backend, box: Box | None) -> None:
         self._backend = backend
         self._box = box  # the processes that may look into them
-        self._few = 0  # how many there may be on any host
-        self._buffers: list[HostGradients] = []
+        self._count = 0  # how many there may be
+        self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
 
     def serve(self, units: int, together: int) -> None:
         """Serve so many units of an arrangement, of which some move together."""
-        self._few = few_buffers(units, together)
+        self._count = landing_buffers(units, together)
 
-    def take(self, nbytes: int, patient: bool) -> HostGradients:
-        """Take a buffer; block until one is released if all are in use and there may not be more.
-
-        Who is `patient` rather waits than has more than a few, where the host has memory to spare.
-        """
+    def take(self, nbytes: int) -> LandingBuffer:
+        """Take a buffer; block until one is released if all are in use."""
         with self._released:
-            while True:
-                free = sorted((each for each in self._buffers if each.is_free), key=lambda each: each.bytes.nbytes)
-                fitting = [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
-                # not a much larger one, or all would become as large as the largest unit's
-                if fitting and fitting[0].bytes.nbytes <= 2 * nbytes:
-                    fitting[0].use()
-                    return fitting[0]
-                # asked last, as the kernel takes milliseconds to tell how much memory is left
-                is_full = len(self._buffers) >= self._few and (patient or not _is_left_over(nbytes))
-                if is_full and fitting:
-                    fitting[0].use()
-                    return fitting[0]
-                if is_full and free:
+            free = self._free()
+            while not free and len(self._buffers) >= self._count:
+                self._released.wait(_PAUSE if self._count_left() else None)
+                free = self._free()
+            is_full = len(self._buffers) >= self._count
+            fitting = [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
+            # not a much larger one, or all would become as large as the largest unit's
+            if fitting and (is_full or fitting[0].bytes.nbytes <= 2 * nbytes):
+                buffer = fitting[0]
+            else:
+                if is_full:
                     self._buffers.remove(free[0])
                     free[0].close()
-                if free or not is_full:
-                    self._buffers.append(HostGradients(nbytes, self._backend, self._released, self._box))
-                    return self._buffers[-1]
-                self._released.wait(_PAUSE if any(buffer.is_left for buffer in self._buffers) else None)
+                buffer = LandingBuffer(nbytes, self._backend, self._released, self._box)
+                self._buffers.append(buffer)
+            buffer.use()
+            return buffer
+
+    def _free(self) -> list[LandingBuffer]:
+        """Return the buffers that are free, the smallest first."""
+        free = [buffer for buffer in self._buffers if buffer.is_free]
+        return sorted(free, key=lambda buffer: buffer.bytes.nbytes)
+
+    def _count_left(self) -> int:
+        """Return how many are left to other processes."""
+        return sum(buffer.is_left for buffer in self._buffers)
 
     @property
     def may_leave_one(self) -> bool:
         """Whether one may be left to other processes: half of them pass on, so that nobody waits for another's."""
         with self._released:
-            return 2 * (sum(buffer.is_left for buffer in self._buffers) + 1) <= self._few
+            return 2 * (self._count_left() + 1) <= self._count
 
     def abandon(self) -> None:
         """Release all buffers, after an exception."""
@@ -188,9 +190,3 @@ class LandingBuffers:
         """Free the memory, when no copy is under way."""
         while self._buffers:
             self._buffers.pop().close()
-
-
-def _is_left_over(nbytes: int) -> bool:
-    """Tell whether the host has so much memory to spare."""
-    free, total = available_host_memory(), total_host_memory()
-    return free is not None and total is not None and free - nbytes >= _LEFT_FREE * total

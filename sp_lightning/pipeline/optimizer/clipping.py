@@ -11,39 +11,84 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Gradient, Scaling, State
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
-from sp_lightning.pipeline.optimizer.group_steps import GroupSteps
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
+from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.gradient_layout import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
-_Found = Sequence[Gradient | Tensor]
-"""Gradients of parameters: ours, and the `.grad` of those that do not stream."""
+
+@dataclass(frozen=True)
+class _Found:
+    """The gradients of parameters."""
+
+    ours: list[Gradient]
+    others: list[Tensor]  # the `.grad` of those that do not stream
+    in_order: list[Gradient | Tensor]  # of the parameters, in which torch adds up norms
+
+
+@dataclass(eq=False)
+class _Norm:
+    """The norm of one gradient: known, or what it is the norm of, which may be on its way."""
+
+    norm: Tensor | None
+    gradient: Tensor | None
+    factors: Sequence[float | Tensor] = ()  # what the gradient is still to be multiplied by
+
+    def measure(self, dtype: torch.dtype) -> Tensor:
+        norm = self.norm
+        if norm is None:
+            assert self.gradient is not None
+            norm = torch.linalg.vector_norm(self.gradient, dtype=dtype)
+        norm = norm.to(dtype)
+        for factor in self.factors:
+            norm = norm * factor
+        return norm
+
+
+@dataclass(eq=False)
+class _ClippingFactor:
+    """A job: the factor that clips gradients to a norm, from the norms of all."""
+
+    norms: Sequence[_Norm]
+    max_norm: float
+    factor: Tensor  # where it goes
+
+    def __call__(self) -> None:
+        dtype = self.factor.dtype
+        with torch.inference_mode(False), torch.no_grad():
+            total = torch.linalg.vector_norm(torch.stack([norm.measure(dtype) for norm in self.norms]))
+            torch.clamp(self.max_norm / (total + 1e-6), max=1.0, out=self.factor)
 
 
 class Clipping:
     """Clips and unscales gradients; where possible, while the optimizer reads them."""
 
-    _steps: GroupSteps
-
     def __init__(self, at_work: EngineAtWork) -> None:
         self._at_work = at_work
-        self._weights: Mapping[int, Weight] = {}
+
+    def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight]) -> None:
+        """Clip from now on for these steps, of weights by the identities of masters."""
+        self._stream = steps.stream
+        self._backend = steps.window.backend
+        self._weights = weights
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
         """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._steps.stream.measures_norms = True
+        self._stream.routes.measures_norms = True
         try:
             yield
         finally:
-            self._steps.stream.measures_norms = False
+            self._stream.routes.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
@@ -59,16 +104,18 @@ class Clipping:
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
         with self._at_work:
-            weights = ((p, self._weights.get(id(p))) for p in parameters)
-            stream = self._steps.stream
-            left = [p for p, w in weights if w is None or stream.of[w].unit.state is not State.CONSUMED]
+            left = [parameter for parameter in parameters if not self._is_stepped(parameter)]
             found = self._find(left)
             if found is not None:
-                for gradient in _ours(found):
+                for gradient in found.ours:
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
-                left = [p for p in left if id(p) not in self._weights and p.grad is not None]
+                left = [parameter for parameter in left if id(parameter) not in self._weights]
         if left:
             nn.utils.clip_grad_value_(left, limit)
+
+    def _is_stepped(self, parameter: nn.Parameter) -> bool:
+        weight = self._weights.get(id(parameter))
+        return weight is not None and self._stream.of[weight].unit.state is State.CONSUMED
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -77,70 +124,55 @@ class Clipping:
         """
         with self._at_work:
             found = self._find(parameters_of(optimizer))
-            if found is None:
-                return None
-            gradients, others = _ours(found), _others(found)
-            measured = [(each.host, each.norm) for each in gradients if each.host is not None and each.norm is not None]
-            if len(measured) < len(gradients):
+            if found is None or any(gradient.norm is None for gradient in found.ours):
                 return None  # only reading all of them could tell
-            self._steps.stream.settle()
-            measured += zip(others, _norms(others, torch.float32), strict=True)
-            # a norm may have overflowed though all elements are finite
-            overflow = any(not norm.isfinite() and not tensor.isfinite().all() for tensor, norm in measured)
+            self._stream.settle()
+            overflow = _overflows(found)
             factor = inverse_scale.clone()
-            for gradient in gradients:
+            for gradient in found.ours:
                 gradient.scaling = gradient.scaling.times(factor)
-            _multiply(others, inverse_scale)
+            _multiply(found.others, inverse_scale)
             return overflow
 
     def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
-        dtypes = {each.weight.dtype if isinstance(each, Gradient) else each.dtype for each in found or ()}
-        if not found or len(dtypes) > 1 or not dtypes <= MEASURED:
+        if found is None:
+            return False
+        dtypes = {gradient.weight.dtype for gradient in found.ours} | {other.dtype for other in found.others}
+        scaling = found.ours[0].scaling if found.ours else NO_SCALING
+        if len(dtypes) != 1 or not dtypes <= MEASURED or not self._scales_norms(scaling):
+            return False
+        if any(gradient.scaling != scaling for gradient in found.ours):
             return False
         dtype = dtypes.pop()
-        gradients, others = _ours(found), _others(found)
-        scaling = gradients[0].scaling if gradients else NO_SCALING
-        if scaling.factors:
-            self._steps.stream.settle()  # one of them may be computed by an earlier clip
-        # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
-        is_exact = all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors)
-        if not is_exact or any(each.scaling != scaling for each in gradients):
-            return False
-        norms_of_others = _norms(others, dtype)
-        # for each the norm, where it is known already, and else what it is the norm of, which may be on its way
-        held: list[tuple[Tensor | None, Tensor | None]] = []
-        for each in found:  # in their order, in which torch adds up their norms
-            if isinstance(each, Gradient):
-                held.append((each.norm, each.host))
-            else:
-                held.append((norms_of_others.pop(0), None))
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
-
-        def job() -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                norms = []
-                for norm, gradient in held:
-                    if gradient is not None:
-                        norm = torch.linalg.vector_norm(gradient, dtype=dtype) if norm is None else norm.to(dtype)
-                        for earlier in scaling.factors:
-                            norm = norm * earlier
-                    norms.append(norm)
-                total = torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[arg-type]
-                torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
-
-        units = dict.fromkeys(gradient.unit for gradient in gradients)
-        ticket = self._steps.window.backend.work(job, [unit.ticket for unit in units if unit.ticket is not None])
+        measured = dict(zip(map(id, found.others), _norms(found.others, dtype), strict=True))
+        norms: list[_Norm] = []
+        for gradient_or_tensor in found.in_order:
+            if isinstance(gradient_or_tensor, Gradient):
+                norms.append(_Norm(gradient_or_tensor.norm, gradient_or_tensor.host, scaling.factors))
+            else:
+                norms.append(_Norm(measured[id(gradient_or_tensor)], None))
+        units = {gradient.unit: None for gradient in found.ours}
+        landed = [unit.ticket for unit in units if unit.ticket is not None]
+        ticket = self._backend.work(_ClippingFactor(norms, max_norm, factor), landed)
         clipped = scaling.times(factor)
-        for gradient in gradients:
-            gradient.scaling, gradient.norm = clipped, None
+        for gradient in found.ours:
+            gradient.scaling = clipped
+            gradient.norm = None
         for unit in units:
             unit.ticket = ticket
-        if others:
+        if found.others:
             ticket.join()
-            _multiply(others, factor)
+            _multiply(found.others, factor)
         return True
+
+    def _scales_norms(self, scaling: Scaling) -> bool:
+        """Tell whether factors scale a norm exactly as they scale the gradient, to the last bit: powers of two do."""
+        if scaling.factors:
+            self._stream.settle()  # one of them may be computed by an earlier clip
+        return all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors)
 
     def _find(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
         """Find the gradients of parameters; None if torch has to see them itself.
@@ -148,27 +180,36 @@ class Clipping:
         That is so if that of a weight is the user's, if one is no plain tensor, or if one is to be clipped by value,
         after which nothing can follow.
         """
-        found: list[Gradient | Tensor] = []
+        found = _Found([], [], [])
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._steps.stream.of[weight]
+            gradient = None if weight is None else self._stream.of[weight]
             if gradient is not None and gradient.host is not None:
                 if gradient.scaling.clamp is not None:
                     return None
-                found.append(gradient)
-            elif (own := parameter.grad) is not None:
-                if weight is not None or type(own) is not Tensor or own.layout is not torch.strided:
-                    return None
-                found.append(own)
+                found.ours.append(gradient)
+                found.in_order.append(gradient)
+                continue
+            other = parameter.grad
+            if other is None:
+                continue
+            if weight is not None or type(other) is not Tensor or other.layout is not torch.strided:
+                return None
+            found.others.append(other)
+            found.in_order.append(other)
         return found
 
 
-def _ours(found: _Found) -> list[Gradient]:
-    return [gradient for gradient in found if isinstance(gradient, Gradient)]
-
-
-def _others(found: _Found) -> list[Tensor]:
-    return [gradient for gradient in found if isinstance(gradient, Tensor)]
+def _overflows(found: _Found) -> bool:
+    """Tell whether a gradient is not finite, all of which bring their norms."""
+    measured = [(gradient.host, gradient.norm) for gradient in found.ours]
+    measured += zip(found.others, _norms(found.others, torch.float32), strict=True)
+    for tensor, norm in measured:
+        assert tensor is not None
+        assert norm is not None
+        if not norm.isfinite() and not tensor.isfinite().all():  # a norm may overflow though all elements are finite
+            return True
+    return False
 
 
 def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

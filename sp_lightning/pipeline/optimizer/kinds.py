@@ -63,9 +63,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def makes_state(optimizer: Optimizer, master: nn.Parameter, settings: dict[str, Any]) -> bool:
-    """Tell whether the next step of one of these optimizers makes its state of a weight, with these settings."""
-    return not optimizer.state.get(master) and (type(optimizer) is not SGD or settings["momentum"] != 0)
+def makes_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+    """Tell whether one of these optimizers has state of a weight, which the first step makes, with these settings."""
+    return type(optimizer) is not SGD or settings["momentum"] != 0
 
 
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:

@@ -34,8 +34,9 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.group_steps import EarlyStep, GroupSteps, Plan
+from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
@@ -55,11 +56,13 @@ class Afterwards(enum.Enum):
     """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
-class Optimizers(Clipping):
+class Optimizers:
     """The services of a pipeline to the optimizers of its weights."""
 
     def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
-        super().__init__(at_work)
+        self.clipping = Clipping(at_work)
+        self._at_work = at_work
+        self._weights: Mapping[int, Weight] = {}
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -72,18 +75,20 @@ class Optimizers(Clipping):
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(self, steps: GroupSteps, weights: Mapping[int, Weight], parameters: Collection[int]) -> None:
+    def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight], parameters: Collection[int]) -> None:
         """Work from now on with these steps, of weights by the identities of masters, among all parameters'."""
         self._steps = steps
         self._weights = weights
         self._parameters = parameters
+        self.clipping.work_with(steps, weights)
 
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""
         if self._kept:
             with self._at_work:
                 stream = self._steps.stream
-                stream.consume(stream.of[self._weights[id(p)]] for p in self._kept if id(p) in self._weights)
+                weights = [self._weights[id(p)] for p in self._kept if id(p) in self._weights]
+                stream.consume([stream.of[weight] for weight in weights])
             self._kept = []
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
@@ -140,9 +145,9 @@ class Optimizers(Clipping):
                 self._step(optimizer, plan)
             else:
                 for unit in plan.units:
-                    self._steps.end(unit, plan)
+                    self._steps.count(unit, plan)
             if self._early is not None and self._early.optimizer is optimizer:
-                self._early.finish()
+                self._early.acknowledge()
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
                 self._steps.stream.consume(plan.gradients)
@@ -190,7 +195,7 @@ class Optimizers(Clipping):
         """
         steps = self._steps
         settings = settings_of(optimizer, steps.fused)
-        arrived: dict[Gradient, Tensor] = {}
+        used: dict[Gradient, Used] = {}
         waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight, tensor = gradient.weight, gradient.host
@@ -202,12 +207,14 @@ class Optimizers(Clipping):
                     continue
                 waits.add(weight.unit)
             weight.follow()
-            arrived[gradient] = tensor
-            if makes_state(optimizer, weight.master, settings[number]):
-                optimizer.state.setdefault(weight.master, {})
+            state = optimizer.state.get(weight.master)
+            if not state and makes_state(optimizer, settings[number]):
+                state = optimizer.state.setdefault(weight.master, {})
                 waits.add(weight.unit)  # state made in a first step depends on torch's default dtype, for one
+            used[gradient] = tensor, {} if state is None else state
+        step = Step(optimizer, plan, settings)
         for unit in plan.units:
-            steps.begin(unit, optimizer, plan, settings, arrived)
+            steps.step(unit, step, used)
         steps.finish(waits if self._overlaps is not False else plan.units)
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
@@ -237,15 +244,15 @@ class Optimizers(Clipping):
         """
         early = self._early_step(optimizer, clamp) if self._early is None else None
         self._early = self._early or early
-        self._steps.stream.taker = early
+        self._steps.stream.early = early
         try:
             yield
         finally:
-            self._steps.stream.taker = None
+            self._steps.stream.early = None
         if early is not None and not early.stepped:  # after an exception other processes may have stepped some
             self._early = None
             with self._at_work:
-                early.finish()
+                early.acknowledge()
 
     def _early_step(self, optimizer: Optimizer, clamp: float | None) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
@@ -261,7 +268,7 @@ class Optimizers(Clipping):
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
         with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
             self._steps.settle()
-        self._steps.stream.taker = None
+        self._steps.stream.early = None
         early, self._early = self._early, None
         if early is not None:
             early.abandon()

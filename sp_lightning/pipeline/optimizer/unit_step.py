@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from sp_lightning.optim import rules
 from sp_lightning.optim.host import Work
 from sp_lightning.optim.of_torch import OnePass, scaling_of
-from sp_lightning.pipeline.gradients.unit_gradients import NO_SCALING, Scaling
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.torch_private import code_of_step
 
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
@@ -34,7 +34,8 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     """
     code = code_of_step(optimizer, settings.copy())
     together: list[Update] = []
-    one_pass, works = OnePass(optimizer, settings), []
+    one_pass = OnePass(optimizer, settings)
+    works: list[Work] = []
     numbers: dict[Any, rules.Scaling | None] = {}  # those of a scaling are shared: each look at a factor takes time
     for work, scaling in updates:
         known = scaling, work.weight.dtype
@@ -48,18 +49,25 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         else:
             _update(code, [(work, scaling)])
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-    for has_state in (True, False):
-        _update(code, [each for each in together if any(v is not None for v in each[0].state.values()) is has_state])
+    first_steps = [update for update in together if not _has_state(update)]
+    later_steps = [update for update in together if _has_state(update)]
+    _update(code, later_steps)
+    _update(code, first_steps)
     if works:
         one_pass.step(works)
 
 
+def _has_state(update: Update) -> bool:
+    work, _ = update
+    return any(value is not None for value in work.state.values())
+
+
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
-    for (weight, arrived, *_), scaling in updates:
-        gradient, scaling = arrived, scaling.without_ones
-        if scaling != NO_SCALING or arrived.dtype != weight.dtype:
-            gradient = torch.empty_like(arrived, dtype=weight.dtype).copy_(arrived)
+    for work, scaling in updates:
+        weight, gradient, scaling = work.weight, work.gradient, scaling.without_ones
+        if scaling != NO_SCALING or gradient.dtype != weight.dtype:
+            gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
             scaling.apply_(gradient)
         weight.grad = gradient
     if updates:

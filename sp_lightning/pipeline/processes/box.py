@@ -196,14 +196,15 @@ class SharedMemory:
         names: The weights that it is for.
         bytes: The memory.
         is_partial: Whether it has sums to which the next pass is added.
-        begun: How many steps of the masters in it this process has asked for; or how many passes it has added.
+        generation: The number of what will lie in it when all is done that this process has asked for: of its masters
+            after a step, or of its sums after a backward pass.
     """
 
     def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counter: Tensor) -> None:
         self.box = box
         self.names = names
         self.bytes = memory
-        self.begun = 0
+        self.generation = 0
         self.is_partial = False
         self._counter = counter
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
-from sp_lightning.pipeline.gradients import shared_sums
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
-from sp_lightning.pipeline.gradients.shared_sums import SharedSums
+from sp_lightning.pipeline.processes import sums
+from sp_lightning.pipeline.processes.sums import SharedSums
 from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients, torchs_defaults
@@ -129,7 +129,7 @@ def added_up_by_the_last() -> None:
     """The others leave gradients where they have landed, so that the sum is read and written once."""
     model, is_last, added = nn.Linear(WIDTH, WIDTH), dist.get_rank() == 3, Mock(wraps=pieces)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with attached(model, on_a_machine=4) as pipeline, patch.object(shared_sums, "pieces", added):
+    with attached(model, on_a_machine=4) as pipeline, patch.object(sums, "pieces", added):
         for _ in range(3):
             pipeline.meet_processes()
             model(torch.randn(5, WIDTH)).square().mean().backward()
@@ -334,16 +334,16 @@ def test_what_is_left_to_other_processes_lies_there_until_their_pass_is_complete
     """Meanwhile gradients come through the other half of the buffers, so that nobody waits for another process."""
     buffers, complete = LandingBuffers(RecordingBackend(), box=None), PendingTicket()
     buffers.serve(units=0, together=1)
-    left, passing = buffers.take(8, patient=True), buffers.take(8, patient=True)
+    left, passing = buffers.take(8), buffers.take(8)
     assert buffers.may_leave_one
     left.leave(complete)
     left.release()
     passing.release()
     assert not buffers.may_leave_one
-    assert buffers.take(8, patient=True) is passing
+    assert buffers.take(8) is passing
     complete.finish()
     assert buffers.may_leave_one
-    assert buffers.take(8, patient=True) is left
+    assert buffers.take(8) is left
 
 
 # ----------------------------------------------------------------------------------------------- what cannot be right

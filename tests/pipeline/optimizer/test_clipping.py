@@ -42,12 +42,12 @@ def test_gradients_stay_in_bf16_unless_they_accumulate(
             for _ in range(micro_batches):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
                     loss = model(X.to(dtype)).square().mean()
-                with pipeline.optimizers.measuring_norms() if pipeline else nullcontext():
+                with pipeline.optimizers.clipping.measuring_norms() if pipeline else nullcontext():
                     loss.backward()
             if pipeline is None:
                 nn.utils.clip_grad_norm_(parameters, 1e-3)
             else:
-                pipeline.optimizers.clip_grad_norm(parameters, 1e-3)
+                pipeline.optimizers.clipping.clip_grad_norm(parameters, 1e-3)
                 assert step == 0 or all(each.host is not None for each in pipeline._engine.stream.of.values()), (
                     "nobody waits"
                 )

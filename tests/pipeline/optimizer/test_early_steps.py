@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
-from sp_lightning.pipeline.gradients import buffers
 
 from .parts import (
     WIDTH,
@@ -72,14 +70,9 @@ def check_in_backward(
 
 @pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (1, 1), (4, 2), (5, 5)])
-def test_units_are_stepped_while_backward_runs(
-    k: int, k_prime: int, make: Callable[[nn.Module], Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_are_stepped_while_backward_runs(k: int, k_prime: int, make: Callable[[nn.Module], Optimizer]) -> None:
     """A group when all of its units are complete; the numbers, gradients included, are those of plain training."""
-    asked = Mock(return_value=1 << 50)  # what the kernel tells in files, which takes milliseconds
-    monkeypatch.setattr(buffers, "available_host_memory", asked)
     stats = check_in_backward(make, k=k, k_prime=k_prime)
-    assert asked.call_count <= 5  # before a buffer is made, not in every backward
     assert stats.steps_in_backward == 3 * 5
     assert stats.overlapped_steps == 4 * 5
 

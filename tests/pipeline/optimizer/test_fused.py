@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.optimizer import group_steps
+from sp_lightning.pipeline.optimizer import unit_steps
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         settings.append(hyper)
         plainly(optimizer, hyper, *args)
 
-    plainly = group_steps.update_weights
+    plainly = unit_steps.update_weights
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
-        with mock.patch.object(group_steps, "update_weights", update_weights):
+        with mock.patch.object(unit_steps, "update_weights", update_weights):
             yield settings
             optimizer.step()
             pipeline._engine.settle()

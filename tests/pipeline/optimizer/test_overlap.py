@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
-from sp_lightning.pipeline.optimizer import group_steps
+from sp_lightning.pipeline.optimizer import unit_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT
 from tests.helpers import torchs_defaults
 
@@ -217,14 +217,14 @@ def test_clipping_again_does_not_read_a_factor_that_is_not_there_yet(monkeypatch
                 nn.utils.clip_grad_norm_(parameters, 0.01 / (step + 1))
                 nn.utils.clip_grad_norm_(parameters, 1e-4)
             else:
-                with pipeline.optimizers.measuring_norms():
+                with pipeline.optimizers.clipping.measuring_norms():
                     loss.backward()
                 with held_up(pipeline) as gate:
                     with monkeypatch.context() as patch:
                         patch.setattr(torch, "empty", torch.ones)
-                        pipeline.optimizers.clip_grad_norm(parameters, 0.01 / (step + 1))
+                        pipeline.optimizers.clipping.clip_grad_norm(parameters, 0.01 / (step + 1))
                     open_soon(gate)
-                    pipeline.optimizers.clip_grad_norm(parameters, 1e-4)
+                    pipeline.optimizers.clipping.clip_grad_norm(parameters, 1e-4)
             optimizer.step()
             optimizer.zero_grad()
         return everything(model, optimizer)
@@ -330,7 +330,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: str) 
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(group_steps, "update_weights", fail_to_step)
+            patch.setattr(unit_steps, "update_weights", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 USES[use](model, pipeline)

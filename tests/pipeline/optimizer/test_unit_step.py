@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.host import Work
-from sp_lightning.pipeline.gradients.unit_gradients import Scaling
+from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from sp_lightning.pipeline.optimizer.unit_step import update_weights

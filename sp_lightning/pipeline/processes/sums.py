@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import pieces
-from sp_lightning.pipeline.gradients.buffers import HostGradients
+from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
@@ -50,6 +50,7 @@ class SharedSums:
         self._dropped = tensor_in(memory.bytes, at_dropped, dropped, torch.bool)  # by each process, since the last pass
         self._places = set(map(id, self.places))
         self._begun = -1  # the last pass that has begun
+        self._forgotten: list[int] = []  # the numbers of weights whose sums this process has dropped since then
         self.names = [weight.name for weight in weights]
         self.index = {weight: number for number, weight in enumerate(weights)}
         self.is_over = False  # whether this process's turn in the present pass is over, or will be after its last job
@@ -69,11 +70,11 @@ class SharedSums:
 
     def turn(self) -> Ticket:
         """Return a ticket that is done when it is this process's turn in the present pass."""
-        return self._memory.reached(self._memory.begun * self._box.count + self._box.rank)
+        return self._memory.reached(self._memory.generation * self._box.count + self._box.rank)
 
     def complete(self) -> Ticket:
         """Return a ticket that is done when all processes have had their turn in the present pass."""
-        return self._memory.reached((self._memory.begun + 1) * self._box.count)
+        return self._memory.reached((self._memory.generation + 1) * self._box.count)
 
     @property
     def is_partial(self) -> bool:
@@ -82,7 +83,7 @@ class SharedSums:
 
     def end_pass(self, is_partial: bool) -> None:
         """Note that the present pass has ended in this process, and its turn in it is over."""
-        self._memory.begun += 1
+        self._memory.generation += 1
         self._memory.is_partial = is_partial
         self.is_over = False
 
@@ -93,12 +94,23 @@ class SharedSums:
     @property
     def number(self) -> int:
         """The number of the present pass."""
-        return self._memory.begun
+        return self._memory.generation
 
     @property
     def begins(self) -> bool:
         """Whether this process's turn comes first in every pass."""
         return self._box.is_keeper
+
+    def forget(self, weight: Weight) -> None:
+        """Note that this process has the sum of a weight no longer; others are told before the next pass."""
+        if weight in self.index:
+            self._forgotten.append(self.index[weight])
+
+    def take_forgotten(self) -> list[int]:
+        """Return the numbers of weights whose sums this process has dropped since this was last asked."""
+        forgotten = self._forgotten
+        self._forgotten = []
+        return forgotten
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Tell the others that this process has the sums of the weights with these numbers no longer."""
@@ -136,7 +148,7 @@ class SharedSums:
         dtypes = [gradient.dtype for gradient in gradients.values()]
         return not self.ends and list(gradients) == list(range(len(self.places))) and dtypes == self._left_as.dtypes
 
-    def leave(self, buffer: HostGradients, until: Ticket) -> bool:
+    def leave(self, buffer: LandingBuffer, until: Ticket) -> bool:
         """Leave this process's part to others, in its turn, until the pass is complete; tell whether it was left."""
         if self._left[self._box.rank]:  # it was left, and has been followed by more
             return False

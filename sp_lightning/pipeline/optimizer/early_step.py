@@ -1,0 +1,166 @@
+"""Steps in backward: units are stepped before the optimizer's `step()` is called, as soon as gradients have landed.
+
+A scope around that backward pass vouches for two things: `optimizer.step()` will follow, with the settings that the
+optimizer has now, and nobody looks at gradients in between. Whoever does gets an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline.gradients.routes import Shipment
+from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
+from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
+from sp_lightning.pipeline.units.unit import Unit
+
+
+class EarlyStep:
+    """A step of an optimizer that begins before its `step()` is called, with gradients as they come.
+
+    A unit is stepped only if no node of the graph holds one of its weights on the device any more.
+
+    Attributes:
+        plan: What is decided for the optimizer.
+        keeps_gradients: Whether gradients are kept after the step.
+        stepped: The gradients that the step has used.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, plan: Plan, steps: UnitSteps, clamp: float | None, keeps_gradients: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.keeps_gradients = keeps_gradients
+        self.plan = plan
+        self.stepped: list[UnitGradients] = []
+        self._steps = steps
+        self._scaling = Scaling(clamp=clamp)
+        # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
+        self._settings: list[dict[str, Any]] | None = None
+        self._shipments: list[Shipment] = []  # of one unit, until all that it waits for are there
+        # the gradients of weights whose state this step makes, in this process
+        self._new = [gradient for gradient, number in plan.gradients.items() if self._is_new(gradient, number)]
+        # it stands in the order in which torch would make it
+        optimizer.state.update({gradient.weight.master: {} for gradient in self._new})
+
+    def _is_new(self, gradient: Gradient, number: int) -> bool:
+        master = gradient.weight.master
+        if not master.requires_grad or gradient.weight.unit.is_followed or self.optimizer.state.get(master):
+            return False
+        return makes_state(self.optimizer, self.optimizer.param_groups[number])
+
+    # ------------------------------------------------------------------------------------------------- in backward
+
+    def wants(self, gradients: UnitGradients) -> bool:
+        """Tell whether these gradients, which are complete, should go to the optimizer right away."""
+        unit = gradients.unit
+        if unit.resident or unit.apart:  # the latter would have to wait for the step
+            return False
+        return all(g in self.plan.gradients and not g.weight.other_twins for g in gradients.trained)
+
+    def receive(self, shipment: Shipment) -> None:
+        """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""
+        unit = shipment.unit.unit
+        if self._shipments and self._shipments[0].unit.unit is not unit:
+            self.end_unit()  # backward has moved on, and there are few landing buffers
+        self._shipments.append(shipment)
+        # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
+        if self._is_complete(unit) and all(weight.master.requires_grad for weight in unit.weights):
+            self._step(unit)
+
+    def end_unit(self) -> None:
+        """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
+        if not self._shipments:
+            return
+        unit = self._shipments[0].unit.unit
+        if self._is_complete(unit):
+            self._step(unit)
+            return
+        for shipment in self._shipments:
+            self._steps.stream.take_back(shipment)
+        self._shipments = []
+
+    def _is_complete(self, unit: Unit) -> bool:
+        """Tell whether all trained weights of a unit have their gradients, and no node holds a weight any more."""
+        trained = sum(weight.master.requires_grad for weight in unit.weights)
+        return not unit.handles and trained == sum(len(shipment.gradients) for shipment in self._shipments)
+
+    def _step(self, unit: Unit) -> None:
+        steps = self._steps
+        shipments = self._shipments
+        self._shipments = []
+        if self._settings is None:
+            self._settings = settings_of(self.optimizer, steps.fused)
+        used: dict[Gradient, Used] = {}
+        unit_awaits_others = False
+        for shipment in shipments:
+            for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
+                gradient.scaling = self._scaling
+                used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
+            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.unit, steps.window.copies_of([unit]))
+        if unit.is_followed:
+            steps.count(unit, self.plan)
+        else:
+            buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
+            steps.step(unit, Step(self.optimizer, self.plan, self._settings), used, buffers)
+        unit.is_ahead = unit_awaits_others
+        if not unit_awaits_others and not used.keys().isdisjoint(self._new):
+            steps.finish([unit])  # how state is made depends on torch's default dtype, which may change
+        for shipment in shipments:
+            shipment.unit.consume()
+            self.stepped.append(shipment.unit)
+            if not self.keeps_gradients:
+                steps.stream.exchange.drop(shipment.gradients)
+        steps.window.stats.steps_in_backward += len(unit.parts)
+
+    # -------------------------------------------------------------------------------------------------- after backward
+
+    def acknowledge(self) -> None:
+        """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
+        if self._new:  # other processes, which backward could not wait for, have ended theirs
+            self._steps.finish([gradients.unit for gradients in self.stepped])
+        for gradients in self.stepped:
+            gradients.unit.is_ahead = False
+            gradients.acknowledge_step(self.keeps_gradients)
+        for gradient in self._new:
+            if not self.optimizer.state.get(gradient.weight.master):
+                self.optimizer.state.pop(gradient.weight.master, None)  # it got no gradient
+
+    def abandon(self) -> None:
+        """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""
+        for unit in self.plan.units:
+            self._steps.count(unit, self.plan)
+        self.acknowledge()
+        trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
+        stepped = sum(len(gradients.trained) for gradients in self.stepped)
+        if 0 < stepped < trained:
+            warnings.warn(
+                f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
+                f"step, {trained - stepped} have not. Continue from a checkpoint, or train with "
+                "`overlap_optimizer=False`.",
+                stacklevel=2,
+            )
+
+    def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
+        """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
+        name = type(self.optimizer).__name__
+        if optimizer is not self.optimizer:
+            if any(gradient in plan.gradients for unit in self.stepped for gradient in unit.trained):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is to step weights that another optimizer, {name}, has stepped in "
+                    "backward although its own `step()` was not called yet. Train with `overlap_optimizer=False`."
+                )
+        elif why_not is not None:
+            raise RuntimeError(
+                f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
+            )
+        elif self._settings not in (None, settings_of(optimizer, self._steps.fused)):
+            raise RuntimeError(
+                f"{name} has stepped units in backward, and its param groups were changed after that, before `step()`. "
+                "Set learning rates and the like before backward or after the step, or train with "
+                "`overlap_optimizer=False`."
+            )

@@ -1,0 +1,210 @@
+"""Steps of units on the thread for work on host memory: planned once per optimizer, handed over, waited for.
+
+They are handed over when `step()` is called, or while backward runs (early_step.py). A unit whose weights and state are
+on the device would have a stepper of its own beside this one, with the same few verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from sp_lightning.optim.host import Work
+from sp_lightning.pipeline.gradients.buffers import LandingBuffer
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
+from sp_lightning.pipeline.processes.box import SharedMemory
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.window.window import Window
+
+
+class Plan:
+    """What is decided once for an optimizer, as long as its param groups have the same parameters."""
+
+    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
+        # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
+        self.gradients: dict[Gradient, int] = {}
+        self.others: list[list[nn.Parameter]] = []  # for each param group, the parameters that are no weights of ours
+        for number, param_group in enumerate(optimizer.param_groups):
+            self.others.append([])
+            for parameter in param_group["params"]:
+                weight = weights.get(id(parameter))
+                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
+                    self.others[-1].append(parameter)
+                else:
+                    self.gradients[stream.of[weight]] = number
+        units = {gradient.weight.unit for gradient in self.gradients}
+        # the units that its weights are in, first the one that the next forward needs first
+        self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
+
+
+Used: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
+
+
+class Step(NamedTuple):
+    """A step of an optimizer."""
+
+    optimizer: Optimizer
+    plan: Plan
+    settings: Sequence[dict[str, Any]]  # of each param group
+
+
+class _Generation(NamedTuple):
+    """What masters in shared memory will be when a step is done."""
+
+    memory: SharedMemory
+    number: int
+
+
+@dataclass(eq=False)
+class _StepOfUnit:
+    """A job: a step of one unit's weights."""
+
+    unit: Unit
+    step: Step
+    updates: Mapping[int, Sequence[Update]]  # by the numbers of param groups
+    weights: Set[Weight]  # those that are stepped
+    generations: Sequence[_Generation]
+    buffers: Sequence[LandingBuffer]  # that their gradients lie in
+
+    def __call__(self) -> None:
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            for segment in self.unit.segments:
+                segment.refresh_copies(self.weights)
+            for number, updates in self.updates.items():
+                update_weights(self.step.optimizer, self.step.settings[number], updates)
+            _note_stepped(self.unit, self.weights)
+            for generation in self.generations:
+                generation.memory.reach(generation.number)
+
+    def release_buffers(self) -> None:
+        """Let other gradients land in the buffers."""
+        for buffer in self.buffers:
+            buffer.release()
+
+
+class UnitSteps:
+    """Gives steps of units to the thread, and waits for them."""
+
+    def __init__(self, window: Window, stream: GradientStream) -> None:
+        self.window = window
+        self.stream = stream
+        # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
+        self.fused = window.backend.device.type != "cpu"
+
+    def step(
+        self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used], buffers: Sequence[LandingBuffer] = ()
+    ) -> None:
+        """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
+
+        Weights without a gradient stay as they are.
+        """
+        updates: dict[int, list[Update]] = {}
+        tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
+        moved = 0
+        numbers = step.plan.gradients
+        for segment in unit.segments:
+            for weight, copy in zip(segment.weights, segment.copies, strict=True):
+                gradient = self.stream.of[weight]
+                if gradient not in gradients:
+                    continue
+                tensor, state = gradients[gradient]
+                work = Work(weight.master.data, tensor, state, copy)
+                updates.setdefault(numbers[gradient], []).append((work, gradient.scaling))
+                tickets[weight] = gradient.unit.ticket
+                moved += 2 * weight.home.nbytes + tensor.nbytes
+        if not tickets:
+            self.count(unit, step.plan)
+            return
+        job = _StepOfUnit(unit, step, updates, tickets.keys(), self._next_generations(unit, step.plan), buffers)
+        landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
+        self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
+        self.window.stats.overlapped_steps += len(unit.parts)
+
+    def _hand_over(
+        self,
+        unit: Unit,
+        job: Callable[[], None],
+        weights: Set[Weight],
+        after: Iterable[Ticket],
+        moved: int = 0,
+        cleanup: Callable[[], None] | None = None,
+    ) -> None:
+        window = self.window
+        window.finish_optimizer(unit)
+        window.outdate(unit, weights)
+        rank = 0 if unit.resident else unit.index + 1  # first what the next forward needs first
+        after = [*window.copies_of([unit]), *after]
+        trace = window.backend.trace
+        unit.being_stepped = trace.work(Kind.STEP, unit.name, job, after, moved, cleanup, rank)
+        if unit.apart:  # weights made resident are in units that do not wait for this one's step
+            window.finish_optimizer(unit)
+
+    def count(self, unit: Unit, plan: Plan) -> None:
+        """Count a step that changes no weight of a unit here; the thread waits for the process that steps them."""
+        generations = self._next_generations(unit, plan)
+        if generations and unit.is_followed:
+            weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
+            stepped = [generation.memory.reached(generation.number) for generation in generations]
+            self._hand_over(unit, partial(_note_stepped, unit, weights), weights, stepped)
+        elif generations:
+            self.window.finish_optimizer(unit)
+            for segment in unit.segments:  # the optimizer's own code may have stepped them
+                segment.check()
+                segment.refresh_copies()
+            for generation in generations:
+                generation.memory.reach(generation.number)
+
+    def _next_generations(self, unit: Unit, plan: Plan) -> list[_Generation]:
+        """Count a step of weights that other processes have, too, whether or not it changes them; once."""
+        generations: list[_Generation] = []
+        if unit.is_ahead:
+            return generations
+        for segment in unit.segments:
+            memory = segment.memory.shared
+            if memory is not None and any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
+                memory.generation += 1
+                generations.append(_Generation(memory, memory.generation))
+        return generations
+
+    def finish(self, units: Iterable[Unit]) -> None:
+        """Wait until no step reads or writes the memory of these units any more.
+
+        Raises:
+            Exception: The first error of a step, when all have ended; the others mostly have the same cause.
+        """
+        errors = []
+        for unit in units:
+            try:
+                self.window.finish_optimizer(unit)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def settle(self) -> None:
+        """Wait until every step is done, and no copy to the device reads a master: others may write to them."""
+        try:
+            self.finish(self.window.units)
+        finally:
+            self.window.finish_copies(self.window.units)
+
+
+def _note_stepped(unit: Unit, weights: Set[Weight]) -> None:
+    with torch.inference_mode(False), without_torch_function():
+        increment_version(weight.master for weight in weights)
+        for segment in unit.segments:
+            segment.note_stepped()

@@ -1,0 +1,356 @@
+"""Backward passes of the processes of a machine, which add what each brings to sums that they share, in turn.
+
+A gradient that somebody sees, by its `.grad` or by hooks, is this process's own until the sums are complete: then it is
+a part of them, and the user has the sum. What was shown of a sum before is taken back when more is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.gradients.buffers import LandingBuffer, LandingBuffers
+from sp_lightning.pipeline.gradients.exchange import Exchange
+from sp_lightning.pipeline.gradients.routes import Parcel, Shipment
+from sp_lightning.pipeline.gradients.scaling import NO_SCALING
+from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.processes.sums import SharedSums
+from sp_lightning.pipeline.torch_private import without_torch_function
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A job: this process's turn to add to the sums of a unit."""
+
+    unit: UnitGradients
+    sums: SharedSums
+    own: Sequence[tuple[Tensor, Tensor]]  # gradients that somebody sees here: where they go, and where they land
+    parts: Mapping[int, Tensor]  # the others, by the numbers of their weights
+    buffer: LandingBuffer | None  # which they may be left in
+    landing: LandingBuffers
+    processes: Processes
+    is_over: bool  # whether the turn ends with it
+    measures_norms: bool
+
+    def __post_init__(self) -> None:
+        sums = self.sums
+        # as they are now: the thread may come to it when the pass has ended here
+        self._pass = sums.number
+        self._is_partial = sums.is_partial
+        self._complete = sums.complete()
+        self.leaves = self.buffer is not None and not self.own and sums.can_leave(self.parts)
+
+    def __call__(self) -> None:
+        try:
+            with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
+                self._add()
+        except BaseException as error:  # the turn will not end, so nothing that comes after it may be waited for
+            words = f"The gradients of {self.unit.unit.name!r} could not be added up: {error!r}"
+            self.processes.box.failure = RuntimeError(words)
+            raise
+        if self.is_over:
+            self.sums.pass_on(self._pass)
+
+    def _add(self) -> None:
+        sums = self.sums
+        for target, landed in self.own:
+            target.copy_(landed)
+        if sums.begins:
+            sums.begin(self._pass, self._is_partial, self.processes.count)
+        if not self._leave():
+            sums.add(self.parts, 1 / self.processes.count)
+        if self.is_over and sums.ends:
+            sums.measure_norms(self.measures_norms)
+
+    def _leave(self) -> bool:
+        """Leave gradients where they have landed to a process whose turn comes later, if possible; tell whether."""
+        if not self.leaves or not self.landing.may_leave_one:
+            return False
+        assert self.buffer is not None
+        return self.sums.leave(self.buffer, self._complete)
+
+
+class Turns(Exchange):
+    """This process's turns to add to the sums of units."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitGradients],
+        backend: Backend,
+        landing: LandingBuffers,
+        processes: Processes,
+        is_summed: bool,
+    ) -> None:
+        self._units = units
+        self._backend = backend
+        self._landing = landing
+        self._processes = processes
+        self._is_summed = is_summed
+        self._has_begun = False  # whether a pass of all processes is under way
+        self._waits: list[Ticket] = []  # done when it has begun, here and in processes of higher ranks
+        self._looks: dict[Gradient, Tensor] = {}  # what the user was shown of sums that are not complete
+        self._sums: dict[UnitGradients, SharedSums] = {}
+        for unit in units:
+            segment = unit.segment
+            if is_summed and segment.weights[0].master.requires_grad:
+                self._sums[unit] = SharedSums(segment.weights, segment.memory)
+                self._take_up(unit, self._sums[unit])
+
+    def _take_up(self, unit: UnitGradients, sums: SharedSums) -> None:
+        """Take up sums where an earlier arrangement has left them."""
+        present = sums.present() if sums.is_partial else {}
+        for gradient in unit.gradients:
+            if not sums.is_partial:
+                sums.forget(gradient.weight)
+            elif gradient.weight in present:
+                gradient.host, _ = present[gradient.weight]
+                unit.hold()
+
+    # ------------------------------------------------------------------------------------------ in a backward pass
+
+    @override
+    def begin_pass(self) -> None:
+        """Begin a pass of all processes, if none is under way, and this is none of this process's own.
+
+        From now on nobody reads here what earlier passes have left in the sums, so lower ranks, whose turns come first,
+        may write to them. What the user still has of it is copied before.
+        """
+        self._take_looks_back()
+        if self._has_begun or not self._processes.trains:
+            return
+        reading: list[Ticket] = []  # of clips, which look at sums, and of passes that are not complete
+        dropped: list[tuple[SharedSums, list[int]]] = []
+        for unit, sums in self._sums.items():
+            for gradient in unit.gradients:
+                if gradient.host is not None and (gradient.scaling is not NO_SCALING or gradient.is_seen):
+                    self.show(gradient)
+            if unit.ticket is not None:
+                reading.append(unit.ticket)
+            dropped.append((sums, sums.take_forgotten()))
+        self._has_begun = True
+        box = self._processes.box
+        box.passes += 1
+        number = box.passes
+
+        def begin() -> None:
+            for sums, numbers in dropped:
+                sums.drop(numbers)
+            box.note_begun(number)
+
+        self._waits = [self._backend.work(begin, reading), *box.begun_by_others(number)]
+
+    @override
+    def adds_up(self, parcel: Parcel) -> bool:
+        sums = self._sums.get(parcel.unit)
+        for gradient in parcel.gradients:
+            if self._processes.trains:
+                _check_part(gradient, sums)
+            elif sums is not None and gradient.host is not None and sums.has(gradient.host):
+                raise RuntimeError(
+                    f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training "
+                    "step are added up. Take it by `torch.autograd.grad`."
+                )
+        return self._processes.trains
+
+    @override
+    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> Shipment:
+        unit = shipment.unit
+        sums = self._sums[unit]
+        own: list[tuple[Tensor, Tensor]] = []
+        parts: dict[int, Tensor] = {}
+        for gradient, landed in zip(shipment.gradients, shipment.tensors, strict=True):
+            number = sums.index[gradient.weight]
+            if gradient.is_seen:
+                gradient.host = torch.empty_like(gradient.weight.host)
+                own.append((gradient.host, landed))
+            else:
+                gradient.host = sums.places[number]
+                parts[number] = landed
+        turn = _Turn(unit, sums, own, parts, shipment.buffer, self._landing, self._processes, is_over, measures_norms)
+        ticket = self._take(turn, shipment.ticket)
+        return Shipment(unit, shipment.gradients, [sums.places[number] for number in parts], ticket)
+
+    @override
+    def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
+        sums = self._sums.get(unit)
+        if sums is None:
+            return False
+        sums.is_over = True
+        assert unit.ticket is not None
+        self._backend.work(partial(sums.pass_on, sums.number), [unit.ticket, *after])
+        unit.ticket = sums.complete()
+        return True
+
+    def _take(self, turn: _Turn, landed: Ticket | None = None) -> Ticket:
+        """Have the thread take a turn when it comes, and the gradients have landed."""
+        unit, buffer = turn.unit, turn.buffer
+        turn.sums.is_over = turn.is_over
+        self._waits = [ticket for ticket in self._waits if not ticket.done]
+        earlier = [ticket for ticket in (unit.ticket, landed) if ticket is not None]
+        moved = 0 if turn.leaves else 2 * sum(part.nbytes for part in turn.parts.values())
+        release = None if buffer is None else buffer.release
+        after = [turn.sums.turn(), *self._waits, *earlier]
+        ticket = self._backend.trace.work(Kind.ADD, unit.unit.name, turn, after, moved, release)
+        unit.ticket = ticket
+        return ticket
+
+    @override
+    @torch.no_grad()
+    def end_pass(self, averages: bool, measures_norms: bool) -> None:
+        """End a pass of all processes: turns that are still to come in this one are taken.
+
+        If it `averages`, the sums are complete with it, and what everybody has.
+        """
+        self.begin_pass()
+        for unit, sums in self._sums.items():
+            if not sums.is_over:
+                parts = _seen_parts(sums) if averages else {}
+                turn = _Turn(unit, sums, [], parts, None, self._landing, self._processes, True, measures_norms)
+                self._take(turn)
+        for unit, sums in self._sums.items():
+            if averages and unit.state is not State.CONSUMED:
+                unit.wait()  # raises what has gone wrong here
+            unit.ticket = sums.complete()
+            sums.end_pass(is_partial=not averages)
+        self._has_begun = False
+        if averages:
+            self._adopt_sums(measures_norms)
+
+    def _adopt_sums(self, measures_norms: bool) -> None:
+        """Take the sums, which are complete, for the gradients of units that were not stepped with them."""
+        waiting = {unit: sums for unit, sums in self._sums.items() if unit.state is not State.CONSUMED}
+        for unit in waiting:
+            unit.wait()
+        self._add_up_machines(measures_norms)
+        for unit, sums in waiting.items():
+            present = sums.present()
+            for gradient in unit.gradients:
+                if gradient.weight not in present:
+                    continue
+                unit.hold()
+                gradient.host, norm = present[gradient.weight]
+                gradient.norm = norm if measures_norms else None
+                if gradient.is_seen:
+                    self.show(gradient)
+            unit.note_dropped()
+
+    def _add_up_machines(self, measures_norms: bool) -> None:
+        """Add the sums up with those of other machines, if there are any, in one process of each."""
+        processes = self._processes
+        if processes.machines == 1:
+            return
+        if processes.box.is_keeper:
+            places: dict[str, Tensor] = {}
+            own: set[str] = set()
+            for sums in self._sums.values():
+                places.update(zip(sums.names, sums.places, strict=True))
+                own.update(weight.name for weight in sums.present())
+            names = set(processes.add_up_machines(places, own))
+            for sums in self._sums.values():
+                sums.note_present(names.intersection(sums.names) - own)
+                sums.measure_norms(measures_norms)
+        processes.box.meet()
+
+    @override
+    def abandon_pass(self) -> None:
+        if self._processes.trains:
+            self.end_pass(averages=False, measures_norms=False)
+
+    # ------------------------------------------------------------------- between one backward pass and the next
+
+    @property
+    @override
+    def lacks_sums(self) -> bool:
+        if not self._is_summed:
+            return False
+        for unit in self._units:
+            summed = self._sums[unit].index if unit in self._sums else {}
+            for gradient in unit.gradients:
+                if gradient.weight.master.requires_grad and gradient.weight not in summed:
+                    return True
+        return False
+
+    @override
+    def show(self, gradient: Gradient) -> None:
+        """Show a gradient; of a sum that is not complete, a copy to look at."""
+        is_look = self._is_partial(gradient.unit) and gradient.host is not None
+        if gradient in self._looks:
+            return
+        if not is_look or gradient.is_seen:
+            super().show(gradient)
+            return
+        gradient.unit.wait()
+        assert gradient.host is not None
+        with torch.inference_mode(False), torch.no_grad():
+            look = gradient.host.clone(memory_format=torch.preserve_format)
+        self._looks[gradient] = look
+        gradient.weight.master.grad = look
+
+    @override
+    def show_all(self, gradients: Iterable[Gradient]) -> None:
+        """Show gradients, but for parts of sums, which another arrangement takes up."""
+        self._take_looks_back()
+        super().show_all(gradient for gradient in gradients if not self._is_partial(gradient.unit))
+
+    @override
+    def drop(self, gradients: Collection[Gradient]) -> None:
+        for gradient in gradients:
+            sums = self._sums.get(gradient.unit)
+            # not what somebody sees, and this process alone has
+            if sums is not None and (gradient.host is None or sums.has(gradient.host)):
+                sums.forget(gradient.weight)
+        super().drop(gradients)
+
+    def _is_partial(self, unit: UnitGradients) -> bool:
+        """Tell whether more is added to the sums of a unit before they are complete."""
+        return unit in self._sums and self._sums[unit].is_partial
+
+    def _take_looks_back(self) -> None:
+        """Take back what was shown of sums that are not complete.
+
+        Raises:
+            RuntimeError: It was changed.
+        """
+        while self._looks:
+            gradient, look = self._looks.popitem()
+            master = gradient.weight.master
+            if master.grad is None:
+                continue
+            if master.grad is not look or look._version:
+                raise RuntimeError(
+                    f"The gradient of weight {gradient.weight.name!r} was changed before the last micro-batch of a "
+                    "step, while the processes of this machine add it up. Change it after that."
+                )
+            master.grad = None
+
+
+def _seen_parts(sums: SharedSums) -> dict[int, Tensor]:
+    """Return what the user has as `.grad` of weights, by their numbers: a part of the sums when they are complete."""
+    parts: dict[int, Tensor] = {}
+    for weight, number in sums.index.items():
+        if weight.master.grad is not None:
+            parts[number] = weight.master.grad
+    return parts
+
+
+def _check_part(gradient: Gradient, sums: SharedSums | None) -> None:
+    """Check that a gradient that has come may be a part of sums."""
+    if sums is None or gradient.weight not in sums.index:
+        raise RuntimeError(
+            f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of this machine "
+            "last met. Thaw weights between two steps of the optimizer, and before the next begins, as in "
+            "`on_train_batch_start`; in a loop of your own, before `meet_processes()`."
+        )
+    if sums.is_over:
+        raise RuntimeError(
+            f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when the processes of "
+            "this machine had added up the first. Let checkpoints around its module have `use_reentrant=False`."
+        )
