@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.calls.outside import Guard
+from sp_lightning.pipeline.calls.guard import Guard
 
 from .helpers import Run, assert_same_story, attached
 from .zoo.blocks import WIDTH as NARROW

@@ -50,11 +50,12 @@ BACK_FOR_TYPES = {
     "calls.calls": {"engine.Engine"},
     "calls.debug": {"engine.Engine"},
     "calls.gates": {"calls.calls.Calls"},
-    "calls.outside": {"engine.Engine"},
+    "calls.guard": {"engine.Engine"},
     "gradients.stream": {"optimizer.early_step.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
-    "weights.leaf": {"calls.outside.Guard", "weights.weight.Weight"},
-    "weights.weight": {"units.unit.Unit"},
+    "weights.autocast": {"calls.graphs.Graphs"},
+    "weights.leaf": {"weights.weight.Weight"},
+    "weights.weight": {"calls.guard.Guard", "units.unit.Unit"},
 }
 
 

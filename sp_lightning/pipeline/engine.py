@@ -23,7 +23,7 @@ from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.compiled import compiled_call
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.graphs import Graphs
-from sp_lightning.pipeline.calls.outside import Guard
+from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
 from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes
@@ -167,7 +167,7 @@ class Engine:
             # the call of a module that looks into a unit may still be running
             member.put_back_masters()
             remove_gate(member)
-        for twin in arrangement.twins.values():
+        for twin in arrangement.all_twins():
             # a reference cycle through C++ that Python's collector cannot see
             if twin.gradient_hook is not None:
                 twin.gradient_hook.remove()

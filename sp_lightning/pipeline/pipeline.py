@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
-from sp_lightning.pipeline.calls.guard import stand_ins
+from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -204,7 +204,7 @@ class Pipeline:
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return what to pass to `backward(inputs=...)`: each master replaced by what stands for it in the graph."""
-        return [edge for tensor in tensors for edge in stand_ins(tensor)]
+        return in_graphs(tensors)
 
     @contextmanager
     def plain_classes(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
 from sp_lightning.planning.cost import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of, ways_of
 
@@ -27,9 +28,6 @@ Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true",
 
 Master: TypeAlias = Literal["split", "split24"]
 Moments: TypeAlias = Literal["fp32", "bf16", "int8"]
-
-_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-"""Layers whose weights autocast casts, as a rule."""
 
 STATE = {
     "SGD": 0,
@@ -180,7 +178,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     module = _on_meta(module, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
     if is_mixed and dtype is not None:
-        cast = {id(p) for part in module.modules() if isinstance(part, _CAST) for p in part.parameters(recurse=False)}
+        cast = weights_of_cast_layers(module)
         for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in cast]:
             weight.compute_dtype = dtype
     host = given.host_bandwidth * 1e9

@@ -25,7 +25,7 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.torch_private import call_before_compiling, hide_from_dynamo, without_compile
-from sp_lightning.pipeline.weights import leaf
+from sp_lightning.pipeline.weights import autocast, leaf
 
 _ENGINE = "sp_lightning.pipeline."
 _by_kind: dict[Any, Callable[..., Any]] = {}
@@ -57,7 +57,7 @@ def keep_out_of_graphs(backend: Backend) -> None:
 @functools.cache
 def _prepare_to_be_compiled() -> None:
     # in graphs of units and of hooks; hiding a package would hide all modules in it
-    visible = (__name__, __package__, leaf.__name__, leaf.__package__)
+    visible = (__name__, __package__, autocast.__name__, leaf.__name__, leaf.__package__)
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
     call_before_compiling(_drain_backends)
 

@@ -1,4 +1,4 @@
-"""Autograd graphs: those that may still need weights where these lay, and hooks that run before backward reaches them.
+"""Autograd graphs: which may still need weights where these lay, what runs before backward, what stands for weights.
 
 [Note: what nodes hold]
 A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold, so
@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+
+from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.torch_private import tensor_hooks, without_torch_function
+from sp_lightning.pipeline.weights.weight import Weight
 
 _WATCHED_AT = "superpipeline"  # a key in a node's metadata
 
@@ -64,36 +68,6 @@ class Graphs:
         return has_served or any(not graph.done for graph in self._earlier)
 
 
-class CastCache:
-    """Autocast's cache, which has one cast of each weight until the outermost scope of autocast ends.
-
-    Nothing tells of that. So it is given something that lives with a cast which only the cache holds.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._numbers = count()
-        self._filling: Callable[[], _Filling | None] = lambda: None
-
-    def filling(self) -> int | None:
-        """Return a number that is another one whenever the cache was emptied; None if autocast does without it."""
-        if not torch.is_autocast_cache_enabled():
-            return None
-        filling = self._filling()
-        if filling is None:
-            weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=self._device))
-            nothing = weight.detach()[:, :0]
-            node: Any = torch.addmm(weight, nothing, nothing.t()).grad_fn  # it saves nothing for backward
-            filling = node.next_functions[0][0].metadata[_WATCHED_AT] = _Filling(next(self._numbers))
-            self._filling = weakref.ref(filling)
-        return filling.number
-
-
-class _Filling:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
     """Run an action before backward reaches the nodes with which a call made its outputs.
 
@@ -111,3 +85,41 @@ def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since:
     for node in nodes:
         if node.metadata.setdefault(_WATCHED_AT, now) >= since:
             node.register_prehook(action)
+
+
+def edges_of(weight: Weight) -> list[Any]:
+    """Return what stands for a weight in graphs: edges, as leaves may have a class of their own."""
+    with without_torch_function():
+        leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
+        if weight.master.requires_grad and leaves:
+            return list(map(get_gradient_edge, leaves))
+        return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]  # no graph has it
+
+
+def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` with leaves in place of weights; their gradients get the masters' dtype.
+
+    The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
+    """
+    if isinstance(inputs, dict):
+        found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
+    inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
+    edges = [_edge_of(each) if isinstance(each, Weight) else each for each in inputs]
+    gradients = list(torch.autograd.grad(outputs, edges, *args, **kwargs))
+    for index, weight in enumerate(inputs):
+        if isinstance(weight, Weight) and gradients[index] is not None:
+            with without_torch_function():
+                gradients[index] = run_hooks(tensor_hooks(weight.master), gradients[index].to(weight.dtype))
+    return tuple(gradients)
+
+
+def _edge_of(weight: Weight) -> Any:
+    """Return what one gradient is taken with respect to."""
+    edge, *others = edges_of(weight)
+    if others:
+        raise RuntimeError(
+            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
+            "used it in several ways under autocast. From the next step on it can."
+        )
+    return edge

@@ -1,6 +1,6 @@
-"""Guarded masters: whoever touches a weight outside of its unit finds it finished, or gets it on the device.
+"""The guard: whoever touches a weight outside of its unit finds it finished, or gets it on the device.
 
-Masters have a class with `__torch_function__` from attach to detach, and the guard (outside.py) has two verbs.
+Masters have a class with `__torch_function__` from attach to detach, and the guard has two verbs.
 
 *Between steps, settle.* After a backward or an optimizer step, gradients may still be on their way, and weights still
 be stepped. The first access to any master waits for all of it, so nobody sees half a step, and only code that looks has
@@ -8,25 +8,35 @@ to wait.
 
 *In a step, serve.* `F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a weight
 of its child, `module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters,
-which lie on the host. An operation on one gets the weight on the device, which is a device parameter from then on.
-Reading attributes and writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all
-that happens while an optimizer steps.
+which lie on the host. An operation on one gets the weight on the device, in memory of its own, so that this step is
+right; from the next arrangement on it is a device parameter. The same goes for a weight that autocast lowers and that
+is used in its own dtype, too (autocast.py): it is sent in that from the next arrangement on. Reading attributes and
+writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all that happens while an
+optimizer steps.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
-from sp_lightning.pipeline.operands import instances_in, run_hooks
-from sp_lightning.pipeline.torch_private import sees_torch_functions, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.weights.leaf import guarded
+from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
+from sp_lightning.pipeline.gradients.unit_gradients import State
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
+from sp_lightning.pipeline.lanes.forks import FORKED
+from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.torch_private import in_backward, in_transform, sees_torch_functions, without_torch_function
+from sp_lightning.pipeline.units.unit import Member, Residency
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.engine import Engine
+
 
 # Many of these give an alias of the master to write to
 _OF_THE_MASTER = {
@@ -35,6 +45,9 @@ _OF_THE_MASTER = {
 }  # fmt: skip
 _GRADIENT: Any = Tensor.grad
 _NAMED_MEMBERS = nn.Module._named_members.__code__
+
+# the guards of masters and their weights, by the identity of the masters
+_guarded: dict[int, tuple[Guard, Weight]] = {}
 
 
 class HostParameter(nn.Parameter):
@@ -51,7 +64,7 @@ class HostParameter(nn.Parameter):
         """Hand the operation to the guard of the first master among its arguments."""
         # mostly, an attribute is read or written
         master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs or {}), cls), None)
-        found = guarded.get(id(master))
+        found = _guarded.get(id(master))
         if found is not None:
             guard, weight = found
             if getattr(func, "__self__", None) is not _GRADIENT:
@@ -74,7 +87,7 @@ class HostParameter(nn.Parameter):
 
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        found = guarded.get(id(self))
+        found = _guarded.get(id(self))
         if found is None or found[0].window.settled or found[0].in_step or not sees_torch_functions():
             return id(self)
         # `parameters()` looks up what it has yielded already: `model.zero_grad()` must not wait for a step
@@ -85,15 +98,10 @@ class HostParameter(nn.Parameter):
 
 def _before_access(master: HostParameter) -> None:
     """Have a master finished, before somebody outside of the engine reads it."""
-    found = guarded.get(id(master))
+    found = _guarded.get(id(master))
     if found is not None:
         guard, weight = found
         guard.before_access(weight)
-
-
-def weight_of(master: HostParameter) -> Weight:
-    """Return the weight of a guarded master."""
-    return guarded[id(master)][1]
 
 
 def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -108,41 +116,198 @@ def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return next(instances_in((first if in_place else None, kwargs.get("out")), HostParameter), None) is not None
 
 
-def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `torch.autograd.grad` with the leaves in place of masters; gradients get the masters' dtype.
+class Guard:
+    """Guards the masters of an engine's arrangement, and decides what follows from accesses to them."""
 
-    The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
-    """
-    if isinstance(inputs, dict):
-        found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
-        return dict(zip(inputs, found, strict=True))
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    gradients = list(torch.autograd.grad(outputs, [_stand_in(each) for each in inputs], *args, **kwargs))
-    for index, each in enumerate(inputs):
-        if isinstance(each, HostParameter) and gradients[index] is not None:
-            with without_torch_function():
-                gradients[index] = run_hooks(tensor_hooks(each), gradients[index].to(each.dtype))
-    return tuple(gradients)
+    def __init__(self, engine: Engine) -> None:
+        # whether a step or a backward pass is under way, so that operations on masters get the device's weights
+        self.in_step = False
+        self.window = engine.window
+        self._engine = engine
+        self._weights = [weight for weight in engine.arrangement.weights if not isinstance(weight, QuantizedWeight)]
+
+    def install(self) -> None:
+        """Guard the masters."""
+        for weight in self._weights:
+            weight.guard = self
+            _guarded[id(weight.master)] = self, weight
+        self._give_class(HostParameter)
+
+    def remove(self) -> None:
+        """Turn the masters back into ordinary Parameters. Idempotent."""
+        self._give_class(nn.Parameter)
+        for weight in self._weights:
+            weight.guard = None
+            _guarded.pop(id(weight.master), None)
+
+    def _give_class(self, cls: type[nn.Parameter]) -> None:
+        for weight in self._weights:
+            weight.master.__class__ = cls
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that has masters among its arguments."""
+        name = name_of(func)
+        if name in ON_DEVICE and self.in_step and not optimizer_steps.depth:
+            return func(torch.empty(0, device=self._engine.device), *args[1:])
+        if not is_metadata(name):
+            # of several models there may be, each with its own guard
+            found = [_guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
+            means_masters = means_the_master(name, args, kwargs)
+            if not (means_masters or optimizer_steps.depth) and any(guard.in_step for guard, _ in found):
+                return _run_on_device(func, args, kwargs)
+            for guard, weight in found:
+                guard.before_access(weight, means_masters)
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    def before_access(self, weight: Weight, writes: bool = False) -> None:
+        """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
+        if self._engine.at_work.is_forked:
+            self._check_in_fork(weight)
+        elif self.in_step:
+            window, unit = self.window, weight.unit
+            with self._engine.at_work:
+                window.finish_optimizer(unit)
+                window.finish_copies([unit])
+                window.write_back([weight])
+            if writes:  # or gets an alias to write to: what is on the device is checked before next use
+                for copied_from in {unit, weight.twin.unit}:
+                    window.note_write(copied_from)
+        elif not self.window.settled:
+            self._engine.settle()
+
+    def _check_in_fork(self, weight: Weight) -> None:
+        """Raise unless a fork of the process has the value of a weight."""
+        engine, step = self._engine, weight.unit.being_stepped
+        if step is not None:
+            step.join()  # it has failed if it was under way
+        # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
+        if engine.device.type != "cpu" or engine.processes is not None or weight.twin.is_touched():
+            raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
+
+    def before_gradient(self, weight: Weight, reads: bool) -> None:
+        """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
+        gradient = self._engine.stream.of[weight]
+        unit = gradient.unit
+        if unit.state is State.EMPTY:
+            return
+        if unit.state is State.CONSUMED or (reads and self._engine.backward.running):
+            with self._engine.at_work:
+                self._engine.backward.forget_failed()
+        if unit.state is State.CONSUMED:
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} was used in backward already: its unit was stepped there, "
+                "because nobody was expected to read or change gradients before `step()`. Train with "
+                "`overlap_optimizer=False`."
+            )
+        stream = self._engine.stream
+        if not reads:
+            stream.exchange.drop([gradient])
+            return
+        if gradient in stream.pending:
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
+                "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
+                "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
+            )
+        with self._engine.at_work:
+            if gradient.host is not None:
+                self.window.finish_optimizer(weight.unit)
+                stream.exchange.show(gradient)
+
+    # ------------------------------------------------------------------------------------------ weights on the device
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """Return the weight on the device in its own dtype, for an operation outside of its unit."""
+        engine = self._engine
+        with engine.at_work:
+            self.window.finish_optimizer(weight.unit)
+            engine.arrangement.unused_in_step = False
+            engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
+            if weight.lowered:
+                self.keep_as_is(weight)
+            if weight.twin.parameter.requires_grad != weight.master.requires_grad:
+                engine.backward.follow_requires_grad(weight.twin)
+            unit = weight.twin.unit
+            is_there = unit.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
+            if not (unit.resident or is_there):
+                self._keep_on_device(weight)
+            unit = weight.twin.unit
+            unit.suspect |= not self.in_step
+            self.window.bring(unit)
+            if not self.in_step:  # but in another model's: no step of this one's looks for changes from now on
+                for segment in unit.segments:
+                    segment.take_sample()
+            return weight.twin.parameter
+
+    def unblock(self, member: Member) -> None:
+        """Make a member's weights resident if their unit cannot be brought, as a running call occupies its place."""
+        for unit in member.needed:
+            if self.window.is_blocked(unit):
+                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.unit is unit}:
+                    self._keep_on_device(weight)
+
+    def _keep_on_device(self, weight: Weight) -> None:
+        self._make_resident(weight)
+        self._engine.learned.touched_outside.append(weight)
+
+    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
+        """Note that autocast casts a weight, and tell whether its values in that dtype are right (`Casts.note`)."""
+        return self._engine.learned.casts.note(weight, dtype, self._engine.graphs, builds_graph)
+
+    def make_leaf(self, weight: Weight) -> nn.Parameter:
+        """Make another leaf of a lowered weight, for another cast in the same graph."""
+        learned = self._engine.learned
+        learned.casts.used_as_is.add(id(weight.master))
+        learned.outdated = True
+        twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
+        weight.other_twins.append(twin)
+        self._engine.backward.follow_requires_grad(twin)
+        return twin.parameter
+
+    def keep_as_is(self, weight: Weight) -> None:
+        """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
+        self._engine.learned.casts.used_as_is.add(id(weight.master))
+        weight.cast_to = None
+        if weight.lowered:
+            self._make_resident(weight)
+
+    def _make_resident(self, weight: Weight) -> None:
+        """Give a weight memory of its own on the device until the next arrangement, which is due."""
+        if in_transform():  # to which new memory would belong
+            raise RuntimeError(
+                f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
+                "`resident=`."
+            )
+        self.window.finish_optimizer(weight.unit)  # it is sent at once
+        self.window.write_back([weight])
+        self._engine.arrangement.make_resident(weight)
+        self._engine.learned.outdated = True
 
 
-def _stand_in(tensor: Any) -> Any:
-    """Return what one gradient is taken with respect to."""
-    first, *others = stand_ins(tensor)
-    if others:
-        raise RuntimeError(
-            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight_of(tensor).name!r} in this "
-            "step, which used it both as autocast casts it and as it is. From the next step on it can."
-        )
-    return first
-
-
-def stand_ins(tensor: Any) -> list[Any]:
-    """Return what stands for a tensor in graphs. Of a master these are edges: leaves may have a class of their own."""
-    if not isinstance(tensor, HostParameter):
-        return [tensor]
+def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is torch.autograd.grad:
+        args, kwargs = replace_instances((args, kwargs), HostParameter, lambda master: _guarded[id(master)][1])
+        return differentiate(*args, **kwargs)
+    if func is torch.autograd.backward:
+        return func(*args, **{**kwargs, "inputs": in_graphs(kwargs["inputs"])})
     with without_torch_function():
-        weight = weight_of(tensor)
-        leaves = [leaf for leaf in (weight.twin.parameter, *weight.lowered_leaves) if leaf.requires_grad]
-        if tensor.requires_grad and leaves:
-            return list(map(get_gradient_edge, leaves))
-        return [weight.twin.data.detach().requires_grad_(tensor.requires_grad)]  # no graph has it
+        args, kwargs = replace_instances((args, kwargs), HostParameter, _serve)
+    return func(*args, **kwargs)
+
+
+def _serve(master: HostParameter) -> nn.Parameter:
+    guard, weight = _guarded[id(master)]
+    return guard.serve(weight)
+
+
+def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return tensors, each master replaced by what stands for it in graphs."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, HostParameter):
+            _, weight = _guarded[id(tensor)]
+            found += edges_of(weight)
+        else:
+            found.append(tensor)
+    return found

@@ -60,7 +60,7 @@ class EarlyStep:
         unit = gradients.unit
         if unit.resident or unit.apart:  # the latter would have to wait for the step
             return False
-        return all(g in self.plan.gradients and not g.weight.lowered_leaves for g in gradients.trained)
+        return all(g in self.plan.gradients and not g.weight.other_twins for g in gradients.trained)
 
     def receive(self, shipment: Shipment) -> None:
         """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""

@@ -31,7 +31,7 @@ from sp_lightning.pipeline.options import UnitPolicy, as_predicate
 from sp_lightning.pipeline.torch_private import is_compiled, without_compile
 from sp_lightning.pipeline.units.tree import Tree, is_called, named_own_parameters
 from sp_lightning.pipeline.units.unit import Division, Entry, Member, Unit
-from sp_lightning.pipeline.weights.leaf import WITH_FAST_PATH
+from sp_lightning.pipeline.weights.autocast import WITH_FAST_PATH
 from sp_lightning.pipeline.weights.weight import Weight
 
 _LARGEST_UNIT_BYTES = 4 << 30

@@ -182,7 +182,7 @@ class Member:
                 continue
             if weight.twin.unit.resident and not resident_too:
                 continue
-            if current is weight.twin.parameter or any(current is leaf for leaf in weight.lowered_leaves):
+            if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
                 entry.parameters[entry.key] = weight.master
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]

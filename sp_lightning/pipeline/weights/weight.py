@@ -18,6 +18,7 @@ from sp_lightning.pipeline.torch_private import storage_key, without_torch_funct
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
 if TYPE_CHECKING:
+    from sp_lightning.pipeline.calls.guard import Guard
     from sp_lightning.pipeline.units.unit import Unit
 
 
@@ -52,7 +53,8 @@ class Twin:
     def _make_leaf(self) -> nn.Parameter:
         leaf, master = self.weight.leaf_class(self.data, requires_grad=False), self.weight.master
         if isinstance(leaf, EagerLeaf):
-            leaf.master, leaf.__dict__ = master, master.__dict__
+            leaf.weight = self.weight
+            leaf.__dict__ = master.__dict__
         return leaf
 
     def moved_to(self, unit: Unit, data: Tensor) -> Twin:
@@ -70,7 +72,7 @@ class Twin:
     @property
     def is_replaced(self) -> bool:
         """Whether another one stands for its weight since, which is no longer lowered."""
-        return any(self.parameter is leaf for leaf in self.weight.lowered_leaves)
+        return self in self.weight.other_twins
 
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
@@ -122,11 +124,12 @@ class Weight:
         # the dtype that autocast casts it to, if a graph has just one cast of it and no other use; else None
         self.cast_to: torch.dtype | None = None
         self.leaf_class: type[nn.Parameter] = EagerLeaf
-        # the graph that last had a cast of it by autocast, in a forward (False) and in a backward, and its cache then
-        self.cast_in: dict[bool, tuple[int | None, int | None]] = {}
+        # the last cast of it by autocast, in a forward (False) and in a backward: in which graph, out of which cache
+        self.casts: dict[bool, tuple[int, int | None]] = {}
+        self.guard: Guard | None = None  # what code outside of the engine finds at its master; None when detached
         self.replacements = 0  # how often the master was found in other memory
-        # the leaf of an earlier twin, if it was lowered until something used it as it is
-        self.lowered_leaves: list[nn.Parameter] = []
+        # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
+        self.other_twins: list[Twin] = []
 
     @property
     def nbytes(self) -> int:

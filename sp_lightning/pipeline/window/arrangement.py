@@ -18,8 +18,9 @@ from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit, join
+from sp_lightning.pipeline.weights.autocast import Casts
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.leaf import EagerLeaf, LoweredParameter, TwinParameter, weights_to_leave
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.places import WindowPlan, check_host_memory, choose_device_layout
@@ -37,10 +38,7 @@ class Learned:
         self.order: list[str] | None = None
         # modules that are not called themselves; only their children are
         self.divided: list[nn.Module] = []
-        self.lowered: set[int] = set()  # masters that autocast lowers
-        self.used_as_is: set[int] = set()  # masters that are used in their own dtype
-        # those that could be sent lowered when that was last concluded
-        self._sent_lowered: set[int] = set()
+        self.casts = Casts()  # how autocast uses weights
         self.plan: WindowPlan | None = None  # the planner's choice for the window
         # weights that were used outside of their unit since the arrangement was made
         self.touched_outside: list[Weight] = []
@@ -58,7 +56,7 @@ class Learned:
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters: new objects may reuse the others' ids."""
-        for known in (self.used_outside, self.lowered, self.used_as_is, self._sent_lowered, self._trained):
+        for known in (self.used_outside, self.casts.lowered, self.casts.used_as_is, self._trained):
             known.intersection_update(alive)
 
     def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
@@ -72,7 +70,8 @@ class Learned:
             self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
         self._explain_outside(units)
         is_outdated = self.has_news
-        self.outdated, self._sent_lowered = False, self.lowered - self.used_as_is
+        self.outdated = False
+        self.casts.has_news = False
         if is_outdated:
             self.plan = None  # which was made for other units
         return is_outdated
@@ -94,7 +93,7 @@ class Learned:
     @property
     def has_news(self) -> bool:
         """Whether something was learned since that was last concluded."""
-        return self.outdated or not self.lowered - self.used_as_is <= self._sent_lowered
+        return self.outdated or self.casts.has_news
 
     def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], box: Box) -> None:
         """Learn what any process has that shares the weights: their memory is arranged alike in all of them.
@@ -104,11 +103,11 @@ class Learned:
         self._explain_outside(units)
         parameters = dict(module.named_parameters())
         modules = dict(module.named_modules())
-        sets = self.used_outside, self.lowered, self.used_as_is
+        sets = self.used_outside, self.casts.lowered, self.casts.used_as_is
         own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
         divided = [name for name, module in modules.items() if module in self.divided]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
-        everyones = box.gather((own, divided, self.outdated, order))
+        everyones = box.gather((own, divided, self.has_news, order))
         self.order = everyones[0][-1]
         for others, others_divided, outdated, _ in everyones:
             for known, names in zip(sets, others, strict=True):
@@ -155,7 +154,7 @@ class Arrangement:
         self.streamed_members = [member for unit in division.units for member in unit.members]
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(module, learned)
+        self._choose_dtypes(module, learned.casts)
         self.layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k = self.layout.window.k
         self.k_prime = self.layout.window.k_prime
@@ -215,27 +214,18 @@ class Arrangement:
         for member in self.members:
             member.find_needed()
 
-    def _choose_dtypes(self, module: nn.Module, learned: Learned) -> None:
-        """Decide in which dtype each weight is sent, and of which a step has to show it."""
+    def _choose_dtypes(self, module: nn.Module, casts: Casts) -> None:
+        """Decide in which dtype each weight is sent, and which leaves stand for it."""
         if self.compiled:  # such code does not show how it uses weights
             for weight in [weight for unit in self.all_units for weight in unit.weights]:
                 weight.leaf_class = TwinParameter
-            return
-        if self.autocast is None:
-            return
-        as_is = learned.used_as_is | weights_to_leave(module)
-        lowered = learned.lowered - as_is
-        for segment in [part for unit in self.units for part in _sent_together(unit)]:  # resident weights do not travel
-            known = [weight for weight in segment if weight.dtype is torch.float32]
-            casts = [weight for weight in known if id(weight.master) in lowered]
-            are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in segment)
-            for weight in casts:
-                weight.cast_to = self.autocast
-                if are_many:  # else most would be copied for the sake of a few
-                    weight.compute_dtype = self.autocast
-            for weight in known:
-                if id(weight.master) not in as_is:
-                    weight.leaf_class = LoweredParameter
+        elif self.autocast is not None:  # resident weights do not travel
+            sent_together = [weights for unit in self.units for weights in _sent_together(unit)]
+            casts.choose_dtypes(module, sent_together, self.autocast)
+
+    def all_twins(self) -> list[Twin]:
+        """Return the twins, and those that graphs have besides."""
+        return [*self.twins.values(), *(twin for weight in self.weights for twin in weight.other_twins)]
 
     def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
@@ -252,7 +242,7 @@ class Arrangement:
         self.layout.streaming_bytes += unit.nbytes
         data = tensor_in(unit.place, 0, weight.host, weight.compute_dtype)
         if was_lowered:
-            weight.lowered_leaves.append(weight.twin.parameter)
+            weight.other_twins.append(weight.twin)
             weight.leaf_class = EagerLeaf
             weight.twin = weight.twin_class(weight, unit, data)
         else:
@@ -279,7 +269,7 @@ class Arrangement:
         for unit in self.in_window:
             unit.lie_in(nothing)
         with torch.inference_mode(False), without_torch_function():
-            for twin in self.twins.values():
+            for twin in self.all_twins():
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
                 twin.lay_leaf()
         self.twins.clear()  # twins are known by their memory, which others may get now

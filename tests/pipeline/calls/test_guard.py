@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.calls.outside import Guard
+from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.weights.weight import Weight
 

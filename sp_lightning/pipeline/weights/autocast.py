@@ -1,0 +1,219 @@
+"""Autocast: which weights are sent in the dtype that it casts them to, and how numbers stay its own.
+
+[Note: weights that autocast lowers]
+A weight that autocast casts anyhow is sent already cast, at half the bytes. Which ones these are is known of torch's
+layers before the first step. Of other weights (a Parameter that a forward gives to `F.linear`), the leaves tell in the
+first one, in which they lie on the device in their own dtype.
+
+That is a guess: a hook may read `layer.weight`, a forward may switch autocast off, a layer may be called twice. So a
+leaf sees each operation that it is given to. It passes as the operand of what autocast casts, in each graph for as long
+as autocast's cache would have one cast of it. Whatever else a program does with a lowered weight gets it in its own
+dtype at once, which is how it is sent from then on. So numbers are those of plain autocast in every step.
+
+Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, that gets a leaf of its
+own over the same memory, and the weight is sent as it is from the next arrangement on.
+
+Code that torch compiles tells nothing, so no weight of a model with such code is lowered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn import functional as F
+
+from sp_lightning.pipeline.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.torch_private import (
+    explain_graph_break,
+    graph_task,
+    in_backward,
+    running_node,
+    without_torch_function,
+)
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.weight import Weight
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.calls.graphs import Graphs
+
+_CAST_LAYERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+"""Layers of torch's whose weights autocast casts on every device, and who do nothing else with them.
+
+Cells of RNNs would be, too, but are called for each token, and then gradients of several casts add up in fp32.
+"""
+
+WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Layers of torch's that read weights of the layers in them, without calling these.
+
+In evaluation, some may be a single operation, which gets the weights as they are. With leaves that tell how they are
+used, torch would compute other numbers without it.
+"""
+
+# What autocast casts on every device, and once, whatever the other operands are
+_NAMES = (
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell",
+)  # fmt: skip
+_CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
+_OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
+_NUMBER = "superpipeline's cache"  # a key in a node's metadata
+
+
+class Casts:
+    """What is known of how autocast uses weights, from attach to detach; masters are known by identity."""
+
+    def __init__(self) -> None:
+        self.lowered: set[int] = set()  # masters that autocast casts
+        self.used_as_is: set[int] = set()  # masters that are used in their own dtype, be it besides
+        self.has_news = False  # whether a step has shown another one that can be sent lowered
+        self._probe: nn.Parameter | None = None
+        self._numbers = count()
+
+    def choose_dtypes(self, module: nn.Module, sent_together: Iterable[Sequence[Weight]], dtype: torch.dtype) -> None:
+        """Decide which weights are sent in autocast's dtype, and of which a step has to show how they are used."""
+        self.lowered |= weights_of_cast_layers(module)
+        parts = [part for part in module.modules() if isinstance(part, WITH_FAST_PATH)]
+        as_is = self.used_as_is | {id(parameter) for part in parts for parameter in part.parameters()}
+        for weights in sent_together:
+            watched = [weight for weight in weights if weight.dtype is torch.float32 and id(weight.master) not in as_is]
+            casts = [weight for weight in watched if id(weight.master) in self.lowered]
+            are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in weights)
+            for weight in casts:
+                weight.cast_to = dtype
+                if are_many:  # else most would be copied for the sake of a few
+                    weight.compute_dtype = dtype
+            for weight in watched:
+                weight.leaf_class = LoweredParameter
+
+    def note(self, weight: Weight, dtype: torch.dtype, graphs: Graphs, builds_graph: bool) -> bool:
+        """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
+
+        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype. Tell whether the
+        graph that is being built has no other cast of it: autocast's cache may have the first one.
+        """
+        is_new = id(weight.master) not in self.lowered and id(weight.master) not in self.used_as_is
+        if builds_graph:
+            again = in_backward()
+            graph = graph_task() if again else graphs.current.number
+            cast = graph, self._number_of_cache(weight.twin.data.device)
+            earlier = weight.casts.get(again)
+            weight.casts[again] = cast
+            if earlier is not None and earlier[0] == graph:
+                return cast[1] is not None and earlier == cast
+            # an earlier graph waits for its backward, which may add gradients of its cast up with those of this one
+            adds_up = not again and earlier is not None and graphs.is_waiting(earlier[0])
+            weight.cast_to = None if adds_up or id(weight.master) in self.used_as_is else dtype
+        if builds_graph or not weight.master.requires_grad:
+            self.lowered.add(id(weight.master))
+            self.has_news |= is_new
+        return True
+
+    def _number_of_cache(self, device: torch.device) -> int | None:
+        """Return a number that is another one whenever autocast's cache was emptied; None if it does without it.
+
+        Autocast has one cast of each weight until its outermost scope ends, and nothing tells of that. So a parameter
+        of our own is cast, too: its cast is the same as long as it is in the cache, and has the number.
+        """
+        if not torch.is_autocast_cache_enabled():
+            return None
+        if self._probe is None:
+            self._probe = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
+        nothing = self._probe.detach()[:, :0]
+        product: Any = torch.addmm(self._probe, nothing, nothing.t()).grad_fn  # it saves nothing for backward
+        metadata = product.next_functions[0][0].metadata
+        if _NUMBER not in metadata:
+            metadata[_NUMBER] = next(self._numbers)
+        number: int = metadata[_NUMBER]
+        return number
+
+
+def weights_of_cast_layers(module: nn.Module) -> set[int]:
+    """Return the identities of weights that belong to one layer each, of which torch's own forward is known."""
+    owners = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
+    layers = [part for part in module.modules() if part.__class__ in _CAST_LAYERS and "forward" not in vars(part)]
+    own = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
+    return {weight for weight in own if owners[weight] == 1}
+
+
+class LoweredParameter(EagerLeaf):
+    """The leaf of a weight that is sent lowered, or in its own dtype as long as it is only watched."""
+
+    __slots__ = ()
+
+    @TwinParameter.data.getter  # type: ignore[attr-defined, untyped-decorator]
+    def data(self) -> Tensor:
+        """The values in the weight's own dtype: they may be written to, which the weight counts."""
+        with without_torch_function():
+            return self._as_is().detach()
+
+    def _as_is(self) -> nn.Parameter:
+        """Return the weight in its own dtype, which is this leaf if it is only watched."""
+        weight, guard = self.weight, self.weight.guard
+        if guard is None:
+            return self
+        guard.keep_as_is(weight)
+        return self if self.dtype is weight.dtype else guard.serve(weight)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation with the lower values if that is right, else with the weight as it is."""
+        kwargs = kwargs or {}
+        if func in (torch.autograd.grad, torch.autograd.backward):  # the guard of masters knows what is in graphs
+            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)
+            return func(*args, **kwargs)
+        with without_torch_function():
+            name = name_of(func)
+            if name in OF_THE_DTYPE:
+                return func(args[0].weight.master)
+            # a dispatch mode hands on what backward does
+            backward_does_it = isinstance(func, OpOverload) and in_backward()
+            if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
+                return func(*args, **kwargs)
+            is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
+            leaves = list(instances_in((args, kwargs), cls))
+            right = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
+            if all(kind is cls for kind in types) and all(right[id(leaf)] is leaf for leaf in leaves):
+                return func(*args, **kwargs)
+            plain = {key: leaf.view_as(leaf) if type(leaf) is cls else leaf for key, leaf in right.items()}
+            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: plain.get(id(leaf), leaf))
+        return func(*args, **kwargs)
+
+    def _to_cast(self) -> nn.Parameter:
+        """Return what autocast is to cast: a leaf whose gradients all come out of this cast, or the weight as it is.
+
+        What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
+        """
+        weight, guard = self.weight, self.weight.guard
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind)
+        if guard is None or not torch.is_autocast_enabled(kind) or (weight.lowered and dtype is not self.dtype):
+            return self._as_is()
+        if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
+            return self
+        if self.dtype is not weight.compute_dtype:
+            return self._as_is()  # it was served, and may have been changed since
+        builds_graph = self.requires_grad and torch.is_grad_enabled()
+        if guard.note_cast(weight, dtype, builds_graph):
+            return self
+        return guard.make_leaf(weight) if weight.lowered else self._as_is()
+
+
+explain_graph_break(
+    vars(LoweredParameter)["__torch_function__"].__func__,
+    "under autocast, superpipeline has to see how weights are used; compile the module that owns them",
+)
