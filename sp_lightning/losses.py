@@ -63,12 +63,9 @@ def chunked_cross_entropy(
         bias: The head's bias, of shape `(vocabulary,)`.
         ignore_index: Label of positions that contribute neither to the loss nor to the gradients.
         label_smoothing: Share of the target that is spread evenly over the vocabulary.
-        reduction: `"mean"` over the positions that are not ignored (NaN if there are none), `"sum"`, or `"none"`: a
-            loss for each position.
-        softcap: If given, squeeze logits into `(-softcap, softcap)` by `softcap * tanh(logits / softcap)`, as Gemma
-            does.
-        shift: Whether each position predicts the label of the next one, as when transformers is given
-            `labels=input_ids`; the last position predicts nothing.
+        reduction: `"mean"` over positions that are not ignored (NaN if there are none), `"sum"`, or `"none"`.
+        softcap: If given, logits become `softcap * tanh(logits / softcap)`, as Gemma's do.
+        shift: Whether each position predicts the next one's label, as where transformers is given `labels=input_ids`.
         chunk_size: Number of vocabulary entries whose logits are in memory at once. By default a slice of logits is
             about as large as `hidden`, and at most an eighth of all logits.
 
@@ -77,7 +74,7 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: If shapes, dtypes, devices or options are invalid.
-        RuntimeError: If a label is not in the vocabulary (on a GPU: torch's device-side assertion), or if the gradients
+        RuntimeError: If a label is not in the vocabulary (on a GPU: torch's device-side assertion), or if gradients
             are differentiated again.
 
     Example:
@@ -97,13 +94,15 @@ def chunked_cross_entropy(
     _check_choices(label_smoothing, reduction, softcap, chunk_size)
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    ignored = labels == ignore_index
-    labels = labels.masked_fill(ignored, 0)
-    losses = _losses_of_tokens(hidden, weight, bias, labels, label_smoothing, softcap, chunk_size)
-    losses = losses.masked_fill(ignored, 0)
+    is_counted = labels != ignore_index
+    losses = _losses_of_tokens(hidden, weight, bias, labels, is_counted, label_smoothing, softcap, chunk_size)
+    return _reduced(losses, is_counted, reduction)
+
+
+def _reduced(losses: Tensor, is_counted: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / is_counted.sum()
 
 
 def _losses_of_tokens(
@@ -111,13 +110,14 @@ def _losses_of_tokens(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    is_counted: Tensor,
     label_smoothing: float,
     softcap: float | None,
     chunk_size: int | None,
 ) -> Tensor:
-    """Return a loss for each label, all of which are in the vocabulary."""
+    """Return a loss for each label that counts, and zero for the others."""
     vocabulary, width = weight.shape
-    flat = labels.reshape(-1)
+    flat = labels.masked_fill(~is_counted, 0).reshape(-1)
     losses: Tensor = _TokenLosses.apply(
         hidden.reshape(-1, width).to(_compute_dtype(hidden, weight)),
         weight,
@@ -127,7 +127,7 @@ def _losses_of_tokens(
         softcap,
         chunk_size or _automatic_chunk_size(flat.numel(), width, vocabulary),
     )
-    return losses.view_as(labels)
+    return losses.view_as(labels).masked_fill(~is_counted, 0)
 
 
 class _TokenLosses(torch.autograd.Function):
