@@ -21,7 +21,7 @@ class Summary:
         self.model_bytes = sum(weight.nbytes for weight in weights)  # of all weights in their own dtypes
         # of the device, for slots, resident weights, and everything that belongs to units which live there: never more
         self.device_bytes = arrangement.layout.device_bytes
-        self.gradient_bytes = stream.staging.nbytes()  # of the device, for gradients on their way to the host
+        self.gradient_bytes = stream.routes.staging.nbytes()  # of the device, for gradients on their way to the host
         self.resident = tuple(weight.name for weight in arrangement.resident.weights)  # names of resident weights
         self.resident_bytes = sum(weight.compute_bytes for weight in arrangement.resident.weights)  # on the device
         # of the host, for weights and for the copies of them that are sent
