@@ -9,6 +9,7 @@ a planner wants another window, autocast goes on or off.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
 
+_IS_CONVERTED = attrgetter("is_converted")
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
@@ -112,7 +114,7 @@ class Engine:
         """Give the module back, and arrange it anew."""
         self._is_arranged = False
         self.uninstall()
-        self.learned.forget_all_but({*map(id, self.module.modules()), *map(id, self.module.parameters())})
+        self.learned.forget_all_but({id(parameter) for parameter in self.module.parameters()})
         self.arrange(autocast)
 
     def _install(self) -> None:
@@ -125,19 +127,21 @@ class Engine:
         self.steps = UnitSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
-        move_parameters([*arrangement.parameters_on_device, *arrangement.unmanaged.values()], self.device)
+        on_device = [*arrangement.parameters_on_device, *arrangement.unmanaged.values()]
+        move_parameters(on_device, self.device)
         self.optimizers.move_state(arrangement.parameters_on_device)
-        self.saved.twins, self.saved.backward = arrangement.twins, self.backward
+        self.saved.twins = arrangement.twins
+        self.saved.backward = self.backward
         self._names = self._named_parameters()
         weights = {id(weight.master): weight for weight in arrangement.weights}
         self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
-        stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
-        self.meter.uncounted = set(map(storage_key, stay))
+        self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
-        for member in arrangement.streamed_members if self.options.compile else ():
-            member.compiled = compiled_call(member.module)
+        if self.options.compile:
+            for member in arrangement.streamed_members:
+                member.compiled = compiled_call(member.module)
         self.guard.install()
         for member in arrangement.members:
             install_gate(member, self.calls)
@@ -160,10 +164,12 @@ class Engine:
         self.optimizers.leave_weights()
         self.steps.settle()
         for member in arrangement.members:
-            member.put_back_masters()  # the call of a module that looks into a unit may still be running
+            # the call of a module that looks into a unit may still be running
+            member.put_back_masters()
             remove_gate(member)
         for twin in arrangement.twins.values():
-            if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
+            # a reference cycle through C++ that Python's collector cannot see
+            if twin.gradient_hook is not None:
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
         self.backend.drain()
@@ -191,17 +197,19 @@ class Engine:
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
         """Arrange units anew if there is a reason to, unless a graph is `waiting` for its backward."""
-        autocast, learned = self.arrangement.autocast, self.learned
+        autocast = self.arrangement.autocast
+        learned = self.learned
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
         self.optimizers.restore_param_groups()
         if waiting:
             return
-        self.optimizers.begin_step()  # first, as what it drops would have to be shown if units were arranged anew
+        # first, as what it drops would have to be shown if units were arranged anew
+        self.optimizers.begin_step()
         if self._is_lent_out():
             return
         with self.at_work:
-            is_converted = any(weight.is_converted for weight in self.arrangement.weights)
+            is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         arrangement = self.arrangement
@@ -219,7 +227,8 @@ class Engine:
         """Meet the other processes, before the first step after one that changed weights."""
         if self.processes is None:
             return
-        box, learned = self.processes.box, self.learned
+        box = self.processes.box
+        learned = self.learned
         with self.at_work:
             edited: list[str] = []
             refused = None
@@ -252,7 +261,9 @@ class Engine:
 
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""
-        before, auto, self.learned.plan = self.learned.plan, self.activations.auto, plan
+        before = self.learned.plan
+        auto = self.activations.auto
+        self.learned.plan = plan
         if before is None or plan is None or before.window != plan.window:
             self.rearrange(self.arrangement.autocast)
             self.activations.auto = auto  # the units are the same, so their measurements still hold
@@ -272,8 +283,10 @@ class Engine:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        entries = (entry for member in self.arrangement.members for entry in member.entries)
-        return any(type(entry.parameters.get(entry.key)) is Tensor for entry in entries)
+        for member in self.arrangement.members:
+            if Tensor in [type(entry.parameters.get(entry.key)) for entry in member.entries]:
+                return True
+        return False
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
@@ -306,9 +319,11 @@ class Engine:
         self.activations.end_backward()
         if not self.graphs.scopes:
             self.window.end_step()
-            self.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
+            # the one that checkpoints have built meanwhile has had its backward
+            self.graphs.begin()
         # not after `torch.autograd.grad`, which may run in some processes only
-        if some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values()):
+        unmanaged = self.arrangement.unmanaged.values()
+        if some_came or any(parameter.grad is not None for parameter in unmanaged):
             self.end_pass()
         self.relax_guard()
 

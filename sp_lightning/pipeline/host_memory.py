@@ -22,14 +22,17 @@ _WORTH_RELEASING = 2**20  # bytes: to look for what can be given back takes 2 ms
 
 def available_host_memory() -> int | None:
     """Return the bytes of host memory that are free now, or None if the system does not report it."""
-    free = _number_after("MemAvailable:", _PROCESSES / "meminfo")
-    return None if free is None else min([free * 1024, *(free for _, free in _control_groups())])
+    return _least("MemAvailable:", [free for _, free in _control_groups()])
 
 
 def total_host_memory() -> int | None:
     """Return the bytes of host memory, or None if the system does not report it."""
-    total = _number_after("MemTotal:", _PROCESSES / "meminfo")
-    return None if total is None else min([total * 1024, *(limit for limit, _ in _control_groups())])
+    return _least("MemTotal:", [limit for limit, _ in _control_groups()])
+
+
+def _least(word: str, of_groups: list[int]) -> int | None:
+    of_machine = _number_after(word, _PROCESSES / "meminfo")
+    return None if of_machine is None else min([of_machine * 1024, *of_groups])
 
 
 def release(copied: list[Tensor]) -> None:
@@ -71,9 +74,11 @@ def _control_groups() -> Iterator[tuple[int, int]]:
         # In a container, the path may be the one on the machine, which is not visible here; then the root is its group.
         inner = _CONTROL_GROUPS / line[3:].strip("/")
         for folder in (inner, *inner.parents):
-            limit, used = (_read(folder / name).strip() for name in ("memory.max", "memory.current"))
+            limit = _read(folder / "memory.max").strip()
+            used = _read(folder / "memory.current").strip()
             if folder.is_relative_to(_CONTROL_GROUPS) and limit.isdecimal() and used.isdecimal():
-                cache = _number_after("inactive_file", folder / "memory.stat") or 0  # given up when memory is needed
+                # given up when memory is needed
+                cache = _number_after("inactive_file", folder / "memory.stat") or 0
                 yield int(limit), max(0, int(limit) - int(used) + cache)
 
 

@@ -85,13 +85,13 @@ class PipelineOptions:
         _check_count("host_threads", self.host_threads)
         if isinstance(self.k, int) and isinstance(self.k_prime, int) and self.k_prime > self.k:
             raise ValueError(
-                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must fit among those "
-                f"on the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
+                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must "
+                f"fit among those on the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
             )
         if self.resident_optimizer is True and self.k != "auto":
             raise ValueError(
-                f"`resident_optimizer=True` needs `k='auto'`, and not `k={self.k}`: which units live on the device is "
-                "chosen together with `k`."
+                f"`resident_optimizer=True` needs `k='auto'`, and not `k={self.k}`: which units live "
+                "on the device is chosen together with `k`."
             )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
@@ -103,7 +103,8 @@ class PipelineOptions:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
-                raise ValueError(f"`{name}={value!r}` must be one of {', '.join(map(repr, allowed))}.")
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"`{name}={value!r}` must be one of {choices}.")
 
 
 def _check_count(name: str, value: object) -> None:
@@ -114,23 +115,28 @@ def _check_count(name: str, value: object) -> None:
 
 def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
     """Convert a user's definition of a unit to a function of a module and its name."""
-    for entry in policy if isinstance(policy, Sequence) else [policy]:
+    entries = policy if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
+    for entry in entries:
         if isinstance(entry, nn.Module):
-            raise ValueError(f"`units=` was given an instance of `{type(entry).__name__}`. Give its class.")
+            cls = type(entry).__name__
+            raise ValueError(f"`units=` was given an instance of `{cls}`. Give its class.")
     if callable(policy) and not isinstance(policy, type):
         return policy
-    entries = [policy] if isinstance(policy, str | type) else policy
-    if not isinstance(entries, Sequence) or not entries or not all(isinstance(entry, str | type) for entry in entries):
-        raise ValueError(
-            f"`units={policy!r}` must be None, a module class or class name, a non-empty list of those, "
-            "or a callable (name, module) -> bool."
-        )
     names = {entry for entry in entries if isinstance(entry, str)}
     classes = tuple(entry for entry in entries if isinstance(entry, type))
-    return lambda _, module: (
-        isinstance(module, classes)
-        or any(cls.__name__ in names or f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__)
-    )
+    if not entries or not all(isinstance(entry, str | type) for entry in entries):
+        raise ValueError(
+            f"`units={policy!r}` must be None, a module class or class name, a non-empty list of "
+            "those, or a callable (name, module) -> bool."
+        )
+
+    def matches(_: str, module: nn.Module) -> bool:
+        if isinstance(module, classes):
+            return True
+        bases = type(module).__mro__
+        return any({base.__name__, f"{base.__module__}.{base.__qualname__}"} & names for base in bases)
+
+    return matches
 
 
 def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
@@ -138,12 +144,13 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
     size: Any = budget
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
-        size = None if match is None else int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
+        if match is not None:
+            size = int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
     is_number = isinstance(size, int | float) and not isinstance(size, bool)
     if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
         raise ValueError(
-            f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above zero), a fraction of the "
-            "device's memory (a float up to 1.0) or text such as '12GB'."
+            f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above zero), "
+            "a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
         )
     if isinstance(size, float):
         return None if device_bytes is None else int(size * device_bytes)

@@ -80,18 +80,26 @@ class Pipeline:
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         move_parameters(weights_on_accelerators(module), HOST)
-        share_cores = 1  # among how many the machine's cores are divided; not for the one that steps for all of them
+        # among how many the machine's cores are divided; not for the one that steps for all of them
+        share_cores = 1
         if processes is not None:
             processes.broadcast_module(module)
             share_cores = 1 if processes.box.is_keeper else processes.box.count
-        self.backend = backend or make_backend(self.device, self.options.host_threads, share_cores, self.options.debug)
+        if backend is None:
+            threads = self.options.host_threads
+            backend = make_backend(self.device, threads, share_cores, self.options.debug)
+        self.backend = backend
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
-        self._engine = engine = Engine(module, self.device, self.options, self.backend, planner or Planner(), processes)
-        self.stats, self.optimizers = engine.stats, engine.optimizers
+        planner = planner or Planner()
+        engine = Engine(module, self.device, self.options, self.backend, planner, processes)
+        self._engine = engine
+        self.stats = engine.stats
+        self.optimizers = engine.optimizers
         try:
-            engine.arrange(autocast_dtype(self.device.type))  # that is likely to be on in steps, too
+            # what is on now is likely to be on in steps, too
+            engine.arrange(autocast_dtype(self.device.type))
         except BaseException:
             engine.memory.keep([])
             self.backend.close()
@@ -152,8 +160,8 @@ class Pipeline:
         failed = None
         try:
             self._engine.settle()
-        except Exception as error:  # a pending optimizer step failed: give the module back first, then raise
-            failed = error
+        except Exception as error:
+            failed = error  # a pending optimizer step failed: give the module back first, then raise
         if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
@@ -167,7 +175,8 @@ class Pipeline:
         self._engine.saved.close()
         self._engine.offloader.close()
         self._engine.memory.keep([])
-        self.module.to(HOST)  # what streams is there: buffers, other parameters, and the states of quantized weights
+        # what streams is there: buffers, other parameters, and the states of quantized weights
+        self.module.to(HOST)
         self.backend.close()
         if failed is not None:
             raise failed

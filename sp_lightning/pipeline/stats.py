@@ -11,12 +11,14 @@ class Stats:
 
     steps: int = 0  # outermost `step()` scopes
     loads: int = 0  # units copied to the device, resident weights not counted
-    misses: int = 0  # loads that had not been prefetched, so that computing waited for the whole copy
+    # loads that had not been prefetched, so that computing waited for the whole copy
+    misses: int = 0
     bytes_to_device: int = 0
     bytes_to_host: int = 0
     offloaded_bytes: int = 0  # the part of `bytes_to_host` that was saved activations
     fetched_bytes: int = 0  # the part of `bytes_to_device` that was saved activations coming back
-    activation_misses: int = 0  # activations that backward needed and that had not been fetched ahead
+    # activations that backward needed and that had not been fetched ahead
+    activation_misses: int = 0
     # Loads, counted in `misses` too, of what backward needed without having announced its unit; those of `k_prime`
     # units together count as one.
     heals: int = 0
@@ -25,7 +27,8 @@ class Stats:
     host_syncs: int = 0  # times that the host waited for the device
     activation_bytes: int = 0  # device memory that saved tensors hold now, weights not counted
     activation_peak_bytes: int = 0  # the maximum of it
-    optimizer_waits: int = 0  # times that the host waited for an optimizer's step because a weight was accessed
+    # times that the host waited for an optimizer's step because a weight was accessed
+    optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
     steps_in_backward: int = 0  # the part of them that was stepped before backward had ended
     optimizer_steps: int = 0  # calls of an optimizer's `step`

@@ -12,40 +12,44 @@ class Summary:
     """The plan of a pipeline, and what it takes at the moment; `str()` of it is a table."""
 
     def __init__(self, engine: Engine) -> None:
-        arrangement, stream = engine.arrangement, engine.stream
+        arrangement, memory = engine.arrangement, engine.memory
         weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
+        resident = arrangement.resident.weights
         self.device = str(engine.device)  # that forward and backward run on
         self.units = len(arrangement.units)
         self.k = arrangement.k  # units on the device at once
         self.k_prime = arrangement.k_prime  # units moved together
+        self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
         self.model_bytes = sum(weight.nbytes for weight in weights)  # of all weights in their own dtypes
-        # of the device, for slots, resident weights, and everything that belongs to units which live there: never more
+        # of the device, for slots, resident weights, and all of the units that live there: never more
         self.device_bytes = arrangement.layout.device_bytes
-        self.gradient_bytes = stream.routes.staging.nbytes()  # of the device, for gradients on their way to the host
-        self.resident = tuple(weight.name for weight in arrangement.resident.weights)  # names of resident weights
-        self.resident_bytes = sum(weight.compute_bytes for weight in arrangement.resident.weights)  # on the device
+        # of the device, for gradients on their way to the host
+        self.gradient_bytes = engine.stream.routes.staging.nbytes()
+        self.resident = tuple(weight.name for weight in resident)  # names of resident weights
+        self.resident_bytes = sum(weight.compute_bytes for weight in resident)  # on the device
         # of the host, for weights and for the copies of them that are sent
         self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
-        self.host_bytes += engine.memory.nbytes_for("copies")
+        self.host_bytes += memory.nbytes_for("copies")
         # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
-        kept = engine.memory.nbytes_for("gradients") + engine.memory.nbytes_for("sums")
+        kept = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         self.host_gradient_bytes = engine.landing.nbytes() + kept
+        self.optimizer_bytes = engine.optimizers.state_bytes(w.master for w in arrangement.weights)
+        self.host_activation_bytes = engine.offloader.pool.held
         # devices that share this memory, but for buffers of each
         self.devices = 1 if engine.processes is None else engine.processes.box.count
-        self.optimizer_bytes = engine.optimizers.state_bytes(weight.master for weight in arrangement.weights)
-        self.host_activation_bytes = engine.offloader.pool.held
-        self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
         self.unit_names = tuple(unit.name for unit in arrangement.units)
         # sent for each unit
         self.unit_bytes = tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units)
-        self.lowered = sum(weight.lowered for weight in weights)  # number of weights that are sent in autocast's dtype
+        # number of weights that are sent in autocast's dtype
+        self.lowered = sum(weight.lowered for weight in weights)
         self.pinned = arrangement.is_pinned  # whether everything that is sent lies in pinned memory
-        self.plan = arrangement.plan  # the planner's choice and its prediction; None if nothing was planned
+        # the planner's choice and its prediction; None if nothing was planned
+        self.plan = arrangement.plan
         # the share of all weights' bytes by which `device_bytes` is smaller
         self.saved = max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
         # host memory for weights, gradients and optimizer state
         in_all = self.host_bytes + self.host_gradient_bytes + self.optimizer_bytes
-        self.host_bytes_per_parameter = in_all / self.parameters if self.parameters else 0.0
+        self.host_bytes_per_parameter = in_all / max(1, self.parameters)
 
     @property
     def living_on_device(self) -> str:
@@ -58,17 +62,21 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan as pairs of a name and a value."""
         streamed = "all stay on the device" if self.k >= self.units else "streamed"
-        largest = max(self.unit_bytes, default=0)
-        shared = f" for {self.devices} devices" if self.devices > 1 else ""
-        locked = ", page-locked" if self.pinned else ""
+        largest = readable_bytes(max(self.unit_bytes, default=0))
+        on_device, in_all = readable_bytes(self.device_bytes), readable_bytes(self.model_bytes)
+        on_host = readable_bytes(self.host_bytes)
+        if self.devices > 1:
+            on_host += f" for {self.devices} devices"
+        if self.pinned:
+            on_host += ", page-locked"
         return [
             ("device", self.device),
-            ("units", f"{self.units} ({streamed}), largest {readable_bytes(largest)}"),
+            ("units", f"{self.units} ({streamed}), largest {largest}"),
             ("k, k_prime", f"{self.k}, {self.k_prime}"),
             ("resident", f"{len(self.resident)} weights, {readable_bytes(self.resident_bytes)}"),
-            ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
+            ("weights on the device", f"{on_device} of {in_all}"),
             ("device memory saved", f"{self.saved:.0%} of what all weights take"),
-            ("weights on the host", readable_bytes(self.host_bytes) + shared + locked),
+            ("weights on the host", on_host),
             *([("live on the device", self.living_on_device)] if self.living_on_device else []),
         ]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
@@ -63,8 +63,8 @@ def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
     Optimizers that wrap another one may have none, as they do not call `Optimizer.__init__` (Opacus's, for one).
     """
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    of_this = (getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
-    return any(len(hooks) > own for hooks in of_all) or any(of_this)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(len(hooks) > own for hooks in of_all) or any(getattr(optimizer, name, None) for name in names)
 
 
 def scope_that_ends_before_backward() -> str | None:
@@ -103,6 +103,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def profiler_is_on() -> bool:
+    """Tell whether torch's profiler is on: `record_function` calls two of torch's operations even if it is not."""
+    return profiler._is_profiler_enabled
+
+
 def contains_others(tensor: Tensor) -> bool:
     """Tell whether a tensor consists of others and has no memory of its own, as quantized weights do.
 
@@ -120,9 +125,12 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
-    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
+    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
         tensor = parts_of(tensor)[0]
     try:
         key: int = tensor.untyped_storage()._cdata
@@ -150,10 +158,12 @@ def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[
     step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     stepped: Optimizer = object.__new__(type(optimizer))
     attributes = vars(optimizer).copy()
-    for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
+    # a GradScaler lends them to fused kernels, for the user's own call
+    for lent in ("grad_scale", "found_inf"):
         attributes.pop(lent, None)
+    # the check queries the driver for its devices at each call, for 0.1 ms
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        attributes[check] = lambda: None  # the check queries the driver for its devices at each call, for 0.1 ms
+        attributes[check] = lambda: None
     vars(stepped).update(attributes, param_groups=[group])
 
     def run(state: dict[Tensor, dict[str, Any]]) -> None:
@@ -169,12 +179,15 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
 
     A scheduler wraps it in the object, too, to notice calls, but then the wrapped function is the class's own.
     """
-    step, own = type(optimizer).step, vars(optimizer).get("step")
-    code = getattr(inspect.unwrap(step), "__code__", None)  # not every callable has code: a mock, a partial
-    known = [os.path.dirname(str(package.__file__)) for package in (torch.optim, on_host)]
-    is_known = code is not None and os.path.dirname(code.co_filename) in known
-    of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
-    return not is_known or not (own is None or of_a_scheduler)
+    step = type(optimizer).step
+    in_object = vars(optimizer).get("step", step)
+    by_a_scheduler = hasattr(in_object, "_wrapped_by_lr_sched") and in_object.__wrapped__ is step
+    if in_object is not step and not by_a_scheduler:
+        return True
+    # not every callable has code: a mock, a partial
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    folders = [os.path.dirname(str(package.__file__)) for package in (torch.optim, on_host)]
+    return code is None or os.path.dirname(code.co_filename) not in folders
 
 
 def use_expandable_segments(unused: torch.cuda.Stream) -> None:
@@ -184,7 +197,9 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     is an environment variable alone, which the user would have to set before torch is imported. Some virtual devices
     cannot map memory, and only say so when memory is asked for, on a stream for which nothing was allocated before.
     """
-    if sys.platform != "linux" or torch.version.cuda is None or torch.cuda.get_allocator_backend() != "native":
+    if sys.platform != "linux" or torch.version.cuda is None:
+        return
+    if torch.cuda.get_allocator_backend() != "native":
         return
     if torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
         return
@@ -210,10 +225,12 @@ def hide_from_dynamo(modules: Iterable[str]) -> None:
     below it is compiled. `torch.compiler.disable` covers one function: with `recursive`, nothing below it is compiled;
     without, dynamo goes on to trace each function of the engine that it calls. Torch hides its own packages this way.
     """
-    from torch._dynamo import trace_rules  # takes a second: only once there is something to attach to
+    # takes a second: only once there is something to attach to
+    from torch._dynamo import trace_rules
 
-    origins = [spec.origin for spec in map(find_spec, modules) if spec is not None and spec.origin is not None]
-    trace_rules.SKIP_DIRS.extend(origin.removesuffix("__init__.py") for origin in origins)
+    for spec in map(find_spec, modules):
+        if spec is not None and spec.origin is not None:
+            trace_rules.SKIP_DIRS.append(spec.origin.removesuffix("__init__.py"))
     trace_rules._recompile_re()  # once: `trace_rules.add` takes 10 ms for each module
 
 

@@ -38,6 +38,7 @@ from sp_lightning.pipeline.torch_private import (
     is_compiled,
     parts_of,
     post_accumulate_hooks,
+    profiler_is_on,
     running_node,
     scope_that_ends_before_backward,
     sees_torch_functions,
@@ -222,6 +223,12 @@ def test_tensors_that_contain_others() -> None:
     assert not contains_others(nn.Parameter(values))
     assert parts_of(values)[0] is values
     assert storage_key(parts_of(jagged)[0]) == storage_key(values) == storage_key(jagged)
+
+
+def test_the_profiler_is_noticed() -> None:
+    with torch.profiler.profile():
+        assert profiler_is_on()
+    assert not profiler_is_on()
 
 
 def test_every_function_has_a_test() -> None:

@@ -156,8 +156,10 @@ class Offloader:
                 memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
                 memory.set_(activation.device.untyped_storage())
                 activation.host = self.pool.take(activation.nbytes)
-                activation.ticket = self._backend.download(activation.host.bytes[: activation.nbytes], memory)
-                self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
+                target = activation.host.bytes[: activation.nbytes]
+                activation.ticket = self._backend.trace.copy(
+                    Kind.OFFLOAD, bundle.name, self._backend.download, target, memory
+                )
                 activation.stage = Stage.LEAVING
                 self._leaving.append(activation)
                 self._stats.bytes_to_host += activation.nbytes
@@ -236,9 +238,9 @@ class Offloader:
     def _fetch(self, activation: Activation) -> None:
         assert activation.host is not None
         device = activation.device = self._backend.allocate(activation.nbytes)
-        ticket = activation.ticket = self._backend.upload(device, activation.host.bytes[: activation.nbytes])
+        source = activation.host.bytes[: activation.nbytes]
+        activation.ticket = self._backend.trace.copy(Kind.FETCH, activation.unit, self._backend.upload, device, source)
         activation.stage, activation.held = Stage.BACK, self._meter.hold(device)
-        self._backend.trace.moved(Kind.FETCH, activation.unit, activation.nbytes, ticket)
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
 

@@ -187,7 +187,7 @@ class UnitCall:
                 "forward cannot run again"
             )
         shared.stats.recomputed += 1
-        shared.backend.trace.begin(Kind.FORWARD, member.unit_name)
+        shared.backend.trace.begin(Kind.FORWARD, member.unit_name, is_recomputed=True)
         self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)

@@ -51,12 +51,14 @@ class BackwardPass:
         self.forget_failed()
         if not self.running and in_backward():
             with self._engine.at_work:
-                if not self.running:  # the host's part of a graph and the device's run in threads of their own
+                # asked again: the host's part of a graph and the device's run in threads of their own
+                if not self.running:
                     self.running = True
                     self._task = graph_task()
                     self._engine.arm_guard()
                     callback = partial(self._end)
-                    self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
+                    # autograd keeps it alive for as long as the pass lives
+                    self._callback = weakref.ref(callback)
                     when_backward_ends(callback)
 
     def forget_failed(self) -> None:
@@ -114,10 +116,12 @@ class BackwardPass:
             if not unit.is_reached:
                 unit.is_reached = True
                 self._reached.append(unit)
-            for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
+            # checkpoints inside of the unit call its parts, and not the unit
+            for other in unit.members:
                 if all(map(_is_valid, set(other.needed).difference(needed))):
                     other.put_in_twins(self.follow_requires_grad)
-            self.in_use = [*needed, *member.called_in]  # the backward of calls around it is not over either
+            # the backward of calls around it is not over either
+            self.in_use = [*needed, *member.called_in]
             self._window.prefetch(self.in_use)
 
     def bring_for_backward(self, twin: Twin) -> None:
@@ -144,14 +148,13 @@ class BackwardPass:
         self._graphs.clear()  # not done: whoever still holds one may run backward again
         if self.running:
             self._stream.exchange.abandon_pass()
-        self._engine.optimizers.abandon()  # before the memory that it reads is given to anybody else
+        # before the memory that it reads is given to anybody else
+        self._engine.optimizers.abandon()
         self._stream.abandon()
         self.running = False
 
     def _end(self) -> None:
         with self._engine.at_work:
-            for unit in self._reached:
-                self._window.write_back(unit.weights)
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True

@@ -43,15 +43,18 @@ class Calls:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inside: list[list[Unit]] = []  # the units that each running call computes with, innermost call last
+        # the units that each running call computes with, innermost call last
+        self._inside: list[list[Unit]] = []
 
     # -------------------------------------------------------------------------------------------------------- a step
 
     @contextmanager
     def step(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         """Open a scope, which begins a step if it is not within another; or the last one `goes_on`, with a backward."""
-        engine, graphs = self._engine, self._engine.graphs
-        with optimizer_waits():  # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
+        engine = self._engine
+        graphs = engine.graphs
+        # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
+        with optimizer_waits():
             if graphs.scopes == 0:
                 self._begin_step(look_for_new_parameters, goes_on)
             graphs.scopes += 1
@@ -64,7 +67,8 @@ class Calls:
             except BaseException as error:
                 if graphs.scopes == 1 and not in_backward():
                     self.abandon()
-                if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
+                is_of_torch = isinstance(error, RuntimeError) and error.__cause__ is None
+                if is_of_torch and str(error).startswith("torch.func."):
                     raise RuntimeError(
                         f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
                         "`create_graph=True`."
@@ -164,7 +168,8 @@ class Calls:
         # the outermost call of a unit, whose saved tensors have a policy of their own
         with engine.at_work:
             for unit in member.needed:
-                engine.window.finish_optimizer(unit)  # later, its end would look like a write by the forward
+                # later, its end would look like a write by the forward
+                engine.window.finish_optimizer(unit)
         try:
             activations.begin(member, args, kwargs)
             output = self._run(member, compute, autocast)
@@ -175,7 +180,8 @@ class Calls:
 
     def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
-        uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+        uncached = autocast is not None and not torch.is_grad_enabled()
+        uncached = uncached and torch.is_autocast_cache_enabled()
         number = self._enter(member)
         try:
             if uncached:
@@ -193,14 +199,17 @@ class Calls:
 
         What may raise comes first: the call has not begun then, and the user may go on with the step.
         """
-        engine, backward, is_backward = self._engine, self._engine.backward, in_backward()
+        engine = self._engine
+        backward = engine.backward
+        is_backward = in_backward()
         with engine.at_work:
             engine.graphs.calls += 1
             number = engine.graphs.calls
             engine.arrangement.unused_in_step = False
             member.entered += 1
             if backward.running and not is_backward:
-                backward.abandon()  # it ended with an exception that the user caught within the step
+                # it ended with an exception that the user caught within the step
+                backward.abandon()
             if member.is_streamed:
                 forward = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
@@ -222,7 +231,8 @@ class Calls:
             return number
 
     def _leave(self, member: Member) -> None:
-        engine, backward = self._engine, self._engine.backward
+        engine = self._engine
+        backward = engine.backward
         if engine.at_work.is_forked:
             return
         with engine.at_work:
@@ -236,10 +246,12 @@ class Calls:
                 engine.backend.trace.end()
             for entry in member.entries:
                 twin = entry.weight.twin
-                if twin.parameter.requires_grad != twin.required_gradient:  # the forward has changed that
+                # if the forward has changed that
+                if twin.parameter.requires_grad != twin.required_gradient:
                     entry.weight.master.requires_grad_(twin.parameter.requires_grad)
                     backward.follow_requires_grad(twin)
-            if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
+            is_reached = member.unit is not None and member.unit.is_reached
+            if not member.running_calls and not is_reached:
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:
                 engine.activations.leave()
@@ -249,19 +261,27 @@ class Calls:
 
     def _announce(self, member: Member, output: Any, number: int) -> Any:
         """Have backward announce itself when it reaches this call, and clone outputs that lie in a place."""
-        engine, graphs, places = self._engine, self._engine.graphs, self._engine.arrangement.twins.keys()
+        engine = self._engine
+        graphs = engine.graphs
+        places = engine.arrangement.twins.keys()
+
+        def out_of_place(tensor: Tensor) -> Tensor:
+            return tensor.clone() if storage_key(tensor) in places else tensor
+
         tensors = tensors_in(output)
         if not places.isdisjoint(map(storage_key, tensors)):
-            output = replace_instances(output, Tensor, lambda it: it.clone() if storage_key(it) in places else it)
+            output = replace_instances(output, Tensor, out_of_place)
             tensors = tensors_in(output)
             if not places.isdisjoint(map(storage_key, tensors)):
                 raise RuntimeError(
                     f"superpipeline: {member.name!r} returns one of its weights in an object of a class of its own. "
                     "Return a clone of the weight, or name it in `resident`."
                 )
-        if torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
+        watched = [tensor for tensor in tensors if tensor.requires_grad]
+        if torch.is_grad_enabled() and watched:
             bundle = engine.offloader.open[-1] if engine.offloader.open else None  # none if all are kept
-            reach = partial(_reach, ref(engine), ref(member), graphs.current, self._inside[-1], bundle)
+            needed = self._inside[-1]
+            reach = partial(_reach, ref(engine), ref(member), graphs.current, needed, bundle)
             before_backward(watched, reach, number, graphs.calls)
         return output
 

@@ -145,9 +145,10 @@ class Routes:
         shipment.tensors = [of_weight.total for of_weight in sums]
         moved = 2 * sum(total.nbytes for total in shipment.tensors)
         after = [shipment.ticket] if unit.ticket is None else [shipment.ticket, unit.ticket]
-        shipment.ticket = self._backend.work(_Addition(sums, norm_dtype), after, moved, buffer.release)
+        addition = _Addition(sums, norm_dtype)
+        trace = self._backend.trace
+        shipment.ticket = trace.work(Kind.ADD, unit.unit.name, addition, after, moved, buffer.release)
         shipment.buffer = None
-        self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, shipment.ticket)
 
     def _download(self, shipment: Shipment, memory: GradientMemory, has_norms: bool = False) -> None:
         """Copy gradients to the host, and with them their norms where they land in memory of their own."""
@@ -157,9 +158,10 @@ class Routes:
             tensors, norms = staging.views(layout)
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
-        ticket = self._backend.download(memory.bytes[:nbytes], staging.bytes[:nbytes])
+        target, source = memory.bytes[:nbytes], staging.bytes[:nbytes]
+        name, download = shipment.unit.unit.name, self._backend.download
+        ticket = self._backend.trace.copy(Kind.GRADIENTS, name, download, target, source)
         shipment.ticket = staging.ticket = ticket
-        self._backend.trace.moved(Kind.GRADIENTS, shipment.unit.unit.name, nbytes, ticket)
         self._stats.bytes_to_host += nbytes
 
     def abandon(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
@@ -21,7 +21,7 @@ class EngineAtWork(OfOneProcess):
         super().__init__()
         self._lock = threading.RLock()
         self._depth = 0
-        self._unseen: AbstractContextManager[Any]
+        self._unseen = without_torch_function()
 
     def __enter__(self) -> None:
         if self.is_forked:
@@ -29,7 +29,6 @@ class EngineAtWork(OfOneProcess):
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
-            self._unseen = without_torch_function()
             self._unseen.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -57,7 +56,8 @@ optimizer_steps = _OptimizerSteps()
 @contextmanager
 def optimizer_waits() -> Iterator[None]:
     """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again."""
-    depth, optimizer_steps.depth = optimizer_steps.depth, 0
+    depth = optimizer_steps.depth
+    optimizer_steps.depth = 0
     try:
         yield
     finally:

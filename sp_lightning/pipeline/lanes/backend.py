@@ -28,13 +28,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Recording, Span, Ticket, Worker
+from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
@@ -45,7 +48,8 @@ _OUT_OF_MEMORY = (
 )
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
-BEFORE_OTHER_WORK = -1  # the rank of a copy that comes after work; steps have their place in the forward
+# the rank of a copy that comes after work; steps have their place in the forward
+BEFORE_OTHER_WORK = -1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -74,7 +78,7 @@ class Backend(ABC):
 
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets have to know when they began and ended
-        self.pins = False  # whether host memory that is sent is pinned (page-locked), for fast copies
+        self.pins = False  # whether host memory that is sent is pinned (page-locked)
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
@@ -172,52 +176,96 @@ class _Entry(NamedTuple):
 
 
 class Trace:
-    """A log of what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing."""
+    """A log of what a backend is asked to do, and for which unit.
+
+    It is kept while somebody records. As long as torch's profiler is on, too, everything is a range there, such as
+    "superpipeline: load of blocks.4". Otherwise a call costs next to nothing.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._is_on = False  # whether somebody records or profiles
         self._entries: list[_Entry] | None = None
         self._steps: list[Any] = []
         self._recordings = 0
-        self._open: _Entry | None = None
+        self._computing: _Entry  # what the range below is for
+        self._range: record_function | None = None  # of the unit that is computing now
 
-    def moved(self, kind: Kind, name: str, nbytes: int, ticket: Ticket) -> None:
-        """Note a copy, or a job on the host, that has been given to the backend."""
-        if self._entries is not None:
-            self._entries.append(_Entry(kind, name, nbytes, ticket))
+    def copy(
+        self,
+        kind: Kind,
+        name: str,
+        copy: Callable[..., Ticket],
+        target: Tensor,
+        source: Tensor,
+        *after: Ticket | None,
+    ) -> Ticket:
+        """Ask for a copy: `copy` is the backend's `upload` or `download`."""
+        if not self._is_on:
+            return copy(target, source, *after)
+        with _range(kind.value, name):
+            ticket = copy(target, source, *after)
+        self._note(_Entry(kind, name, source.nbytes, ticket))
+        return ticket
+
+    def work(
+        self,
+        kind: Kind,
+        name: str,
+        job: Callable[[], None],
+        after: Sequence[Ticket],
+        nbytes: int,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        """Ask for a job on the thread for work on host memory; its range is where it runs."""
+        if not self._is_on:
+            return self._backend.work(job, after, nbytes, cleanup, rank)
+        ticket = self._backend.work(_range(kind.value, name)(job), after, nbytes, cleanup, rank)
+        self._note(_Entry(kind, name, nbytes, ticket))
+        return ticket
 
     def wait(self, ticket: Ticket, what: str) -> None:
         """Make computing wait for a ticket, and note how long it does."""
         if self._entries is None:
             self._backend.wait(ticket)
-            return
-        begin = self._backend.mark()
-        self._backend.wait(ticket)
-        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+        else:
+            self._stall(partial(self._backend.wait, ticket), what)
 
     def join(self, job: Ticket, what: str) -> None:
         """Make the host wait for a job, and note how long the device has nothing to do for that."""
         if self._entries is None or job.done:
             job.join()
-            return
-        begin = self._backend.mark()
-        job.join()
-        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+        else:
+            self._stall(job.join, what)
 
-    def begin(self, kind: Kind, name: str) -> None:
-        """Note that a unit begins to compute, and that the one before it is done."""
+    def _stall(self, wait: Callable[[], None], what: str) -> None:
+        begin = self._backend.mark()
+        wait()
+        self._note(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+
+    def _note(self, entry: _Entry) -> None:
         if self._entries is not None:
+            self._entries.append(entry)
+
+    def begin(self, kind: Kind, name: str, is_recomputed: bool = False) -> None:
+        """Note that a unit begins to compute, and that the one before it is done."""
+        if self._is_on:
             self.end()
-            self._open = _Entry(kind, name, 0, None, self._backend.mark())
+            self._range = _range("recompute" if is_recomputed else kind.value, name)
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+            self._computing = _Entry(kind, name, 0, None, self._backend.mark())
 
     def end(self) -> None:
         """Note that the unit that was computing is done."""
-        if self._entries is not None and self._open is not None:
-            self._entries.append(self._open._replace(end=self._backend.mark()))
-            self._open = None
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._note(self._computing._replace(end=self._backend.mark()))
+            self._range = None
 
     def begin_step(self) -> None:
-        """Note that a step begins."""
+        """Note that a step begins; whether it is profiled is asked here alone."""
+        self._is_on = self._entries is not None or profiler_is_on()
         if self._entries is not None:
             self._steps.append(self._backend.mark())
 
@@ -229,22 +277,25 @@ class Trace:
         """
         origin = self._backend.origin()
         if self._entries is None:
-            self._entries, self._steps = [], []
+            self._entries = []
+            self._steps = []
         self._recordings += 1
-        self._backend.timed = True
+        self._is_on = self._backend.timed = True
         recording, first, first_step = Recording(), len(self._entries), len(self._steps)
         try:
             yield recording
         finally:
             self.end()
-            entries, steps = self._entries[first:], [*self._steps[first_step:], self._backend.mark()]
+            entries = self._entries[first:]
+            marks = [*self._steps[first_step:], self._backend.mark()]
             self._recordings -= 1
             if not self._recordings:
-                self._entries, self._backend.timed = None, False
+                self._entries = None
+                self._backend.timed = False
             self._backend.drain()
             spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
             recording.spans = sorted(spans, key=lambda span: span.begin)
-            moments = [self._backend.seconds(origin.device, mark) for mark in steps]
+            moments = [self._backend.seconds(origin.device, mark) for mark in marks]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 
     def _span(self, entry: _Entry, origin: Origin) -> Span | None:
@@ -256,3 +307,7 @@ class Trace:
             if entry.kind is Kind.STALL and end - begin < _LEAST_STALL:
                 return None
         return Span(entry.kind.lane, entry.kind, entry.name, begin, end, entry.nbytes)
+
+
+def _range(phase: str, name: str) -> record_function:
+    return record_function(f"superpipeline: {phase} of {name}")

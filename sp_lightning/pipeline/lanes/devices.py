@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,14 +34,13 @@ class HostBackend(Backend):
 
     def __init__(
         self,
-        device: torch.device | None = None,
         poison: bool = False,
         max_delay: float = 0.0,
         seed: int = 0,
         threads: int | None = None,
     ) -> None:
         host = Worker("superpipeline-host", partial(use_threads, threads), max_delay, seed)
-        super().__init__(device or torch.device("cpu"), poison, host)
+        super().__init__(torch.device("cpu"), poison, host)
         self._up = Worker("superpipeline-upload", max_delay=max_delay, seed=seed)
         self._down = Worker("superpipeline-download", max_delay=max_delay, seed=seed)
 
@@ -89,10 +89,10 @@ class _StreamTicket(Ticket):
     never recorded does nothing. The event at its `begin` is there if copies are timed.
     """
 
-    def __init__(self, event: Any, begin: Any, issued: Ticket | None = None) -> None:
+    def __init__(self, event: Any, begin: Any) -> None:
         self.event = event
         self.begin = begin
-        self.issued = issued
+        self.issued: Ticket | None = None
 
     @override
     def join(self) -> None:
@@ -136,7 +136,8 @@ class AcceleratorBackend(Backend):
             use_expandable_segments(self._up)
 
     def _begin_work(self) -> None:
-        self._api.set_device(self.device)  # or waiting for an event would create a context on device 0
+        # or waiting for an event would create a context on device 0
+        self._api.set_device(self.device)
         use_threads(self._threads)
 
     @override
@@ -147,28 +148,30 @@ class AcceleratorBackend(Backend):
                 after.join()  # raises if it failed: there is nothing to copy
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
-        computed, events = computing.record_event(), self._events()
+        computed = computing.record_event()
+        ticket = _StreamTicket(*self._events())
 
         def issue() -> None:
             self._up_behind_work.wait_event(computed)
-            self._copy(self._up_behind_work, target, source, events)
+            self._copy(self._up_behind_work, target, source, ticket)
 
-        return _StreamTicket(*events, issued=self._host.submit(Job(issue, [after], rank=BEFORE_OTHER_WORK)))
+        ticket.issued = self._host.submit(Job(issue, [after], rank=BEFORE_OTHER_WORK))
+        return ticket
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         self._down.wait_stream(self._api.current_stream(self.device))
         return self._copy(self._down, target, source)
 
-    def _copy(self, stream: Any, target: Tensor, source: Tensor, events: tuple[Any, Any] | None = None) -> Ticket:
+    def _copy(self, stream: Any, target: Tensor, source: Tensor, ticket: _StreamTicket | None = None) -> Ticket:
         """Issue a copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
-        event, begin = events or self._events()
+        ticket = ticket or _StreamTicket(*self._events())
         with self._api.stream(stream):
-            if begin is not None:
-                begin.record(stream)
+            if ticket.begin is not None:
+                ticket.begin.record(stream)
             target.copy_(source, non_blocking=True)
-            event.record(stream)
-        return _StreamTicket(event, begin)
+            ticket.event.record(stream)
+        return ticket
 
     def _events(self) -> tuple[Any, Any]:
         """Make events for a copy's end and its beginning, which is None unless copies are timed."""
@@ -196,7 +199,8 @@ class AcceleratorBackend(Backend):
 
     @override
     def origin(self) -> Origin:
-        self._api.synchronize(self.device)  # so that the event completes now, not when the device gets to it
+        # so that the event completes now, not when the device gets to it
+        self._api.synchronize(self.device)
         return super().origin()
 
     @override
@@ -224,7 +228,8 @@ class AcceleratorBackend(Backend):
         # the user may have limited the process with `torch.cuda.set_per_process_memory_fraction`
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         total = int(allowed(self.device) * total)
-        allocated, peak = self._api.memory_allocated(self.device), self._api.max_memory_allocated(self.device)
+        allocated = self._api.memory_allocated(self.device)
+        peak = self._api.max_memory_allocated(self.device)
         cached = self._api.memory_reserved(self.device) - allocated
         retries = self._api.memory_stats(self.device).get("num_alloc_retries", 0)
         free = min(free + cached, max(0, total - allocated))
@@ -251,20 +256,22 @@ def _cudart() -> Any:
 def full_device(device: torch.device | str | None) -> torch.device:
     """Return the device with its index; by default the current accelerator if torch has streams for it, or the CPU."""
     if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        has_streams = found is not None and hasattr(torch.get_device_module(found), "Stream")
-        device = found if found is not None and has_streams else "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        has_streams = accelerator is not None and hasattr(torch.get_device_module(accelerator), "Stream")
+        device = accelerator if accelerator is not None and has_streams else "cpu"
     try:
         full = torch.device(device)
+        if full.type == "cpu":
+            return full
+        if ":" not in str(full):  # no index given
+            return torch.device(full.type, torch.get_device_module(full).current_device())
         api: Any = getattr(torch, full.type, None)
-        if full.type != "cpu" and ":" not in str(full):  # no index given
-            full = torch.device(full.type, torch.get_device_module(full).current_device())
-        elif full.type != "cpu" and hasattr(api, "device_count") and full.index >= api.device_count():
+        if hasattr(api, "device_count") and full.index >= api.device_count():
             raise RuntimeError(f"there are {api.device_count()} of this type")
+        return full
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"`device={str(device)!r}` is none that this torch can compute on: {reason}") from error
-    return full
 
 
 def make_backend(device: torch.device, host_threads: int | Literal["auto"], processes: int, debug: bool) -> Backend:
@@ -274,12 +281,12 @@ def make_backend(device: torch.device, host_threads: int | Literal["auto"], proc
     """
     threads = _threads(device, processes) if host_threads == "auto" else host_threads
     if device.type == "cpu":
-        return HostBackend(device, poison=debug, max_delay=0.002 if debug else 0.0, threads=threads)
+        return HostBackend(poison=debug, max_delay=0.002 if debug else 0.0, threads=threads)
     return AcceleratorBackend(device, poison=debug, threads=threads)
 
 
 _CORES = Path("/sys/devices/system/cpu")
-_ONE_LEFT_FREE_IN = 4  # one core in four, and at least one, is left to the training loop and data loaders
+_SHARE_OF_LOOP = 4  # one core in so many, and at least one, is left to the training loop and data loaders
 
 
 def _threads(device: torch.device, processes: int) -> int | None:
@@ -288,12 +295,17 @@ def _threads(device: torch.device, processes: int) -> int | None:
     On the CPU sums are to be those of plain training. `torchrun` grants one thread, to spare its other processes, by
     the variable that users set.
     """
-    if device.type == "cpu" or ("OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ):
+    is_set_by_user = "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    if device.type == "cpu" or is_set_by_user:
         return None
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        allowed: Iterable[int] = os.sched_getaffinity(0)
+    else:
+        allowed = range(os.cpu_count() or 1)
+    siblings = [_CORES / f"cpu{number}/topology/thread_siblings_list" for number in allowed]
     try:  # hyperthreads of one core count once
-        cores = len({(_CORES / f"cpu{each}" / "topology" / "thread_siblings_list").read_text() for each in allowed})
+        cores = len({file.read_text() for file in siblings})
     except OSError:
-        cores = len(allowed)
+        cores = len(siblings)
     cores = max(1, cores // processes)
-    return max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN))
+    return max(1, cores - max(1, cores // _SHARE_OF_LOOP))

@@ -19,14 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
-
-_BRIEFLY = 0.02  # seconds
 
 
 class Lane(enum.Enum):
@@ -56,7 +55,8 @@ class Kind(enum.Enum):
     def __new__(cls, value: str, lane: Lane) -> Kind:
         """Make a member whose value is its name alone."""
         made = object.__new__(cls)
-        made._value_, made.lane = value, lane
+        made._value_ = value
+        made.lane = lane
         return made
 
 
@@ -115,39 +115,43 @@ class Ticket(ABC):
         raise NotImplementedError
 
 
-@dataclass(eq=False)
 class Job(Ticket):
     """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
 
-    action: Callable[[], None] | None
-    after: Sequence[Ticket] = ()
-    cleanup: Callable[[], None] | None = None
-    rank: int = 0
-    done: bool = False  # an attribute, as it is asked for often
-    error: BaseException | None = None
-    began: float = 0.0
-    ended: float = 0.0
+    done = False  # an attribute, as it is asked for often
 
-    def __post_init__(self) -> None:
-        self._under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
-        self._under_way.acquire()
+    def __init__(
+        self,
+        action: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.action: Callable[[], None] | None = action
+        self.after = after
+        self.cleanup = cleanup
+        self.rank = rank
+        self.error: BaseException | None = None
+        # held until the job is done; an `Event` would be several objects
+        self.under_way = threading.Lock()
+        self.under_way.acquire()
 
     @override
     def join(self) -> None:
         if not self.done:
-            with self._under_way:
+            with self.under_way:
                 pass
         if self.error is not None:
             raise self.error
 
     @override
-    def join_briefly(self) -> None:
-        if not self.done and self._under_way.acquire(timeout=_BRIEFLY):
-            self._under_way.release()
-
-    @override
     def interval(self, origin: Origin) -> tuple[float, float]:
         return self.began - origin.host, self.ended - origin.host
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that it comes after is done."""
+        return all(ticket.done for ticket in self.after)
 
     def run(self, failed: BaseException | None = None) -> None:
         """Run it in this thread, which could not start properly if it has `failed`."""
@@ -168,9 +172,10 @@ class Job(Ticket):
 
     def finish(self) -> None:
         """Mark it as done, and wake whoever waits for it; what it held is free by then."""
-        self.action, self.after, self.cleanup = None, (), None
+        self.action = self.cleanup = None
+        self.after = ()
         self.done = True
-        self._under_way.release()
+        self.under_way.release()
 
 
 def use_threads(count: int | None) -> None:
@@ -194,17 +199,22 @@ class Worker(OfOneProcess):
     """
 
     def __init__(
-        self, name: str, on_start: Callable[[], None] = lambda: None, max_delay: float = 0.0, seed: int = 0
+        self,
+        name: str,
+        on_start: Callable[[], None] = lambda: None,
+        max_delay: float = 0.0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self._name = name
         self._on_start = on_start
-        self._max_delay = max_delay  # before each job comes a random delay of at most so many seconds
+        # before each job comes a random delay of at most so many seconds
+        self._max_delay = max_delay
         self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
         self._jobs: list[Job] = []  # those that are not done, in the order of submission
-        self._closing = False
+        # one for each job, and one more to end the thread
+        self._wake_ups: SimpleQueue[None] = SimpleQueue()
 
     def submit(self, job: Job) -> Job:
         """Have a job run, and return it."""
@@ -213,9 +223,8 @@ class Worker(OfOneProcess):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
+        self._jobs.append(job)
+        self._wake_ups.put(None)
         return job
 
     def drain(self) -> None:
@@ -223,18 +232,17 @@ class Worker(OfOneProcess):
         # called by a job, one that compiles, it cannot wait for itself
         if self.is_forked or threading.current_thread() is self._thread:
             return
-        with self._changed:
-            while self._jobs:
-                self._changed.wait()
+        while unfinished := [job for job in tuple(self._jobs) if not job.done]:
+            for job in unfinished:
+                with job.under_way:
+                    pass
 
     def close(self) -> None:
         """Finish all jobs, and end the thread."""
         if self._thread is not None and not self.is_forked:
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
+            self._wake_ups.put(None)
             self._thread.join()
-            self._thread, self._closing = None, False
+            self._thread = None
 
     @override
     def note_fork(self) -> None:
@@ -242,7 +250,8 @@ class Worker(OfOneProcess):
         super().note_fork()
         for job in self._jobs:
             if not job.done:
-                job.error, job.done = RuntimeError(FORKED), True
+                job.error = RuntimeError(FORKED)
+                job.done = True
 
     def _run(self) -> None:
         failed: BaseException | None = None
@@ -254,21 +263,17 @@ class Worker(OfOneProcess):
             if self._max_delay:
                 time.sleep(self._random.uniform(0, self._max_delay))
             job.run(failed)
-            with self._changed:
-                self._jobs.remove(job)
-                self._changed.notify_all()
+            self._jobs.remove(job)
 
     def _next(self) -> Job | None:
         """Wait for the next job, and return it; None if the thread is to end."""
-        while True:
-            with self._changed:
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
-                if not self._jobs:
-                    return None
-                if ready := [job for job in self._jobs if all(ticket.done for ticket in job.after)]:
-                    return min(ready, key=attrgetter("rank"))
-                oldest = self._jobs[0]
-            for ticket in oldest.after:
-                with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for that
+        self._wake_ups.get()
+        while self._jobs:
+            ready = [job for job in tuple(self._jobs) if job.is_ready]
+            if ready:
+                return min(ready, key=attrgetter("rank"))
+            for ticket in self._jobs[0].after:
+                # the job will fail with it, and tell whoever waits for that
+                with contextlib.suppress(BaseException):
                     ticket.join_briefly()
+        return None

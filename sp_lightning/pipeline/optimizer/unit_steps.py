@@ -147,8 +147,9 @@ class UnitSteps:
         window.finish_optimizer(unit)
         window.outdate(unit, weights)
         rank = 0 if unit.resident else unit.index + 1  # first what the next forward needs first
-        unit.being_stepped = window.backend.work(job, [*window.copies_of([unit]), *after], moved, cleanup, rank)
-        window.backend.trace.moved(Kind.STEP, unit.name, moved, unit.being_stepped)
+        after = [*window.copies_of([unit]), *after]
+        trace = window.backend.trace
+        unit.being_stepped = trace.work(Kind.STEP, unit.name, job, after, moved, cleanup, rank)
         if unit.apart:  # weights made resident are in units that do not wait for this one's step
             window.finish_optimizer(unit)
 

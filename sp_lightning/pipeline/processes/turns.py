@@ -196,8 +196,8 @@ class Turns(Exchange):
         earlier = [ticket for ticket in (unit.ticket, landed) if ticket is not None]
         moved = 0 if turn.leaves else 2 * sum(part.nbytes for part in turn.parts.values())
         release = None if buffer is None else buffer.release
-        ticket = self._backend.work(turn, [turn.sums.turn(), *self._waits, *earlier], moved, release)
-        self._backend.trace.moved(Kind.ADD, unit.unit.name, moved, ticket)
+        after = [turn.sums.turn(), *self._waits, *earlier]
+        ticket = self._backend.trace.work(Kind.ADD, unit.unit.name, turn, after, moved, release)
         unit.ticket = ticket
         return ticket
 

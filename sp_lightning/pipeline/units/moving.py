@@ -21,15 +21,17 @@ HOST = torch.device("cpu")
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
     parameters = list(root.parameters())
-    stay = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
-    staying = set(map(id, stay))
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, or another one might get its identity
+    gradients = [parameter.grad for parameter in parameters]
+    staying = set(map(id, [*parameters, *gradients]))
+    # with the tensor itself, or another one might get its identity
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) in staying:
             return tensor
         if id(tensor) not in moved:
-            with torch.inference_mode(tensor.is_inference()):  # validation may come first, training later
+            # validation may come first, training later
+            with torch.inference_mode(tensor.is_inference()):
                 moved[id(tensor)] = tensor, tensor.to(device)
         return moved[id(tensor)][1]
 

@@ -6,6 +6,7 @@ To manage a parameter is to point it to memory of the engine's own, which must b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from operator import mul
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +30,27 @@ class Tree:
     ) -> None:
         self.root = root
         self.names = {id(module): name for name, module in root.named_modules()}
-        self.weights: dict[int, Weight] = {}  # weights that the engine can manage, by the identity of the parameter
+        # weights that the engine can manage, by the identity of the parameter
+        self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
-        # weights that stay on the device, by the identity of the parameter
-        self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
         self._collect_weights()
-        self._keep_resident(resident)
-        sizes = {key: weight.nbytes for key, weight in self.weights.items() if key not in self.resident_weights}
-        self._bytes = {id(m): sum(sizes.get(id(p), 0) for p in m.parameters()) for m in root.modules()}
+        kept = set(used_outside) | set(map(id, self._named(resident)))
+        self.resident = {weight for key, weight in self.weights.items() if key in kept}
+        for key, weight in list(self.weights.items()):
+            if weight in self.resident and isinstance(weight, QuantizedWeight):
+                # nobody notices uses outside of its module
+                del self.weights[key]
+                self.unmanaged[weight.name] = weight.master
+        self._bytes = {id(module): self._bytes_to_stream(module) for module in root.modules()}
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
+
+    def weights_of(self, module: nn.Module) -> list[Weight]:
+        """Return the weights at and below a module."""
+        return [self.weights[id(p)] for p in module.parameters() if id(p) in self.weights]
+
+    def _bytes_to_stream(self, module: nn.Module) -> int:
+        return sum(weight.nbytes for weight in self.weights_of(module) if weight not in self.resident)
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
@@ -55,7 +67,8 @@ class Tree:
     def _collect_weights(self) -> None:
         named = list(named_own_parameters(self.root))
         if not named:
-            raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
+            model = type(self.root).__name__
+            raise ValueError(f"`{model}` has no parameters, so there is nothing to stream.")
         tied = _tied_by_memory(self.root)
         seen: set[int] = set()
         for name, owner, parameter in named:
@@ -68,23 +81,20 @@ class Tree:
                 kind = QuantizedWeight if is_quantized(parameter) else Weight
                 self.weights[id(parameter)] = kind(name, parameter)
 
-    def _keep_resident(self, names: Sequence[str]) -> None:
+    def _named(self, names: Sequence[str]) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the user wants to be resident."""
         modules = dict(self.root.named_modules(remove_duplicate=False))
         parameters = dict(self.root.named_parameters(remove_duplicate=False))
         for name in names:
             if name in modules:
-                self.resident_weights |= {id(parameter) for parameter in modules[name].parameters()}
+                yield from modules[name].parameters()
             elif name in parameters:
-                self.resident_weights.add(id(parameters[name]))
+                yield parameters[name]
             else:
-                known = ", ".join(child for child, _ in self.root.named_children())
+                children = ", ".join(child for child, _ in self.root.named_children())
                 raise ValueError(
-                    f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: {known}."
+                    f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: {children}."
                 )
-        for weight in [self.weights[key] for key in self.resident_weights & self.weights.keys()]:
-            if isinstance(weight, QuantizedWeight):  # nobody notices uses outside of its module, so it is all there
-                del self.weights[id(weight.master)]
-                self.unmanaged[weight.name] = weight.master
 
 
 def is_called(module: nn.Module) -> bool:
@@ -105,8 +115,11 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the engine can manage, but that are not on the host."""
-    named = named_own_parameters(root)
-    elsewhere = [p for _, owner, p in named if p.device.type not in ("cpu", "meta") and _is_manageable(owner, p)]
+    elsewhere = [
+        parameter
+        for _, owner, parameter in named_own_parameters(root)
+        if parameter.device.type not in ("cpu", "meta") and _is_manageable(owner, parameter)
+    ]
     tied = _tied_by_memory(root) if elsewhere else ()
     return [parameter for parameter in dict.fromkeys(elsewhere) if id(parameter) not in tied]
 
@@ -115,10 +128,11 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
     """Tell whether the engine can point a parameter to other memory: plain and dense, or quantized."""
     if isinstance(owner, torch.jit.ScriptModule):
         return False
-    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:  # its gradient is as small as it can be
-        return False
-    is_plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
-    return is_quantized(parameter) or (is_plain and parameter.layout is torch.strided and is_dense(parameter))
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+        return False  # its gradient is as small as it can be
+    if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
+        return parameter.layout is torch.strided and is_dense(parameter)
+    return is_quantized(parameter)
 
 
 def _tied_by_memory(root: nn.Module) -> set[int]:
@@ -128,14 +142,16 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
         for part in parts_of(owner):
             is_plain = type(part.data) is Tensor and part.layout is torch.strided
             if is_plain and not (is_lazy(part) or part.is_meta) and part.numel() > 0:
-                last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-                start, end = part.data_ptr(), part.data_ptr() + (last + 1) * part.itemsize
-                spans.append((str(part.device), start, end, id(owner)))
+                last = sum(map(mul, (size - 1 for size in part.shape), part.stride()))
+                start = part.data_ptr()
+                spans.append((str(part.device), start, start + (last + 1) * part.itemsize, id(owner)))
     tied: set[int] = set()
-    device, reached, furthest = "", 0, 0
-    for where, start, end, key in sorted(spans):
-        if where == device and start < reached:
+    reached = ("", 0)  # on which device, and up to where, there are spans so far
+    furthest = 0  # the owner of the one that ends there
+    for device, start, end, key in sorted(spans):
+        if (device, start) < reached:
             tied |= {key, furthest}
-        if where != device or end > reached:
-            device, reached, furthest = where, end, key
+        if (device, end) > reached:
+            reached = device, end
+            furthest = key
     return tied

@@ -39,7 +39,8 @@ class Unit:
     def __init__(self, name: str, resident: bool = False) -> None:
         self.name = name
         self.resident = resident
-        self.joined: list[Unit] = []  # the neighbors that it was made of; none if it is as the finder made it
+        # the neighbors that it was made of; none if it is as the finder made it
+        self.joined: list[Unit] = []
         self.weights: list[Weight] = []  # those that the engine manages
         # all weights of a unit that lives on the device, whose `weights` is empty
         self.weights_on_device: list[Weight] = []
@@ -47,7 +48,8 @@ class Unit:
         self.is_reached = False  # whether backward has reached it, so that its modules hold twins
 
         # where it lies
-        self.index = -1  # its number among the units of the window, in expected order; -1 for a single weight
+        # its number among the units of the window, in expected order; -1 for a single weight
+        self.index = -1
         self.segments: list[Segment] = []  # the host memory that it is copied from
         self.nbytes = 0  # bytes it takes on the device
         # units whose places overlap its own; if there are none, it is loaded only when its masters have changed
@@ -57,7 +59,8 @@ class Unit:
         self.is_followed = False
 
         # what is there at the moment
-        self.users = 0  # forward calls that are inside of it now; while there are any, it may not be evicted
+        # forward calls that are inside of it now; while there are any, it may not be evicted
+        self.users = 0
         self.residency = Residency.ABSENT  # whether its bytes are on the device
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
         self.suspect = False  # whether its masters may have changed since they were last checked
@@ -139,7 +142,8 @@ class Member:
         self.name = name
         self.module = module
         self.unit = unit
-        self.unit_name = name  # the name of its unit, as the finder made it, or its own if it has none that streams
+        # the name of its unit, as the finder made it, or its own if it has none that streams
+        self.unit_name = name
         self.is_streamed = False  # whether its unit streams
         self.index = -1  # its number among the members of streamed units; -1 for others
         self.entries: list[Entry] = []  # every entry that holds a weight which its call may use
@@ -172,8 +176,11 @@ class Member:
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
-            weight, current = entry.weight, entry.parameters.get(entry.key)
-            if current is None or current is weight.master or (weight.twin.unit.resident and not resident_too):
+            weight = entry.weight
+            current = entry.parameters.get(entry.key)
+            if current is None or current is weight.master:
+                continue
+            if weight.twin.unit.resident and not resident_too:
                 continue
             if current is weight.twin.parameter or any(current is leaf for leaf in weight.lowered_leaves):
                 entry.parameters[entry.key] = weight.master
@@ -195,6 +202,10 @@ class Member:
                 if entry.parameters.get(entry.key) is twin.parameter:  # as its unit is still reached by backward
                     entry.parameters[entry.key] = entry.weight.twin.parameter
 
+    def uses(self, weight: Weight) -> bool:
+        """Tell whether its call may use a weight."""
+        return any(entry.weight is weight for entry in self.entries)
+
     def find_needed(self) -> None:
         """Determine which units have to be on the device for its call."""
         self.needed = list(dict.fromkeys(entry.weight.twin.unit for entry in self.entries))
@@ -213,23 +224,31 @@ class Division:
 
     def put_in_order(self, names: Sequence[str]) -> None:
         """Expect units in the order of these names, and units that are not named after them."""
-        number = {name: number for number, name in enumerate(names)}
-        self.units.sort(key=lambda unit: number.get(unit.name, len(number)))
-        members = [(unit, member) for unit in self.units for member in unit.members]
-        for index, (unit, member) in enumerate(members):
-            member.index, member.is_streamed, member.unit_name = index, True, unit.name
+        ranks = {name: rank for rank, name in enumerate(names)}
+        self.units.sort(key=lambda unit: ranks.get(unit.name, len(ranks)))
+        index = 0
+        for unit in self.units:
+            for member in unit.members:
+                member.index = index
+                member.is_streamed = True
+                member.unit_name = unit.name
+                index += 1
 
     def leave_on_device(self, units: Collection[Unit]) -> None:
         """Stop managing the weights of these units, and manage only their calls."""
-        left = {id(weight) for unit in units for weight in unit.weights}
+        left: set[Weight] = set()
         for unit in units:
-            unit.weights_on_device, unit.weights = unit.weights, []
-        for member in [*(member for unit in self.all_units() for member in unit.members), *self.callers]:
-            member.parameters_on_device = [entry.weight.master for entry in member.entries if id(entry.weight) in left]
-            member.entries = [entry for entry in member.entries if id(entry.weight) not in left]
-            member.recurrent = [
-                (module, weights) for module, weights in member.recurrent if not any(id(w) in left for w in weights)
-            ]
+            left.update(unit.weights)
+            unit.weights_on_device = unit.weights
+            unit.weights = []
+        if not left:
+            return
+        members = [member for unit in self.all_units() for member in unit.members]
+        for member in [*members, *self.callers]:
+            staying = [entry for entry in member.entries if entry.weight in left]
+            member.parameters_on_device = [entry.weight.master for entry in staying]
+            member.entries = [entry for entry in member.entries if entry.weight not in left]
+            member.recurrent = [(module, weights) for module, weights in member.recurrent if left.isdisjoint(weights)]
 
     def all_units(self) -> list[Unit]:
         """Return the streamed units, and then the resident one if it holds anything."""

@@ -16,13 +16,17 @@ from torch import Tensor
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.processes.box import SharedMemory
 
-ALIGNMENT = 256  # bytes; the strictest that kernels and quantized formats require of a tensor's address
-_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
+# bytes; the strictest that kernels and quantized formats require of a tensor's address
+ALIGNMENT = 256
+# Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
+_WIPE_ON_FORK = 18
+_KEEP_ON_FORK = 19
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return aligned offsets for pieces of these sizes, and the bytes in all."""
-    offsets, end = [], 0
+    offsets: list[int] = []
+    end = 0
     for size in sizes:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
@@ -38,7 +42,8 @@ def tensor_in(memory: Tensor, offset: int, like: Tensor, dtype: torch.dtype) -> 
     start = memory.storage_offset() + offset
     storage = memory.untyped_storage()[start : start + like.numel() * dtype.itemsize]
     with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, like.size(), like.stride())
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        return empty.set_(storage, 0, like.size(), like.stride())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -54,7 +59,8 @@ is_dense: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is MAP_SHARED: forked workers would write into our weights
+    # Python's default is MAP_SHARED: forked workers would write into our weights
+    if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, nbytes)
 
@@ -78,7 +84,8 @@ class HostBuffer:
         self.pinned = False
         self.shared: SharedMemory | None = None  # what processes share of it
         if isinstance(memory, SharedMemory):
-            self.shared, memory = memory, memory.bytes
+            self.shared = memory
+            memory = memory.bytes
         elif memory is None:
             pages = _map_pages(max(nbytes, 1))
             if backend.device.type != "cpu":
@@ -89,7 +96,8 @@ class HostBuffer:
         self.bytes: Tensor = memory  # empty once it was released
         self.nbytes = memory.nbytes  # its size, also after that
         self.tensors: list[Tensor] = []  # the weights in it, as `Weight.host` has them
-        self.beside: dict[str, HostBuffer] = {}  # for copies and gradients of these, by what it is for
+        # for copies and gradients of these, by what it is for
+        self.beside: dict[str, HostBuffer] = {}
         self._backend = backend
         if pin:
             self.pin()
@@ -127,7 +135,9 @@ class HostBuffer:
         """
         if purpose not in self.beside or self.beside[purpose].nbytes != nbytes:
             self.release_beside(purpose)
-            shared = self.shared.box.share(nbytes, self.shared.names) if together and self.shared is not None else None
+            shared: SharedMemory | None = None
+            if together and self.shared is not None:
+                shared = self.shared.box.share(nbytes, self.shared.names)
             self.beside[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
         return self.beside[purpose]
 

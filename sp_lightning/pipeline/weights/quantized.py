@@ -24,9 +24,16 @@ def is_quantized(parameter: nn.Parameter) -> bool:
     if type(parameter) is nn.Parameter or parameter.requires_grad:
         return False
     parts = parts_of(parameter)
-    if parts[0] is parameter and any(isinstance(value, Tensor) for value in vars(parameter).values()):
-        return False  # bitsandbytes' int8 weights hold another name for their memory, which would not follow
-    return all(type(p.data) is Tensor and p.layout is torch.strided and is_dense(p) and p.numel() for p in parts)
+    others = vars(parameter).values()
+    if parts[0] is parameter and any(isinstance(value, Tensor) for value in others):
+        # bitsandbytes' int8 weights hold another name for their memory, which would not follow
+        return False
+    return all(map(_can_move, parts))
+
+
+def _can_move(part: Tensor) -> bool:
+    is_strided = type(part.data) is Tensor and part.layout is torch.strided
+    return is_strided and is_dense(part) and part.numel() > 0
 
 
 def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
@@ -61,14 +68,13 @@ class QuantizedTwin(Twin):
 
         On a CPU, bitsandbytes packs weights into such.
         """
-        pairs = zip(parts_of(self.parameter), self._places, strict=True)
-        if self.leaf_version() != self._version_seen or any(
-            part.data_ptr() != place.data_ptr() for part, place in pairs
-        ):
+        lying = [part.data_ptr() for part in parts_of(self.parameter)]
+        places = [place.data_ptr() for place in self._places]
+        if self.leaf_version() != self._version_seen or lying != places:
             _lay(self.parameter, self._places)
             raise RuntimeError(
-                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. Change or "
-                "convert it before training, or between steps."
+                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. "
+                "Change or convert it before training, or between steps."
             )
         return False
 
@@ -91,24 +97,25 @@ class QuantizedWeight(Weight):
 
     def adopt(self, host: Tensor, is_filled: bool = False) -> None:
         """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
-        parts = parts_of(self.master)
-        places = [tensor_in(host, offset, part, part.dtype) for part, offset in _offsets(parts)]
-        for part, place in zip(parts, places, strict=True) if not is_filled else ():
-            place.copy_(part)
+        places: list[Tensor] = []
+        for part, offset in _offsets(parts_of(self.master)):
+            place = tensor_in(host, offset, part, part.dtype)
+            places.append(place if is_filled else place.copy_(part))
         _lay(self.master, places)
         self.host = self.home = host
 
     def lies_in(self, memory: Tensor) -> bool:
         """Tell whether the parts of the master lie just where this tensor does."""
         start = memory.data_ptr()
-        return all(part.data_ptr() == start + offset for part, offset in _offsets(parts_of(self.master)))
+        parts = _offsets(parts_of(self.master))
+        return all(part.data_ptr() == start + offset for part, offset in parts)
 
     def follow(self) -> None:
         """Raise if the master was given other memory, which between steps is a reason to arrange units anew."""
         if not self.lies_in(self.home):
             raise RuntimeError(
-                f"The quantized weight {self.name!r} was converted, or given other memory, while a graph waits for its "
-                "backward or an optimizer has not stepped yet. Do so between steps."
+                f"The quantized weight {self.name!r} was converted, or given other memory, while a graph "
+                "waits for its backward or an optimizer has not stepped yet. Do so between steps."
             )
 
     @property
@@ -135,8 +142,11 @@ def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
 def _divide(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return parts of a tensor of bytes as tensors like these, over the same storage."""
     with torch.inference_mode(False):
-        places = [(memory[offset : offset + part.nbytes].view(part.dtype), part) for part, offset in _offsets(parts)]
-        return [place.as_strided(part.size(), part.stride()) for place, part in places]
+        places: list[Tensor] = []
+        for part, offset in _offsets(parts):
+            place = memory[offset : offset + part.nbytes].view(part.dtype)
+            places.append(place.as_strided(part.size(), part.stride()))
+        return places
 
 
 def _lay(parameter: nn.Parameter, places: Sequence[Tensor]) -> None:

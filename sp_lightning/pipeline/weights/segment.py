@@ -42,12 +42,14 @@ class Segment:
         self.lying = NOTHING  # the epoch when what lies in its place was sent
         self.memory = memory  # the memory that the masters lie in
         for weight, tensor in zip(self.weights, self.memory.tensors, strict=True):
-            if weight.host is weight.home:  # not after `p.data = ...`: it is sent from where that lies
+            # not after `p.data = ...`: it is sent from where that lies
+            if weight.host is weight.home:
                 weight.host = tensor
             weight.home = tensor
         # for each weight the copy that is sent; None where the master itself is
         self.copies: list[Tensor | None] = [None] * len(self.weights)
-        self.source = self.memory  # the memory that is sent: the same, or that of copies in the dtype that is sent
+        # the memory that is sent: the same, or that of copies in the dtype that is sent
+        self.source = self.memory
         if any(weight.lowered for weight in weights):
             self.memory.unpin()
             self.source = self.memory.get_beside("copies", self.nbytes, pin, together=True)
@@ -66,7 +68,8 @@ class Segment:
         self._copied_epoch = NOTHING
         self._versions: list[int] = []  # at the last look
         self._replacements = sum(weight.replacements for weight in self.weights)
-        self.is_edited = False  # whether a master was changed by something else than a step, since this was last asked
+        # whether a master was changed by something else than a step, since this was last asked
+        self.is_edited = False
         self._sample: Tensor | None = None
         self._look()
         with torch.inference_mode(False):
@@ -100,7 +103,8 @@ class Segment:
 
         Nothing is known of a master that has other memory than ours.
         """
-        lies_elsewhere, versions = False, []
+        lies_elsewhere = False
+        versions = []
         for weight in self.weights:
             weight.follow()
             lies_elsewhere |= weight.host is not weight.home
@@ -111,8 +115,9 @@ class Segment:
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         replacements = sum(weight.replacements for weight in self.weights)
-        written = [weight for weight, known in zip(self.weights, before, strict=True) if weight.version != known]
         if replacements == self._replacements:
+            changes = zip(self.weights, before, self._versions, strict=True)
+            written = [weight for weight, known, version in changes if version != known]
             raise written_by_follower(written[0])
         self._replacements = replacements
 
@@ -153,14 +158,18 @@ class Segment:
             at_home &= weight.host is weight.home
         if at_home or self.sends_copies:
             return [(self.place, self.source.bytes)]
-        values = [as_bytes(weight.host) for weight in self.weights]
-        return [(self.place[at : at + value.nbytes], value) for at, value in zip(self.offsets, values, strict=True)]
+        pieces = []
+        for weight, begin in zip(self.weights, self.offsets, strict=True):
+            values = as_bytes(weight.host)
+            pieces.append((self.place[begin : begin + values.nbytes], values))
+        return pieces
 
     def piece_of(self, weight: Weight, backend: Backend) -> HostBuffer:
         """Return the memory of one master, with the padding after it, as a buffer that is not pinned itself."""
         begin = weight.home.data_ptr() - self.memory.bytes.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
-        piece = HostBuffer(nbytes, backend, pin=False, memory=self.memory.bytes[begin : begin + nbytes])
+        memory = self.memory.bytes[begin : begin + nbytes]
+        piece = HostBuffer(nbytes, backend, pin=False, memory=memory)
         piece.tensors = [weight.home]
         return piece
 
@@ -183,7 +192,8 @@ class HostMemory:
     def __init__(self, backend: Backend, box: Box | None) -> None:
         self._backend = backend
         self._box = box
-        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in it
+        # by the identities of the masters in them
+        self._buffers: dict[tuple[int, ...], HostBuffer] = {}
         self._is_new = False  # whether some of it was made since values were waited for
 
     def nbytes_for(self, purpose: str) -> int:
@@ -194,18 +204,22 @@ class HostMemory:
     def segment(self, weights: Sequence[Weight]) -> Segment:
         """Make a segment of weights: in the memory in which they lie, in this order, or in new memory."""
         masters = tuple(id(weight.master) for weight in weights)
-        memory = self._buffers.pop(masters, None)
-        if memory is not None and not all(w.lies_in(place) for w, place in zip(weights, memory.tensors, strict=True)):
-            memory.release()
-            memory = None
-        memory = self._buffers[masters] = memory or self._move_into_new_memory(weights)
+        memory = self._buffers.get(masters)
+        if memory is not None:
+            lying = zip(weights, memory.tensors, strict=True)
+            if not all(weight.lies_in(place) for weight, place in lying):
+                memory.release()
+                memory = None
+        if memory is None:
+            memory = self._buffers[masters] = self._move_into_new_memory(weights)
         return Segment(weights, True, memory)
 
     def _move_into_new_memory(self, weights: Sequence[Weight]) -> HostBuffer:
         offsets, nbytes = lay_out([weight.nbytes for weight in weights])
         names = [weight.name for weight in weights]
         shared = None if self._box is None else self._box.share(nbytes, names)
-        memory, copied = HostBuffer(nbytes, self._backend, False, shared), [weight.master.data for weight in weights]
+        memory = HostBuffer(nbytes, self._backend, False, shared)
+        copied = [weight.master.data for weight in weights]
         for weight, offset in zip(weights, offsets, strict=True):
             place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
             weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
@@ -233,9 +247,12 @@ def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:
     chosen = [torch.empty(0, dtype=torch.long, device="cpu")]
     most = max(_LEAST_SAMPLED, _SAMPLED // max(1, len(weights)))
     for weight in weights:
-        begin, size = (weight.home.data_ptr() - words.data_ptr()) // _WORD, -(-weight.home.nbytes // _WORD)
+        begin = (weight.home.data_ptr() - words.data_ptr()) // _WORD
+        size = -(-weight.home.nbytes // _WORD)
         count = min(most, size)
-        parts = torch.arange(count, dtype=torch.float64, device="cpu")
+        # one word at random from each of so many stretches of the same length
+        stretches = torch.arange(count, dtype=torch.float64, device="cpu")
         inside = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
-        chosen.append(begin + ((parts + inside) * (size / max(count, 1))).long().clamp(max=size - 1))
+        places = (stretches + inside) * (size / max(count, 1))
+        chosen.append(begin + places.long().clamp(max=size - 1))
     return torch.cat(chosen)

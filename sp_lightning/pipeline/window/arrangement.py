@@ -35,10 +35,12 @@ class Learned:
         self.used_outside: set[int] = set()  # weights that are used outside of their unit
         # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
-        self.divided: list[nn.Module] = []  # modules that are not called themselves; only their children are
+        # modules that are not called themselves; only their children are
+        self.divided: list[nn.Module] = []
         self.lowered: set[int] = set()  # masters that autocast lowers
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype
-        self._sent_lowered: set[int] = set()  # those that could be sent lowered when that was last concluded
+        # those that could be sent lowered when that was last concluded
+        self._sent_lowered: set[int] = set()
         self.plan: WindowPlan | None = None  # the planner's choice for the window
         # weights that were used outside of their unit since the arrangement was made
         self.touched_outside: list[Weight] = []
@@ -79,11 +81,13 @@ class Learned:
         """Find out why weights of these units were used outside of them."""
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
-            users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
-            never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
-            if never_called:  # a mere container: its parent calls its children
-                self.divided += never_called
-            else:
+            containers = [  # mere ones: their parents call their children
+                member.module
+                for member in members
+                if member.uses(weight) and member.entered == 0 and any(member.module.children())
+            ]
+            self.divided += containers
+            if not containers:
                 self.used_outside.add(id(weight.master))
         self.touched_outside.clear()
 
@@ -98,17 +102,18 @@ class Learned:
         All expect the first one's order of units, as each may have left out others in its first step.
         """
         self._explain_outside(units)
-        parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
+        parameters = dict(module.named_parameters())
+        modules = dict(module.named_modules())
         sets = self.used_outside, self.lowered, self.used_as_is
         own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
-        divided = [name for name, each in modules.items() if each in self.divided]
+        divided = [name for name, module in modules.items() if module in self.divided]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
         everyones = box.gather((own, divided, self.outdated, order))
         self.order = everyones[0][-1]
         for others, others_divided, outdated, _ in everyones:
             for known, names in zip(sets, others, strict=True):
                 known.update(id(parameters[name]) for name in names)
-            self.divided += [modules[name] for name in others_divided if modules[name] not in self.divided]
+            self.divided += [module for name, module in modules.items() if name in others_divided]
             self.outdated |= outdated
 
 
@@ -142,19 +147,23 @@ class Arrangement:
             used_outside=learned.used_outside,
         )
         division.put_in_order(learned.order or [])
-        self.units, self.resident, self.unmanaged = division.units, division.resident, division.unmanaged
+        self.units = division.units  # as the finder made them
+        self.resident = division.resident
+        self.unmanaged = division.unmanaged
         self.all_units = division.all_units()
         # members of streamed units, in expected order
         self.streamed_members = [member for unit in division.units for member in unit.members]
         # every module that gets a gate
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
         self._choose_dtypes(module, learned)
-        self.layout = layout = choose_device_layout(division, options, learned.plan, self.budget)
-        self.k, self.k_prime = layout.window.k, layout.window.k_prime
-        self.plan = layout.window if layout.window is learned.plan else None  # the planner's choice, if it is in force
-        division.leave_on_device(layout.units_on_device)
-        # parameters of units that live on the device
-        self.parameters_on_device = [w.master for unit in layout.units_on_device for w in unit.weights_on_device]
+        self.layout = choose_device_layout(division, options, learned.plan, self.budget)
+        self.k = self.layout.window.k
+        self.k_prime = self.layout.window.k_prime
+        # the planner's choice, if it is in force
+        self.plan = learned.plan if self.layout.window is learned.plan else None
+        living_there = self.layout.units_on_device
+        division.leave_on_device(living_there)
+        self.parameters_on_device = [weight.master for unit in living_there for weight in unit.weights_on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
@@ -230,7 +239,9 @@ class Arrangement:
 
     def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
-        lowered, weight.compute_dtype, weight.cast_to = weight.lowered, weight.dtype, None
+        was_lowered = weight.lowered
+        weight.compute_dtype = weight.dtype
+        weight.cast_to = None
         segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
         unit = Unit(weight.name, resident=True)
         unit.send([Segment([weight], pin=False, memory=segment.piece_of(weight, self._backend))])
@@ -240,7 +251,7 @@ class Arrangement:
         self.layout.device_bytes += unit.nbytes
         self.layout.streaming_bytes += unit.nbytes
         data = tensor_in(unit.place, 0, weight.host, weight.compute_dtype)
-        if lowered:
+        if was_lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
             weight.leaf_class = EagerLeaf
             weight.twin = weight.twin_class(weight, unit, data)
@@ -255,9 +266,11 @@ class Arrangement:
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in (*self.all_units, *self.in_window):
-            unit.members.clear()  # saved weights lead to units, and must not lead to the module (see graphs.py)
+            # saved weights lead to units, and must not lead to the module (see graphs.py)
+            unit.members.clear()
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
+        # the garbage collector would only free memory with this object, a part of cycles
+        for weight in self.weights:
             weight.host = weight.home = nothing
         for segment in self.segments:
             segment.copies.clear()
@@ -274,5 +287,6 @@ class Arrangement:
 
 def _sent_together(unit: Unit) -> list[list[Weight]]:
     """Return what of a unit is sent together: its frozen weights, and its trained ones."""
-    parts = [[weight for weight in unit.weights if weight.master.requires_grad is trained] for trained in (False, True)]
-    return [part for part in parts if part]
+    frozen = [weight for weight in unit.weights if not weight.master.requires_grad]
+    trained = [weight for weight in unit.weights if weight.master.requires_grad]
+    return [part for part in (frozen, trained) if part]

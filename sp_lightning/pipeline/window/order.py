@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 
-_RECORDED_PER_MEMBER = 16  # uses of a step, so that generating a long text does not fill memory with its record
+# Uses of a step that are recorded, so that generating a long text does not fill memory with its record
+_RECORDED_PER_MEMBER = 16
 
 
 class Pass(enum.IntEnum):
@@ -26,8 +27,9 @@ class Order:
 
     def __init__(self, members: int) -> None:
         self._members = members
-        forward, backward = range(members), range(2 * members - 1, members - 1, -1)
-        self._training, self._inference = [*forward, *backward], list(range(2 * members, 3 * members))
+        # uses in the order of the modules
+        self._training = [*range(members), *range(2 * members - 1, members - 1, -1)]
+        self._inference = list(range(2 * members, 3 * members))
         self._longest = _RECORDED_PER_MEMBER * members
         self._records: dict[int, list[int]] = {}  # by the first use of the step
         self._followed: list[int] = []  # the record that the step under way repeats
@@ -38,8 +40,10 @@ class Order:
     def begin_step(self) -> None:
         """Note that the next use is the first one of a step."""
         if self._recording is not None:
-            self._records[self._recording[0]] = self._followed = self._recording
-            self._position, self._recording = len(self._recording) - 1, None
+            self._followed = self._recording
+            self._records[self._recording[0]] = self._followed
+            self._position = len(self._followed) - 1
+            self._recording = None
 
     def visit(self, member: int, direction: Pass) -> None:
         """Note that `member` is used now."""
@@ -49,10 +53,12 @@ class Order:
         self._last = use
         if self._recording is None:
             self._recording = []
-            self._followed, self._position = self._records.get(use, []), -1
+            self._followed = self._records.get(use, [])
+            self._position = -1
         if len(self._recording) < self._longest:
             self._recording.append(use)
-        record, start = self._followed, self._position + 1
+        record = self._followed
+        start = self._position + 1
         try:
             self._position = record.index(use, start)
         except ValueError:  # past the end of the record if it does not stand there
@@ -60,7 +66,8 @@ class Order:
 
     def upcoming(self, count: int) -> list[int]:
         """Return the members that are expected to be used next, in order."""
-        record, start = self._followed, self._position + 1
+        record = self._followed
+        start = self._position + 1
         if start > len(record):  # what no record knows is expected in the order of the modules
             record = self._inference if self._last >= 2 * self._members else self._training
             start = record.index(self._last) + 1 if self._last >= 0 else 0
@@ -74,4 +81,6 @@ class Order:
     def abandon(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
         self._recording = None
-        self._followed, self._position, self._last = [], 0, -1
+        self._followed = []
+        self._position = 0
+        self._last = -1

@@ -36,7 +36,7 @@ from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
-_Unit = TypeVar("_Unit")
+_Neighbor = TypeVar("_Neighbor")  # a unit, or what a planner knows of one
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class WindowPlan:
     k_prime: int  # units that travel together
     # names of units that have a place of their own: they are sent only when their weights have changed
     kept: tuple[str, ...] = ()
-    on_device: tuple[str, ...] = ()  # names of units that live on the device, with their gradients and optimizer state
+    # names of units that live on the device, with their gradients and optimizer state
+    on_device: tuple[str, ...] = ()
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
     bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
-    device_bytes: int = 0  # expected device memory for weights, gradients on their way to the host and activations
+    # expected device memory for weights, gradients on their way to the host and activations
+    device_bytes: int = 0
     activation_bytes: int = 0  # the part of it that activations take
     # what becomes of each unit's activations, by the unit's name, if that was left to the planner
     policies: Mapping[str, Policy] = field(default_factory=dict)
@@ -62,12 +64,14 @@ class WindowPlan:
         return self.k, self.k_prime, self.kept, self.on_device
 
 
-def travel_together(units: Iterable[_Unit], k_prime: int, alone: Collection[_Unit] = ()) -> list[list[_Unit]]:
-    """Divide units (or their numbers) into lists that travel together: up to `k_prime` neighbors, or one of `alone`.
+def travel_together(
+    units: Iterable[_Neighbor], k_prime: int, alone: Collection[_Neighbor] = ()
+) -> list[list[_Neighbor]]:
+    """Divide units (or their numbers) into lists that are joined: up to `k_prime` neighbors, or one of `alone`.
 
     The gradients of neighbors arrive in succession.
     """
-    parts: list[list[_Unit]] = []
+    parts: list[list[_Neighbor]] = []
     for unit in units:
         if not parts or unit in alone or parts[-1][0] in alone or len(parts[-1]) == k_prime:
             parts.append([])
@@ -82,9 +86,13 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     where it is also the head (tied embeddings), and in inference. It is never more than `window` times the largest.
     """
     slot = max(sizes, default=0)
-    in_slots = [index % window * slot for index in range(len(sizes))], window * slot
-    # unlucky sizes can leave holes, which make an arena larger than slots would
-    return min(_first_fit(sizes, window, True), _first_fit(sizes, window, False), in_slots, key=lambda found: found[1])
+    in_slots = [index % window * slot for index in range(len(sizes))]
+    ways = [
+        _first_fit(sizes, window, cyclic=True),
+        _first_fit(sizes, window, cyclic=False),
+        (in_slots, window * slot),  # unlucky sizes can leave holes, which make an arena larger than slots would
+    ]
+    return min(ways, key=lambda way: way[1])
 
 
 def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[int], int]:
@@ -101,7 +109,8 @@ def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[in
                 break
             offset = max(offset, end)
         offsets.append(offset)
-    return offsets, max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    return offsets, max(ends, default=0)
 
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
@@ -112,28 +121,28 @@ class DeviceLayout:
 
     def __init__(self, division: Division, window: WindowPlan) -> None:
         self.window = window
-        units = division.units
-        # kept units that live on the device, with their gradients and optimizer state
-        self.units_on_device = [unit for unit in units if unit.name in window.on_device]
-        # units that have a place of their own
-        self.kept = {unit for unit in units if unit.name in window.kept or unit.name in window.on_device}
-        self.kept.add(division.resident)
-        # lists of units that travel together, or of one that has a place of its own
-        self.parts = travel_together(units, window.k_prime, self.kept)
-        streamed = [[w for unit in part for w in unit.weights] for part in self.parts if part[0] not in self.kept]
-        self.parts += [[division.resident]] if division.resident.weights else []
+        # units that live on the device, with their gradients and optimizer state
+        self.units_on_device = [unit for unit in division.units if unit.name in window.on_device]
+        # units that have a place of their own: those, what is resident, and those that are never evicted
+        self.kept = {unit for unit in division.units if unit.name in window.kept}
+        self.kept.update(self.units_on_device, [division.resident])
+        # lists of neighbors that are joined, or of one unit that has a place of its own
+        self.parts = travel_together(division.units, window.k_prime, self.kept)
+        streamed_bytes = [
+            sum(sent_bytes(unit.weights) for unit in part) for part in self.parts if part[0] not in self.kept
+        ]
+        if division.resident.weights:
+            self.parts.append([division.resident])
         # where each part without a place of its own lies in the arena, and the size of that
-        self.offsets, self.arena_bytes = place_in_arena(
-            list(map(sent_bytes, streamed)), max(1, window.k // window.k_prime)
-        )
-        apart = self.kept.difference(self.units_on_device)
+        slots = max(1, window.k // window.k_prime)
+        self.offsets, self.arena_bytes = place_in_arena(streamed_bytes, slots)
+        kept_bytes = sum(sent_bytes(unit.weights) for unit in self.kept.difference(self.units_on_device))
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # device memory for weights, and for all state of units that live on the device
-        self.device_bytes = self.arena_bytes + sum(sent_bytes(unit.weights) for unit in apart) + window.on_device_bytes
+        self.device_bytes = self.arena_bytes + kept_bytes + window.on_device_bytes
         # the same, with gradients on their way to the host
-        self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * max(
-            (gradient_bytes(unit.weights) for unit in leaving), default=0
-        )
+        largest = max((gradient_bytes(unit.weights) for unit in leaving), default=0)
+        self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * largest
 
 
 def choose_device_layout(

@@ -59,9 +59,12 @@ class Window:
         self.order = order
         self.backend = backend
         self.stats = stats
-        self.settled = True  # whether no copy has been asked for, and no step begun, since all were waited for
-        self._outdated: dict[Unit, None] = {}  # that nothing else takes the place of: fetched as soon as possible
-        self._lying: set[Unit] = set()  # the units of the arena that were loaded last, each into its place
+        # whether no copy has been asked for, and no step begun, since all were waited for
+        self.settled = True
+        # units that nothing else takes the place of, fetched as soon as possible
+        self._outdated: dict[Unit, None] = {}
+        # the units of the arena that were loaded last, each into its place
+        self._lying: set[Unit] = set()
         most = max(Counter(map(id, unit_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most)
 
@@ -119,7 +122,8 @@ class Window:
         for unit in self.units:
             for weight in unit.weights:
                 weight.twin.note_unchanged()
-            unit.users, unit.suspect = 0, True
+            unit.users = 0
+            unit.suspect = True
             unit.residency = Residency.ABSENT
             unit.uploads.clear()
             for segment in unit.segments:
@@ -129,7 +133,8 @@ class Window:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
         if unit.residency is not Residency.ABSENT:
             return False
-        return any(other.users and other.residency is not Residency.ABSENT for other in unit.conflicts & self._lying)
+        in_the_way = [other for other in unit.conflicts & self._lying if other.residency is not Residency.ABSENT]
+        return any(other.users for other in in_the_way)
 
     def bring(self, unit: Unit) -> None:
         """Make the unit's weights readable for everything that is launched on the device from now on."""
@@ -228,7 +233,8 @@ class Window:
         """If the unit's masters may have changed since they were last checked, check; discard an outdated copy."""
         if not unit.suspect or self._is_being_stepped(unit):
             return
-        unit.suspect = is_outdated = False
+        unit.suspect = False
+        is_outdated = False
         for segment in unit.segments:
             segment.check()
             is_outdated |= segment.lying != segment.epoch
@@ -258,8 +264,7 @@ class Window:
             if step is None:
                 segment.refresh_copies()
             for place, source in segment.pieces():
-                upload = self.backend.upload(place, source, step)
-                self.backend.trace.moved(Kind.LOAD, unit.name, source.nbytes, upload)
+                upload = self.backend.trace.copy(Kind.LOAD, unit.name, self.backend.upload, place, source, step)
                 self.stats.bytes_to_device += source.nbytes
                 unit.uploads.append(upload)
             segment.lying = segment.epoch
