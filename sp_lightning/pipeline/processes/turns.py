@@ -211,7 +211,10 @@ class Turns(Exchange):
         self.begin_pass()
         for unit, sums in self._sums.items():
             if not sums.is_over:
-                parts = _seen_parts(sums) if averages else {}
+                parts: dict[int, Tensor] = {}  # what the user has as `.grad` is one when the sums are complete
+                for weight, number in sums.index.items() if averages else ():
+                    if weight.master.grad is not None:
+                        parts[number] = weight.master.grad
                 turn = _Turn(self, unit, sums, [], parts, None, is_over=True, measures_norms=measures_norms)
                 self._take(turn)
         for unit, sums in self._sums.items():
@@ -270,24 +273,19 @@ class Turns(Exchange):
     def lacks_sums(self) -> bool:
         if not self._is_summed:
             return False
-        for unit in self._units:
-            summed = self._sums[unit].index if unit in self._sums else {}
-            for gradient in unit.gradients:
-                if gradient.weight.master.requires_grad and gradient.weight not in summed:
-                    return True
-        return False
+        summed = {weight for sums in self._sums.values() for weight in sums.index}
+        weights = [gradient.weight for unit in self._units for gradient in unit.gradients]
+        return any(weight.master.requires_grad and weight not in summed for weight in weights)
 
     @override
     def show(self, gradient: Gradient) -> None:
         """Show a gradient; of a sum that is not complete, a copy to look at."""
-        is_look = self._is_partial(gradient.unit) and gradient.host is not None
         if gradient in self._looks:
             return
-        if not is_look or gradient.is_seen:
+        if gradient.host is None or gradient.is_seen or not self._is_partial(gradient.unit):
             super().show(gradient)
             return
         gradient.unit.wait()
-        assert gradient.host is not None
         with torch.inference_mode(False), torch.no_grad():
             look = gradient.host.clone(memory_format=torch.preserve_format)
         self._looks[gradient] = look
@@ -329,15 +327,6 @@ class Turns(Exchange):
                     "step, while the processes of this machine add it up. Change it after that."
                 )
             master.grad = None
-
-
-def _seen_parts(sums: SharedSums) -> dict[int, Tensor]:
-    """Return what the user has as `.grad` of weights, by their numbers: a part of the sums when they are complete."""
-    parts: dict[int, Tensor] = {}
-    for weight, number in sums.index.items():
-        if weight.master.grad is not None:
-            parts[number] = weight.master.grad
-    return parts
 
 
 def _check_part(gradient: Gradient, sums: SharedSums | None) -> None:
