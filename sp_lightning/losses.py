@@ -86,37 +86,48 @@ def chunked_cross_entropy(
         >>> loss = chunked_cross_entropy(hidden, head.weight, tokens, shift=True)
         >>> loss.backward()
     """
-    return _cross_entropy(
-        hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, softcap, shift, chunk_size
-    )
-
-
-def _cross_entropy(*given: Any) -> Tensor:
-    tensors = [each for each in given if isinstance(each, Tensor)]
+    tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
-        redirected: Tensor = handle_torch_function(_cross_entropy, tensors, *given)
-        return redirected
-    hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, softcap, shift, chunk_size = given
+        options: dict[str, Any] = {
+            "bias": bias, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+            "reduction": reduction, "softcap": softcap, "shift": shift, "chunk_size": chunk_size,
+        }  # fmt: skip
+        return handle_torch_function(chunked_cross_entropy, tensors, hidden, weight, labels, **options)
     _check_tensors(hidden, weight, labels, bias)
     _check_choices(label_smoothing, reduction, softcap, chunk_size)
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    flat = labels.reshape(-1)
-    ignored = flat == ignore_index
+    ignored = labels == ignore_index
+    labels = labels.masked_fill(ignored, 0)
+    losses = _losses_of_tokens(hidden, weight, bias, labels, label_smoothing, softcap, chunk_size)
+    losses = losses.masked_fill(ignored, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def _losses_of_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    label_smoothing: float,
+    softcap: float | None,
+    chunk_size: int | None,
+) -> Tensor:
+    """Return a loss for each label, all of which are in the vocabulary."""
     vocabulary, width = weight.shape
+    flat = labels.reshape(-1)
     losses: Tensor = _TokenLosses.apply(
         hidden.reshape(-1, width).to(_compute_dtype(hidden, weight)),
         weight,
         bias,
-        _checked_by_torch(flat.masked_fill(ignored, 0), vocabulary),
+        _checked_by_torch(flat, vocabulary),
         label_smoothing,
         softcap,
         chunk_size or _automatic_chunk_size(flat.numel(), width, vocabulary),
     )
-    losses = losses.masked_fill(ignored, 0)
-    if reduction == "none":
-        return losses.view_as(labels)
-    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+    return losses.view_as(labels)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -137,26 +148,31 @@ class _TokenLosses(torch.autograd.Function):
         # online softmax: probabilities are exp(logit - peak) / norm, where peak is the highest logit so far
         peak = hidden.new_full(labels.shape, torch.finfo(dtype).min, dtype=dtype)
         norm, target, total = torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(peak)
-        with torch.autocast(hidden.device.type, enabled=False):  # casts are done by hand, slice by slice
+        # casts are done by hand, slice by slice
+        with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(weight), chunk_size):
                 logits = _logits(hidden, *_lowered(weight, bias, rows, hidden.dtype), softcap)
-                column, found = _position(labels, rows)
-                target = torch.where(found, logits.gather(1, column).squeeze(1), target)
+                column, is_inside = _position(labels, rows)
+                target = torch.where(is_inside, logits.gather(1, column).squeeze(1), target)
                 if label_smoothing:
                     total += logits.sum(1)
-                last_peak, peak = peak, torch.maximum(peak, logits.amax(1))
+                last_peak = peak
+                peak = torch.maximum(peak, logits.amax(1))
                 norm = norm * (last_peak - peak).exp() + logits.sub_(peak[:, None]).exp_().sum(1)
         ctx.save_for_backward(hidden, weight, bias, labels, peak, norm)
         ctx.choices = label_smoothing, softcap, chunk_size
         losses = norm.log() - (1 - label_smoothing) * (target - peak)
-        return losses - label_smoothing * (total / len(weight) - peak) if label_smoothing else losses
+        if label_smoothing:
+            losses -= label_smoothing * (total / len(weight) - peak)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # `once_differentiable` would treat a gradient penalty as a constant
+        # `once_differentiable` would treat a gradient penalty as a constant
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                "The gradients of chunked_cross_entropy cannot be differentiated again (create_graph=True). Use "
-                "F.cross_entropy(F.linear(hidden, weight), labels) where second derivatives are needed."
+                "The gradients of chunked_cross_entropy cannot be differentiated again (create_graph=True). "
+                "Use F.cross_entropy(F.linear(hidden, weight), labels) where second derivatives are needed."
             )
         hidden, weight, bias, labels, peak, norm = ctx.saved_tensors
         label_smoothing, softcap, chunk_size = ctx.choices
@@ -171,8 +187,9 @@ class _TokenLosses(torch.autograd.Function):
                 slope = None if softcap is None else 1 - (logits / softcap).square()
                 # (probability - target) * outer gradient, computed in the memory of the logits
                 grad_logits = logits.sub_(peak[:, None]).exp_().mul_((gradient / norm)[:, None])
-                column, found = _position(labels, rows)
-                grad_logits.scatter_add_(1, column, (gradient * (label_smoothing - 1) * found)[:, None])
+                column, is_inside = _position(labels, rows)
+                at_label = gradient * (label_smoothing - 1) * is_inside
+                grad_logits.scatter_add_(1, column, at_label[:, None])
                 if label_smoothing:
                     grad_logits -= (gradient * (label_smoothing / len(weight)))[:, None]
                 if slope is not None:
@@ -190,7 +207,8 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _slices(vocabulary: int, chunk_size: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk_size, vocabulary)) for start in range(0, vocabulary, chunk_size))
+    for start in range(0, vocabulary, chunk_size):
+        yield slice(start, min(start + chunk_size, vocabulary))
 
 
 def _lowered(weight: Tensor, bias: Tensor | None, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -223,8 +241,8 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"`hidden` is {hidden.dtype} and `weight` is {weight.dtype}, and there is no autocast to lower them. Cast "
-            "one of them."
+            f"`hidden` is {hidden.dtype} and `weight` is {weight.dtype}, and there is no autocast to lower "
+            "them. Cast one of them."
         )
     return weight.dtype
 
@@ -237,18 +255,19 @@ def _checked_by_torch(labels: Tensor, vocabulary: int) -> Tensor:
 def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"`hidden` must have the shape (..., width) and `weight` (vocabulary, width), got {tuple(hidden.shape)} "
-            f"and {tuple(weight.shape)}."
+            "`hidden` must have the shape (..., width) and `weight` (vocabulary, width), got "
+            f"{tuple(hidden.shape)} and {tuple(weight.shape)}."
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"`labels` must have the shape of `hidden` without its last dimension, {tuple(hidden.shape[:-1])}, got "
-            f"{tuple(labels.shape)}."
+            "`labels` must have the shape of `hidden` without its last dimension, "
+            f"{tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}."
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise ValueError(f"`labels` must be indices into the vocabulary, got {labels.dtype}.")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"`bias` must have the shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}.")
+        expected = tuple(weight.shape[:1])
+        raise ValueError(f"`bias` must have the shape {expected}, got {tuple(bias.shape)}.")
     named = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
     devices = {name: str(tensor.device) for name, tensor in named.items() if tensor is not None}
     if len(set(devices.values())) > 1:

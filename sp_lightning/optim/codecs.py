@@ -24,15 +24,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.rules import Kind, Memory, Scaling
 
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
-near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})  # no bits are promised
+# no bits are promised
+near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})
 # numba computes in 64 bits what is not cast
 I8, U8, U16, U32, F32 = np.int8, np.uint8, np.uint16, np.uint32, np.float32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
-"""Numba's cache on disk looks at the file of a kernel only: this has it compile again when these have changed."""
+"""Numba's cache on disk looks at a kernel's file only: this has it compile again when these have changed."""
 
 
 # -------------------------------------------------------------------------------------------------- bits and memory
@@ -41,7 +43,12 @@ SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for na
 @intrinsic
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once."""
-    return types.float32(types.float32, types.float32, types.float32), lambda _, builder, sig, args: builder.fma(*args)
+    number = types.float32
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return number(number, number, number), generate
 
 
 @intrinsic
@@ -127,7 +134,9 @@ def noise(key: Any, i: Any) -> Any:
 @jit
 def load(address: Any, width: Any, i: Any) -> Any:
     """Read a number in fp32 or bf16."""
-    return read(address, i, F32(0)) if width == 4 else float_of(U32(read(address, i, U16(0))) << U32(16))
+    if width == 4:
+        return read(address, i, F32(0))
+    return float_of(U32(read(address, i, U16(0))) << U32(16))
 
 
 @jit
@@ -142,7 +151,7 @@ def store(address: Any, width: Any, i: Any, value: Any, is_random: Any, key: Any
 
 
 @jit
-def scaled(g: Any, scaling: Any, operations: Any, in_bf16: Any) -> Any:
+def scaled(g: Any, scaling: Scaling, operations: Any, in_bf16: Any) -> Any:
     """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
     if operations > 0:
         g = _times(g, scaling.factor, in_bf16)
@@ -159,34 +168,41 @@ def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
 
 
 @jit
-def load_weight(kind: Any, at: Any, i: Any, was_up: Any) -> Any:
+def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
     if kind.low == 0:
-        return load(at.weight, kind.weight, i)
+        return load(memory.weight, kind.weight, i)
     if kind.low == 4:
-        return read(at.low, i, F32(0))
-    low = U32(read(at.low, i, U16(0))) if kind.low == 2 else U32(U32(read(at.low, i, U8(0))) << U32(8))
+        return read(memory.low, i, F32(0))
+    low = _low_bits(kind.low, memory.low, i)
     at_tie = U32(U32(1) - was_up)
     lower = U32(np.int32(np.int16(U32(low - at_tie))))  # negative if it was rounded up
-    return float_of(U32(U32(read(at.weight, i, U16(0))) << U32(16)) + U32(lower + at_tie))
+    return float_of(U32(U32(read(memory.weight, i, U16(0))) << U32(16)) + U32(lower + at_tie))
 
 
 @jit
-def store_weight(kind: Any, at: Any, i: Any, p: Any, has_sign: Any, key: Any) -> Any:
+def _low_bits(width: Any, address: Any, i: Any) -> Any:
+    if width == 2:
+        return U32(read(address, i, U16(0)))
+    return U32(U32(read(address, i, U8(0))) << U32(8))
+
+
+@jit
+def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any, key: Any) -> Any:
     """Write a master. Return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
     if kind.low == 4:
-        write(at.low, i, p)
+        write(memory.low, i, p)
     if kind.low == 0 or kind.low == 4:
-        store(at.weight, kind.weight, i, p, False, key)
+        store(memory.weight, kind.weight, i, p, False, key)
         return U32(0)
     bits = plain_bits(p)
     if kind.low == 1:  # rounded at random, or small updates would vanish
         bits = U32(U32(bits + (noise(key, i) >> U32(24))) & U32(0xFFFFFF00))
-        write(at.low, i, U8(bits >> U32(8)))
+        write(memory.low, i, U8(bits >> U32(8)))
     else:
-        write(at.low, i, U16(bits))
+        write(memory.low, i, U16(bits))
     odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
-    write(at.weight, i, U16(U32(bits + U32(0x7FFF) + odd) >> U32(16)))
+    write(memory.weight, i, U16(U32(bits + U32(0x7FFF) + odd) >> U32(16)))
     return U32(1) if has_sign and U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
 
 
@@ -200,7 +216,9 @@ def load_moment(moment: Any, width: Any, scale: Any, i: Any, is_second: Any) -> 
         return F32(0)
     if width > 1:
         return load(moment, width, i)
-    return decode_positive(read(moment, i, U8(0)), scale) if is_second else decode_signed(read(moment, i, I8(0)), scale)
+    if is_second:
+        return decode_positive(read(moment, i, U8(0)), scale)
+    return decode_signed(read(moment, i, I8(0)), scale)
 
 
 @jit
@@ -244,7 +262,8 @@ def decode_signed(code: Any, scale: Any) -> Any:
 @near
 def encode_positive(root: Any, scale: Any, noise: Any) -> Any:
     """Take a square root to one of 256 steps, at random up or down; from below the first one up: it is divided by."""
-    factor = F32(256 * (1 - 2**-20)) / (scale if scale > 0 else F32(1))  # or some would round to 257
+    # or some would round to 257
+    factor = F32(256 * (1 - 2**-20)) / (scale if scale > 0 else F32(1))
     below = F32(np.int32(noise)) * F32(2**-32) - F32(0.5)
     return np.int32(root * factor + below)  # -1 to 0 is cut to 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,29 +35,35 @@ class Work(NamedTuple):
     gradient: Tensor  # as it arrived; it is only read
     state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
-    scaling: Scaling | None = NO_SCALING  # what is done to the gradient before; None if that is too much
-
-
-def check_as_torch(
-    torchs: type[torch.optim.Adam | torch.optim.SGD], options: dict[str, Any], foreach: bool | None, fused: bool | None
-) -> None:
-    """Have an optimizer of torch's raise, in its words, if it does not take these options; and none may be NaN."""
-    torchs([torch.empty(0, device="cpu")], **options, foreach=foreach, fused=fused)
-    for name, value in options.items():
-        if value != value:  # torch's SGD takes NaN
-            raise ValueError(f"Invalid {name} value: {value}")
+    # what is done to the gradient before; None if that is too much
+    scaling: Scaling | None = NO_SCALING
 
 
 class HostOptimizer(Optimizer):
     """An optimizer over fp32 and bf16 parameters in host memory."""
 
+    # which takes, and refuses, the same options
+    checked_by: ClassVar[type[Optimizer]] = torch.optim.Adam
     first: ClassVar[str]
     second: ClassVar[str] = ""  # none
 
-    def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, moments: str) -> None:
+    def __init__(
+        self,
+        params: Any,
+        options: dict[str, Any],
+        foreach: bool | None,
+        fused: bool | None,
+        **formats: str | None,
+    ) -> None:
+        name = type(self).__name__
         if find_spec("numba") is None:
-            raise ImportError(f'{type(self).__name__} needs numba: pip install "sp-lightning[fast]"')
-        super().__init__(params, {**defaults, "master": master, "moments": moments})
+            raise ImportError(f'{name} needs numba: pip install "sp-lightning[fast]"')
+        of_torch: Any = self.checked_by
+        of_torch([torch.empty(0, device="cpu")], **options, foreach=foreach, fused=fused)
+        for option, value in options.items():
+            if value != value:  # torch's SGD takes NaN
+                raise ValueError(f"Invalid {option} value: {value}")
+        super().__init__(params, {**options, **formats})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, whose parameters have to be in host memory."""
@@ -76,14 +81,15 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        if any(p.grad.is_sparse for _, params in groups for p in params):
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p in stepped):
             raise RuntimeError("a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim")
         passes: list[Pass] = []
-        for group, params in groups:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
             passes += self.passes_of(group, [Work(p, p.grad, self.state[p]) for p in params])
         run(passes)
-        increment_version([p for _, params in groups for p in params])
+        increment_version(stepped)
         return loss
 
     @classmethod
@@ -160,7 +166,8 @@ class HostOptimizer(Optimizer):
         if scale is not None:
             from sp_lightning.optim.kernels import read_moment
 
-            read_moment(moment.data_ptr(), scale.data_ptr(), name == self.second, value.data_ptr(), value.numel())
+            addresses = moment.data_ptr(), scale.data_ptr()
+            read_moment(*addresses, name == self.second, value.data_ptr(), value.numel())
         return value.abs() if name == self.second else value
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,36 +178,33 @@ class HostOptimizer(Optimizer):
         saved = super().state_dict()
         if any(map(is_compact, saved["state"].values())):
             words = (
-                f"this is state of sp_lightning.optim.{type(self).__name__}, with masters or moments in fewer bytes: "
-                "load it into one like it, or give torch's optimizer what its `export()` yields"
+                f"this is state of sp_lightning.optim.{type(self).__name__}, with masters or moments in "
+                "fewer bytes: load it into one like it, or give torch's optimizer what its `export()` yields"
             )
             saved["param_groups"].append({"params": [], COMPACT: words})
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of an optimizer like this one, or of torch's: then masters begin with the weights."""
-        own_groups = [{k: v for k, v in group.items() if k in self.defaults} for group in self.param_groups]
         saved_groups = [group for group in state_dict["param_groups"] if COMPACT not in group]
-        for own, saved in zip(own_groups, saved_groups, strict=False):
-            had = {**own, **saved}
-            if (had["master"], had["moments"]) != (own["master"], own["moments"]):
+        for number, own in enumerate(self.param_groups[: len(saved_groups)]):
+            saved = saved_groups[number]
+            merged = {**{name: own[name] for name in self.defaults}, **saved}
+            if (merged["master"], merged["moments"]) != (own["master"], own["moments"]):
                 raise ValueError(
-                    f"the checkpoint has master={had['master']!r}, moments={had['moments']!r}, but this optimizer "
-                    f"master={own['master']!r}, moments={own['moments']!r}: make it with those of the checkpoint, or "
-                    "move state over with `export()`"
+                    f"the checkpoint has master={merged['master']!r}, moments={merged['moments']!r}, but "
+                    f"this optimizer master={own['master']!r}, moments={own['moments']!r}: make it with "
+                    "those of the checkpoint, or move state over with `export()`"
                 )
             if saved.get("amsgrad"):
                 raise ValueError("the checkpoint has amsgrad=True: continue it with torch's optimizer")
+            saved_groups[number] = merged
         # torch would cast all state to the dtype of the weight
         super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
-        for group, own in zip(self.param_groups, own_groups, strict=True):
-            group.update({**own, **group})
-        ids = chain.from_iterable(group["params"] for group in saved_groups)
-        for group in self.param_groups:
-            for p in group["params"]:
-                saved = state_dict["state"].get(next(ids))
-                if saved:
-                    self.state[p] = self._load(p, group, saved)
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for p, number in zip(group["params"], saved["params"], strict=True):
+                if state_dict["state"].get(number):
+                    self.state[p] = self._load(p, group, state_dict["state"][number])
 
     def _load(self, p: Tensor, group: dict[str, Any], saved: State) -> State:
         moments = self.moments_of(group)
@@ -210,15 +214,15 @@ class HostOptimizer(Optimizer):
         if saved.keys() != state.keys() and not of_torch:
             raise ValueError(
                 f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} keeps "
-                f"{', '.join(state)}: load it into the optimizer that it is of, or move state over with `export()`"
+                f"{', '.join(state)}: load it into the optimizer that it is of, or move state over with "
+                "`export()`"
             )
         for name, value in saved.items():
             target, scale = moment_in(state, name)
             assert target is not None
             if name != "step" and value.numel() != target.numel():
-                raise ValueError(
-                    f"the checkpoint's {name} has {tuple(value.shape)}, the parameter's {tuple(target.shape)}"
-                )
+                saved_shape, shape = tuple(value.shape), tuple(target.shape)
+                raise ValueError(f"the checkpoint's {name} has {saved_shape}, the parameter's {shape}")
             if scale is None:
                 target.copy_(value)
             else:
@@ -226,7 +230,9 @@ class HostOptimizer(Optimizer):
 
                 is_second = name == self.second
                 value = laid_like(value.float().sqrt() if is_second else value.float(), p)
-                write_moment(target.data_ptr(), scale.data_ptr(), is_second, value.data_ptr(), value.numel())
-        if "step" not in saved:  # torch's SGD does not count; a momentum that is there is not the first
+                addresses = target.data_ptr(), scale.data_ptr()
+                write_moment(*addresses, is_second, value.data_ptr(), value.numel())
+        # torch's SGD does not count; a momentum that is there is not the first
+        if "step" not in saved:
             state["step"].fill_(1.0)
         return state

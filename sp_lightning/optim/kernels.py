@@ -40,7 +40,7 @@ from sp_lightning.optim.codecs import (
     write,
 )
 from sp_lightning.optim.layout import GROUP
-from sp_lightning.optim.rules import ADAM, LION, NESTEROV, NO_SCALING, Kind, Memory, Rule
+from sp_lightning.optim.rules import ADAM, LION, NESTEROV, NO_SCALING, Kind, Memory, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
 LANES = 8
@@ -51,7 +51,7 @@ LANES = 8
 
 
 @jit
-def _update(kind: Any, rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
+def _update(kind: Kind, rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: bool) -> Any:
     """Return a weight and its two moments after a step, from those before it and the gradient; all in fp32.
 
     The bits are promised unless the second moment is kept in codes.
@@ -63,13 +63,20 @@ def _update(kind: Any, rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool) ->
     if kind.update == LION:
         return _lion(rule, p, g, m, v)
     if kind.first > 0:
-        m = fma(m, rule.first_decay, g * rule.first_rate) if tail else fma(g, rule.first_rate, m * rule.first_decay)
+        m = _momentum(rule, g, m, tail)
         g = fma(m, rule.first_decay, g) if kind.update == NESTEROV else m
     return fma(g, -rule.lr, p), m, v
 
 
 @jit
-def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, is_near: bool) -> Any:
+def _momentum(rule: Rule, g: Any, m: Any, tail: bool) -> Any:
+    if tail:
+        return fma(m, rule.first_decay, g * rule.first_rate)
+    return fma(g, rule.first_rate, m * rule.first_decay)
+
+
+@jit
+def _adam(rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: bool, is_near: bool) -> Any:
     from_m = rule.first_rate < F32(0.5)
     m = fma(rule.first_rate if from_m else rule.first_rate - F32(1), g - m, m if from_m else g)
     if tail:
@@ -77,12 +84,13 @@ def _adam(rule: Any, p: Any, g: Any, m: Any, v: Any, tail: bool, is_near: bool) 
     else:
         v = fma(rule.second_rate * g, g, v * rule.second_decay)
     if is_near:  # to divide takes long
-        return fma(p, rule.decay, -rule.lr * m / fma(np.sqrt(v), F32(1) / rule.correction, rule.eps)), m, v
+        divisor = fma(np.sqrt(v), F32(1) / rule.correction, rule.eps)
+        return fma(p, rule.decay, -rule.lr * m / divisor), m, v
     return p * rule.decay - rule.lr * m / (np.sqrt(v) / rule.correction + rule.eps), m, v
 
 
 @jit
-def _lion(rule: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
+def _lion(rule: Rule, p: Any, g: Any, m: Any, v: Any) -> Any:
     direction = m * rule.first_decay + g * rule.first_rate
     step = rule.lr if direction > 0 else (-rule.lr if direction < 0 else direction)  # NaN stays NaN
     return p * rule.decay - step, m * rule.second_decay + g * rule.second_rate, v
@@ -92,7 +100,7 @@ def _lion(rule: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
 
 
 @jit
-def _part(kind: Any, row: Any, start: Any) -> Any:
+def _part(kind: Kind, row: Any, start: Any) -> Any:
     """Return the memory from an element on, at which a group begins if there are groups."""
     group = start // GROUP
     return Memory(
@@ -103,37 +111,40 @@ def _part(kind: Any, row: Any, start: Any) -> Any:
 
 
 @jit
-def _step_block(kind: Any, rule: Any, scaling: Any, at: Any, size: Any, tail: Any, seed: Any, start: Any) -> None:
+def _step_block(
+    kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, seed: Any, start: Any
+) -> None:
     has_sign = kind.second > 1  # to keep a tie in, see [Note: ties]
     keys = key_at(seed, start), key_at(seed ^ 0x55555555, start), key_at(seed ^ 0x33333333, start)
     staged = space(), space()
-    m_scale = read(at.first_scale, 0, F32(0)) if kind.first == 1 else F32(0)
-    v_scale = read(at.second_scale, 0, F32(0)) if kind.second == 1 else F32(0)
+    m_scale = read(memory.first_scale, 0, F32(0)) if kind.first == 1 else F32(0)
+    v_scale = read(memory.second_scale, 0, F32(0)) if kind.second == 1 else F32(0)
     for i in range(size):
-        g = load(at.gradient, kind.gradient, i)
+        g = load(memory.gradient, kind.gradient, i)
         g = scaled(g, scaling, kind.operations, kind.weight == 2 and kind.gradient == 2)
-        m = load_moment(at.first, kind.first, m_scale, i, False)
-        v = load_moment(at.second, kind.second, v_scale, i, True)
+        m = load_moment(memory.first, kind.first, m_scale, i, False)
+        v = load_moment(memory.second, kind.second, v_scale, i, True)
         was_up = U32(bits_of(v) >> U32(31)) if has_sign else U32(1)
-        p = load_weight(kind, at, i, was_up)
+        p = load_weight(kind, memory, i, was_up)
         p, m, v = _update(kind, rule, p, g, m, abs(v) if has_sign else v, tail)
-        up = store_weight(kind, at, i, p, has_sign, keys[0])
+        up = store_weight(kind, memory, i, p, has_sign, keys[0])
         if kind.copy > 0:
-            store(at.copy, kind.copy, i, p, False, keys[0])
+            store(memory.copy, kind.copy, i, p, False, keys[0])
         # what is to be packed is staged, as its scale is known when the whole group is
         if kind.first == 1:
             write(staged[0], i, m)
         elif kind.first > 0:
-            store(at.first, kind.first, i, m, kind.is_random, keys[1])  # at random, or averages would stand still
+            # at random, or averages would stand still
+            store(memory.first, kind.first, i, m, kind.is_random, keys[1])
         if kind.second == 1:
             write(staged[1], i, np.sqrt(v))  # which the update has computed already
         elif kind.second > 0:
             v = float_of(bits_of(v) | U32(up << U32(31)))
-            store(at.second, kind.second, i, v, kind.is_random, keys[2])
+            store(memory.second, kind.second, i, v, kind.is_random, keys[2])
     if kind.first == 1:
-        pack(at.first, at.first_scale, staged[0], size, False, keys[1])
+        pack(memory.first, memory.first_scale, staged[0], size, False, keys[1])
     if kind.second == 1:
-        pack(at.second, at.second_scale, staged[1], size, True, keys[2])
+        pack(memory.second, memory.second_scale, staged[1], size, True, keys[2])
 
 
 _SIGNATURE = types.void(
@@ -146,7 +157,7 @@ def kernel_of(kind: Kind) -> Any:
     """Return the loop of a kind, which steps a range of a weight."""
     sources = SOURCES  # the constants of a loop are part of its name on disk
 
-    def step(rule: Any, scaling: Any, row: Any, begin: Any, end: Any, seed: Any) -> None:
+    def step(rule: Rule, scaling: Scaling, row: Any, begin: Any, end: Any, seed: Any) -> None:
         """Step a range in blocks: groups of codes, or whole vectors and the elements that are left over."""
         _ = sources
         tail = end - (end - begin) % (2 * LANES if kind.weight == 2 and kind.low == 0 else LANES)
@@ -164,7 +175,7 @@ def kernel_of(kind: Kind) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)
-def step_shares(kernel: Any, rule: Any, scaling: Any, rows: Any, ranges: Any, begins: Any, seed: Any) -> None:
+def step_shares(kernel: Any, rule: Rule, scaling: Scaling, rows: Any, ranges: Any, begins: Any, seed: Any) -> None:
     """Step weights, of which each thread has a share, by the loop of their kind.
 
     A row has the addresses of a weight's `Memory`; a range the number of its weight, its begin and its end; `begins`
@@ -172,8 +183,8 @@ def step_shares(kernel: Any, rule: Any, scaling: Any, rows: Any, ranges: Any, be
     """
     for share in prange(len(begins) - 1):
         for number in range(begins[share], begins[share + 1]):
-            of, start, stop = ranges[number]
-            kernel(rule, scaling, rows[of], start, stop, seed)
+            weight, start, stop = ranges[number]
+            kernel(rule, scaling, rows[weight], start, stop, seed)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,11 @@ BLOCK = 8 * GROUP
 """Work is shared among threads in multiples of so many."""
 
 State = dict[str, Any]
-_LOW = {"split": torch.uint16, "split24": torch.uint8}
+_LOW = {"auto": torch.uint16, "split": torch.uint16, "split24": torch.uint8}
+"""Of masters that add bits to a bf16 weight; "auto" is the exact one that takes the fewest bytes."""
 
-
-def fills_memory(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no gaps in memory, as a view of one column of a matrix has."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() in (0, span)
+fills_memory: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
+"""Tell whether a tensor has no gaps in memory, as a view of one column of a matrix has."""
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -35,19 +34,20 @@ def check_group(group: dict[str, Any]) -> None:
     for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
         if group[name] not in allowed:
             raise ValueError(f"{name}={group[name]!r}: expected one of {', '.join(map(repr, allowed))}")
-    names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
-    for name, p in zip(names, group["params"], strict=True):
+    for number, p in enumerate(group["params"]):
+        name = group["param_names"][number] if "param_names" in group else f"parameter {number} of its group"
         if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 parameters in host "
-                "memory: give it to an optimizer of torch.optim instead"
+                f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 "
+                "parameters in host memory: give it to an optimizer of torch.optim instead"
             )
         if not fills_memory(p):
-            raise ValueError(f"{name} has gaps in memory, which a pass over it would write to: make it `.contiguous()`")
-        if group["master"] in _LOW and p.dtype != torch.bfloat16:
+            gaps = "has gaps in memory, which a pass over it would write to: make it `.contiguous()`"
+            raise ValueError(f"{name} {gaps}")
+        if group["master"] in ("split", "split24") and p.dtype != torch.bfloat16:
             raise ValueError(
-                f'master="{group["master"]}" is for bf16 parameters, but {name} is {p.dtype}: leave master="auto", or '
-                'put this parameter into a param group with master="fp32"'
+                f'master="{group["master"]}" is for bf16 parameters, but {name} is {p.dtype}: leave '
+                'master="auto", or put this parameter into a param group with master="fp32"'
             )
 
 
@@ -57,37 +57,38 @@ def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
     Torch's default dtype and device are the user's: Lightning sets the former to bf16 around a `training_step`.
     """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    moments, master = group["moments"], group["master"]
-    kind = "split" if master == "auto" else master  # the exact one that takes the fewest bytes
-    if p.dtype == torch.bfloat16 and kind == "fp32":
+    master = group["master"]
+    if p.dtype == torch.bfloat16 and master == "fp32":
         state["master"] = p.detach().float()
-    elif p.dtype == torch.bfloat16 and kind is not None:
-        state["low"] = torch.zeros_like(p, dtype=_LOW[kind])
+    elif p.dtype == torch.bfloat16 and master is not None:
+        state["low"] = torch.zeros_like(p, dtype=_LOW[master])
     for name in names:
-        if moments == "int8":
-            codes = torch.uint8 if name == "exp_avg_sq" else torch.int8
+        is_second = name == "exp_avg_sq"
+        if group["moments"] == "int8":
+            codes = torch.uint8 if is_second else torch.int8
             state[f"{name}_codes"] = torch.zeros_like(p, dtype=codes)
-            groups = -(-p.numel() // GROUP)
+            groups = math.ceil(p.numel() / GROUP)
             state[f"{name}_scale"] = torch.zeros(groups, dtype=torch.float32, device=p.device)
         else:
-            dtype = torch.float32 if moments == "fp32" else torch.bfloat16
-            has_ties = name == "exp_avg_sq" and "low" in state
+            dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
+            has_ties = is_second and "low" in state
             state[f"{name}_with_ties" if has_ties else name] = torch.zeros_like(p, dtype=dtype)
     if "momentum_buffer" in state:
-        state["momentum_buffer"].neg_()  # -0, to which a first gradient is added as if it were copied
+        # -0, to which a first gradient is added as if it were copied
+        state["momentum_buffer"].neg_()
     return state
 
 
 def moment_in(state: State, name: str) -> tuple[Tensor | None, Tensor | None]:
     """Return a moment, however it is kept, and the scales of its codes; see [Note: names]."""
-    if (codes := state.get(f"{name}_codes")) is not None:
-        return codes, state[f"{name}_scale"]
+    if f"{name}_codes" in state:
+        return state[f"{name}_codes"], state[f"{name}_scale"]
     return state.get(f"{name}_with_ties", state.get(name)), None
 
 
 def is_compact(state: State) -> bool:
     """Tell whether state has more of a weight than torch's optimizers would read: a master, or codes."""
-    return not state.keys().isdisjoint(("master", "low")) or any(name.endswith("_codes") for name in state)
+    return any(name in ("master", "low") or name.endswith("_codes") for name in state)
 
 
 def count_in(states: Sequence[State]) -> list[float]:
@@ -102,7 +103,9 @@ def count_in(states: Sequence[State]) -> list[float]:
 
 def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that lies in memory as `like` does: itself, or a copy."""
-    return tensor if tensor.stride() == like.stride() else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def read_master(p: Tensor, state: State) -> Tensor:

@@ -8,8 +8,10 @@ kernels have those of torch's fused ones. Torch's may round otherwise on another
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from sp_lightning.optim.host import HostOptimizer, Work
 from sp_lightning.optim.layout import fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
 from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import ONE, Scaling
+from sp_lightning.optim.rules import Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -46,25 +48,29 @@ class OnePass:
         self._settings = settings
         # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
         self._cls: type[HostOptimizer] | None = None
-        is_fused = settings.get("fused", False) and not settings.get("amsgrad") and not settings["maximize"]
+        is_plain = not settings.get("amsgrad") and not settings.get("maximize")
         if isinstance(optimizer, HostOptimizer):
             self._cls = type(optimizer)
-        elif is_fused and find_spec("numba"):
-            self._cls = _OURS.get(self._type)  # torch would run its fused kernel
+        elif settings.get("fused") and is_plain and find_spec("numba"):
+            # torch would run its fused kernel
+            self._cls = _OURS.get(self._type)
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
         weight, gradient, state, copy, scaling = work
+        dtype = weight.dtype
         if self._cls is None or scaling is None or not fills_memory(weight):
             return False
-        if not _lies_like(weight, gradient, weight.dtype, torch.bfloat16):
+        if not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
-        if copy is not None and not (weight.dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)):
+        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)
+        if copy is not None and not takes_copy:
             return False
         if self._cls is self._type:
             return True
         moments = [state.get(name) for name in self._cls.moments_of(self._settings)]
-        return has_torchs_bits(self._type, weight.dtype) and all(_lies_like(weight, m, weight.dtype) for m in moments)
+        lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
+        return lie_alike and has_torchs_bits(self._type, dtype)
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
@@ -76,10 +82,10 @@ def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: to
     """Return what is done to gradients of weights of a dtype: at most two factors, one after the other, and a limit."""
     if len(factors) > 2:
         return None
-    first, then = [*(np.float32(float(factor)) for factor in factors), ONE, ONE][:2]
+    scaling = Scaling(*[np.float32(float(factor)) for factor in factors])
     if limit is None:
-        return Scaling(first, then)
-    return Scaling(first, then, np.float32(torch.tensor(limit, dtype=dtype, device="cpu").item()))
+        return scaling
+    return scaling._replace(limit=np.float32(torch.tensor(limit, dtype=dtype, device="cpu").item()))
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
@@ -95,29 +101,36 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
 @cache
 def has_torchs_bits(cls: Any, dtype: torch.dtype) -> bool:
     """Try whether an optimizer's fused kernels and ours round alike on this CPU, over weights of a dtype."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
     random = torch.Generator("cpu").manual_seed(0)
-    return dtype in (torch.float32, torch.bfloat16) and all(
-        _agree(cls, options, torch.randn(4, size, generator=random, dtype=torch.float32, device="cpu").to(dtype))
-        for options in _TRIED[cls]
-        for size in _SIZES
-    )
+    for options, size in product(_TRIED[cls], _SIZES):
+        values = torch.randn(4, size, generator=random, dtype=torch.float32, device="cpu")
+        if not _agree(cls, options, values.to(dtype)):
+            return False
+    return True
 
 
 def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> bool:
     """Make the same step in both ways."""
     value, gradient, *moments = values
     gradient = gradient.bfloat16()
-    theirs, ours = (nn.Parameter(value.clone()) for _ in range(2))
-    optimizer, own = cls([theirs], fused=True, **options), _OURS[cls]  # type: ignore[call-arg]  # all of these have it
-    settings, copy = optimizer.param_groups[0], torch.empty_like(gradient) if value.dtype == torch.float32 else None
+    theirs = nn.Parameter(value.clone())
     theirs.grad = gradient.to(value.dtype)
-    names = own.moments_of(settings)
-    states = [{name: m.abs() for name, m in zip(names, moments, strict=False)} for _ in range(2)]
-    optimizer.state[theirs] = states[0] | {"step": torch.tensor(2.0, dtype=torch.float32, device="cpu")}
-    optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks that others have for steps
-    run([own.pass_of(settings, Work(ours, gradient, states[1], copy), 3.0)])
+    # all of these have it
+    optimizer = cls([theirs], fused=True, **options)  # type: ignore[call-arg]
+    settings = optimizer.param_groups[0]
+    names = _OURS[cls].moments_of(settings)
+    state = {name: moment.abs() for name, moment in zip(names, moments, strict=False)}
+    step = torch.tensor(2.0, dtype=torch.float32, device="cpu")
+    optimizer.state[theirs] = {**deepcopy(state), "step": step}
+    # without the hooks that others have for steps
+    optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+    copy = torch.empty_like(gradient) if value.dtype == torch.float32 else None
+    run([_OURS[cls].pass_of(settings, Work(value, gradient, state, copy), 3.0)])
     return (
-        torch.equal(theirs, ours)
-        and (copy is None or torch.equal(copy, ours.bfloat16()))
-        and all(torch.equal(optimizer.state[theirs][name], states[1][name]) for name in names)
+        torch.equal(theirs, value)
+        and (copy is None or torch.equal(copy, value.bfloat16()))
+        and all(torch.equal(optimizer.state[theirs][name], state[name]) for name in names)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from sp_lightning.optim.host import HostOptimizer, check_as_torch
+from sp_lightning.optim.host import HostOptimizer
 from sp_lightning.optim.rules import ADAM, LION, MOMENTUM, NESTEROV, Rule
 
 
@@ -51,13 +51,13 @@ class AdamW(HostOptimizer):
         if amsgrad:
             raise ValueError(f"amsgrad=True: use torch.optim.{type(self).__name__}, which has it")
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        check_as_torch(torch.optim.Adam, options, foreach, fused)
-        super().__init__(params, options, master, moments)
+        super().__init__(params, options, foreach, fused, master=master, moments=moments)
 
     @classmethod
     @override
     def rule(cls, group: dict[str, Any], step: float) -> Rule:
-        lr, (beta1, beta2), weight_decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = map(float, group["betas"])
         return Rule.of(
             ADAM,
             lr=lr / (1 - beta1**step),
@@ -100,6 +100,7 @@ class Adam(AdamW):
 class SGD(HostOptimizer):
     """SGD with momentum and Nesterov's, with `master` and `moments` as `AdamW` has them."""
 
+    checked_by = torch.optim.SGD
     first = "momentum_buffer"
 
     def __init__(
@@ -121,8 +122,7 @@ class SGD(HostOptimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
-        check_as_torch(torch.optim.SGD, options, foreach, fused)
-        super().__init__(params, options, master, moments)
+        super().__init__(params, options, foreach, fused, master=master, moments=moments)
 
     @classmethod
     @override
@@ -160,13 +160,13 @@ class Lion(HostOptimizer):
         moments: str = "fp32",
     ) -> None:
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        check_as_torch(torch.optim.Adam, options, foreach, fused)
-        super().__init__(params, options, master, moments)
+        super().__init__(params, options, foreach, fused, master=master, moments=moments)
 
     @classmethod
     @override
     def rule(cls, group: dict[str, Any], step: float) -> Rule:
-        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        lr = float(group["lr"])
+        beta1, beta2 = map(float, group["betas"])
         return Rule.of(
             LION,
             lr=lr,

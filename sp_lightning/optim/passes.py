@@ -6,6 +6,7 @@ gives it away. On a machine with 16 cores that took a third of the time of a ste
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, fills_memory
-from sp_lightning.optim.rules import INFINITY, MOMENTUM, NO_SCALING, Kind, Memory, Rule, Scaling
+from sp_lightning.optim.rules import MOMENTUM, NO_SCALING, Kind, Memory, Rule, Scaling
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
-_ONE_AT_A_TIME = threading.Lock()  # the threads that numba has where there is no OpenMP serve one caller at a time
+# the threads that numba has where there is no OpenMP serve one caller at a time
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Pass(NamedTuple):
@@ -35,10 +37,9 @@ class Pass(NamedTuple):
     @property
     def kind(self) -> Kind:
         """What kernel it takes."""
-        rule, memory, scaling, seed = self
-        operations = 2 if scaling.then != 1 or scaling.limit != INFINITY else int(scaling.factor != 1)
-        widths = (0 if each is None else each.itemsize for each in memory[:6])
-        return Kind(rule.update, bool(rule.penalty != 0), operations, seed is not None, *widths)
+        widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
+        is_penalized, is_random = bool(self.rule.penalty != 0), self.seed is not None
+        return Kind(self.rule.update, is_penalized, self.scaling.operations, is_random, *widths)
 
 
 def run(passes: Sequence[Pass]) -> None:
@@ -46,16 +47,22 @@ def run(passes: Sequence[Pass]) -> None:
     from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
 
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}
-    for each in passes:
-        alike.setdefault((each.kind, each.rule, each.scaling, each.seed or 0), []).append(each.memory)
-    for (kind, rule, scaling, seed), of_kind in alike.items():
-        ranges, begins = _share([memory.weight.numel() for memory in of_kind], torch.get_num_threads())
+    for step in passes:
+        key = step.kind, step.rule, step.scaling, step.seed or 0
+        alike.setdefault(key, []).append(step.memory)
+    for (kind, rule, scaling, seed), memories in alike.items():
+        sizes = [memory.weight.numel() for memory in memories]
+        ranges, begins = _share(sizes, torch.get_num_threads())
         if not ranges:
             continue
-        addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in memory] for memory in of_kind]
-        arrays = (np.array(rows, dtype=np.int64) for rows in (addresses, ranges, begins))
+        rows = [_addresses(memory) for memory in memories]
+        arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges, begins))
         with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
             step_shares(kernel_of(kind), rule, scaling, *arrays, seed)
+
+
+def _addresses(memory: Memory) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in memory]
 
 
 @contextmanager
@@ -88,36 +95,47 @@ def _start_threads() -> None:
 
 def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int]], list[int]]:
     """Share elements of weights among threads: in ranges, as `step_shares` takes them, and the first of each share."""
-    share = max(_LEAST, -(-sum(sizes) // threads))
-    ranges, begins, left = [], [0], share
+    share = max(_LEAST, math.ceil(sum(sizes) / threads))
+    room = share  # for elements in the share under way
+    ranges: list[tuple[int, int, int]] = []
+    begins = [0]
     for number, size in enumerate(sizes):
         start = 0
         while start < size:
-            stop = min(size, start + -(-left // BLOCK) * BLOCK)
+            stop = min(size, start + math.ceil(room / BLOCK) * BLOCK)
             ranges.append((number, start, stop))
-            left -= stop - start
+            room -= stop - start
             start = stop
-            if left <= 0:
+            if room <= 0:
                 begins.append(len(ranges))
-                left = share
-    return ranges, begins if begins[-1] == len(ranges) else [*begins, len(ranges)]
+                room = share
+    if begins[-1] < len(ranges):
+        begins.append(len(ranges))
+    return ranges, begins
 
 
 def add(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, which may be in another dtype, to a sum of gradients."""
-    if total.dtype == gradient.dtype or total.stride() != gradient.stride() or not fills_memory(total):
+    is_widened = (total.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    if total.dtype == gradient.dtype:
         total.add_(gradient)
-    elif find_spec("numba") is None or (total.dtype, gradient.dtype) != (torch.float32, torch.bfloat16):
+    elif is_widened and find_spec("numba") is not None and _lie_alike(total, gradient):
+        run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])
+    else:
         for part, added in pieces(total, gradient):
             part.add_(added)
-    else:
-        run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])
 
 
 def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield pieces of all that fit into the caches of all threads, where one operation leaves them to the next."""
-    if any(total.stride() != gradient.stride() for gradient in gradients) or not fills_memory(total):
+    if not _lie_alike(total, *gradients):
         yield total, *gradients
         return
-    count, size = total.numel(), _LEAST * torch.get_num_threads()
-    yield from zip(*(torch.split(each.as_strided((count,), (1,)), size) for each in (total, *gradients)), strict=True)
+    flat = [tensor.as_strided((total.numel(),), (1,)) for tensor in (total, *gradients)]
+    size = _LEAST * torch.get_num_threads()
+    yield from zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
+
+
+def _lie_alike(total: Tensor, *gradients: Tensor) -> bool:
+    strides = {tensor.stride() for tensor in (total, *gradients)}
+    return len(strides) == 1 and fills_memory(total)

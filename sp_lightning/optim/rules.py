@@ -40,6 +40,13 @@ class Scaling(NamedTuple):
     then: Any = ONE
     limit: Any = INFINITY
 
+    @property
+    def operations(self) -> int:
+        """How much of it there is: 0 for nothing, 1 for a factor, 2 for all."""
+        if self.then != 1 or self.limit != INFINITY:
+            return 2
+        return 0 if self.factor == 1 else 1
+
 
 NO_SCALING = Scaling()
 
@@ -62,7 +69,7 @@ class Kind(NamedTuple):
 
     update: int
     is_penalized: bool
-    operations: int  # of the scaling: 0 for none, 1 for a factor, 2 for all
+    operations: int  # of the scaling
     is_random: bool  # whether bf16 moments are rounded at random
     weight: int
     low: int

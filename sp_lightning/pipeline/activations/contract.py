@@ -30,9 +30,10 @@ from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _MOST = 1024  # parts of an attribute that are looked at
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
-_OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})  # the latter two are an RNN's
+_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
+_OF_TORCH = frozenset({*vars(nn.Module()), *_OF_RNNS})
 # packages of objects that do not change; what lies in a namespace is a user's
-_NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names} - {"argparse", "types"}
+_NOT_USER_DEFINED = {"torch", "sp_lightning", *sys.stdlib_module_names} - {"argparse", "types"}
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -51,15 +52,16 @@ class Inputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
-        given = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        self._leaves = [(id(leaf), None if id(leaf) in given else leaf) for leaf in leaves]
-        self._require_grad = {key: tensor.requires_grad for key, tensor in given.items()}
-        self.tensors = [tensor.detach() for tensor in given.values()]  # without weights, which stand for themselves
+        data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
+        self._leaves = [(id(leaf), None if id(leaf) in data else leaf) for leaf in leaves]
+        self._requires_grad = {key: tensor.requires_grad for key, tensor in data.items()}
+        self.tensors = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
         self.packed: list[Packed] = []  # what holds these, once they are packed
         # what is given that may change, as a cache does
         self.changeable = next((type(leaf).__name__ for leaf in leaves if _is_users(leaf)), None)
         # that a user has set, and that a second tensor would not have
-        self.have_attributes = any(type(tensor) is Tensor and bool(vars(tensor)) for tensor in given.values())
+        plain = [tensor for tensor in data.values() if type(tensor) is Tensor]
+        self.have_attributes = any(map(vars, plain))
 
     @property
     def are_changed(self) -> bool:
@@ -72,9 +74,9 @@ class Inputs:
 
     def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
-        tensors = {}
-        for (key, requires_grad), packed in zip(self._require_grad.items(), self.packed, strict=True):
-            tensors[key] = saved.unpack(packed).detach().requires_grad_(requires_grad)
+        tensors = dict(zip(self._requires_grad, map(saved.unpack, self.packed), strict=True))
+        for key, requires_grad in self._requires_grad.items():
+            tensors[key] = tensors[key].detach().requires_grad_(requires_grad)
         leaves = [tensors.get(key, leaf) for key, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
@@ -82,7 +84,9 @@ class Inputs:
 
 def _is_data(value: Any) -> bool:
     """Tell whether an argument is a tensor that autograd could save, and not a weight."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+    if isinstance(value, nn.Parameter):
+        return False
+    return isinstance(value, Tensor) and not value.is_inference()
 
 
 class Surroundings:
@@ -96,26 +100,29 @@ class Surroundings:
         self._api = None if device.type == "cpu" else torch.get_device_module(device)
         self._random = torch.get_rng_state()
         self._random_on_device = None if self._api is None else self._api.get_rng_state(device)
+        is_cached = torch.is_autocast_cache_enabled()
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), is_cached)
             for kind in {device.type, "cpu"}
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
-        self._default_device = torch.get_default_device()  # each thread has its own, and autograd's has not the user's
+        self._default_device = torch.get_default_device()  # of this thread; autograd's has another
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
         # not the modules' own dictionaries: what lies there may lead to the graph that leads here
         self._buffers: list[tuple[ref[nn.Module], str, Tensor, int | None]] = []
         for module in modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    is_small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL
-                    held, version = (_copy(buffer), None) if is_small else (buffer, _version(buffer))
-                    self._buffers.append((ref(module), name, held, version))
+                if buffer is None:
+                    continue
+                if buffer.layout is torch.strided and buffer.nbytes <= _SMALL:
+                    self._buffers.append((ref(module), name, _copy(buffer), None))
+                else:
+                    self._buffers.append((ref(module), name, buffer, _version(buffer)))
 
     @property
     def are_changed(self) -> bool:
         """Whether a large buffer was changed in place since."""
-        return any(version is not None and _version(buffer) != version for *_, buffer, version in self._buffers)
+        return any(version not in (None, _version(held)) for _, _, held, version in self._buffers)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -133,7 +140,8 @@ class Surroundings:
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
             for reference, name, held, version in self._buffers:
-                if (module := reference()) is not None:  # else it was replaced since
+                module = reference()
+                if module is not None:  # else it was replaced since
                     scopes.callback(module._buffers.__setitem__, name, module._buffers.get(name))
                     module._buffers[name] = _copy(held) if version is None else held
             yield
@@ -152,32 +160,37 @@ class Look:
         self._before = self._read()
 
     def obstacle(self) -> str | None:
-        """Return what keeps the forward, which is over, from running again, in words; None if nothing is to be seen."""
+        """Return what keeps the forward, which is over, from running again, in words; None if nothing was seen."""
         before, after = self._before, self._read()
-        return next((key[1] for key in {**before, **after} if before.get(key) != after.get(key)), None)
+        for key in {**before, **after}:
+            if before.get(key) != after.get(key):
+                return key[1]
+        return None
 
     def _read(self) -> dict[tuple[int, str], list[Any]]:
         """Return pictures by a number and what a difference means."""
-        seen = {(0, "draws random numbers that are not torch's"): _other_random_numbers() if self._modules else []}
+        pictures = {(0, "draws random numbers that are not torch's"): _other_random_numbers()}
         for number, module in enumerate(self._modules):
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:
-                    seen[number, f"changes its attribute {name!r}"] = self._picture(value)
-        return seen
+                    pictures[number, f"changes its attribute {name!r}"] = self._picture(value)
+        return pictures
 
     def _picture(self, value: Any) -> list[Any]:
-        """Return what can be compared of an object, its parts, and theirs, with versions of tensors."""
+        """Return what can be compared of an object, its parts, and theirs."""
         parts = list(islice(_parts(value), _MOST))
         objects = [value, *parts, *islice(chain.from_iterable(map(_parts, parts)), _MOST)]
         self._seen += objects
-        return [(type(each), _what_it_is(each), _version(each)) for each in objects]
+        return [_mark(item) for item in objects]
 
 
-def _what_it_is(value: Any) -> Any:
-    """Return what is another one if a value is: a number or a text itself, an object's identity."""
+def _mark(value: Any) -> tuple[Any, ...]:
+    """Return what differs once a value does: a number or a text itself, an object's identity, a tensor's version."""
     if isinstance(value, _PLAIN):
-        return value
-    return None if isinstance(value, tuple) else id(value)  # its parts say what a tuple is
+        return type(value), value
+    if isinstance(value, tuple):
+        return (tuple,)  # its parts say what it is
+    return id(value), _version(value)
 
 
 def _other_random_numbers() -> list[Any]:
@@ -195,8 +208,9 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def _is_users(value: Any) -> bool:
     """Tell whether it is an object of a user's, or of a library's, unlike a logger or a process group."""
-    is_users = (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
-    return is_users and hasattr(value, "__dict__") and not isinstance(value, type | enum.Enum | nn.Module | Tensor)
+    if isinstance(value, type | enum.Enum | nn.Module | Tensor) or not hasattr(value, "__dict__"):
+        return False
+    return (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
 
 
 def _version(value: Any) -> int:

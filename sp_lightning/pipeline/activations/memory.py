@@ -36,8 +36,13 @@ class Footprint(NamedTuple):
 
     def combined_with(self, call: Footprint) -> Footprint:
         """Return the footprint of these calls and another one, between the same forward and backward."""
-        held, saved, large = self.held + call.held, self.saved + call.saved, self.large + call.large
-        return Footprint(held, saved, large, max(self.working, call.working), self.repeatable and call.repeatable)
+        return Footprint(
+            held=self.held + call.held,
+            saved=self.saved + call.saved,
+            large=self.large + call.large,
+            working=max(self.working, call.working),
+            repeatable=self.repeatable and call.repeatable,
+        )
 
 
 class Held:
@@ -64,7 +69,8 @@ class Stretch(NamedTuple):
 
     before: int  # bytes that were held when it began
     saved: int  # bytes that were held, beyond those held when it began
-    operations: int  # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
+    # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
+    operations: int
 
 
 class Meter:
@@ -72,42 +78,44 @@ class Meter:
 
     def __init__(self, backend: Backend, stats: Stats, always: bool = True) -> None:
         self.counts = always  # whether it counts in this step
-        self.uncounted: set[int] = set()  # the identities of buffers, and of weights that live on the device
+        # the identities of buffers, and of weights that live on the device
+        self.uncounted: set[int] = set()
         self.step_peak = 0  # the most bytes that were held since the step began
         self.always = always  # whether to count in all steps, from the next one on
         self._backend = backend
         self._stats = stats
         self._by_memory: WeakValueDictionary[int, Held] = WeakValueDictionary()
-        self._before = self._peak = 0  # the bytes that were held as the stretch began, and the most since
-        self._baseline: int | None = None  # what is allocated whatever is computed; None if the device does not tell
+        self._before = 0  # the bytes that were held as the stretch began
+        self._peak = 0  # the most since
+        # what is allocated whatever is computed; None if the device does not tell
+        self._baseline: int | None = None
 
     def hold(self, tensor: Tensor) -> Held | None:
         """Count the memory of a tensor until the returned object is dropped; None if it does not count."""
         key = storage_key(tensor) if self.counts else 0
-        if (
-            not key
-            or key in self.uncounted
-            or tensor.device != self._backend.device
-            or isinstance(tensor, nn.Parameter)
-        ):
+        if key == 0 or key in self.uncounted:
+            return None
+        if tensor.device != self._backend.device or isinstance(tensor, nn.Parameter):
             return None
         held = self._by_memory.get(key)
         if held is None:
             held = self._by_memory[key] = Held(tensor.untyped_storage().nbytes(), self._stats)
-            now = self._stats.activation_bytes
-            self._peak, self.step_peak = max(self._peak, now), max(self.step_peak, now)
+            self._peak = max(self._peak, self._stats.activation_bytes)
+            self.step_peak = max(self.step_peak, self._peak)
         return held
 
     def begin_step(self) -> None:
         """Begin a step, which has a peak of its own, and which nobody measures yet."""
-        self.counts, self._baseline = self.always, None
+        self.counts = self.always
+        self._baseline = None
         self.step_peak = self._before = self._peak = self._stats.activation_bytes
 
     def measure(self, inputs: Iterable[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()
-        held = [self.hold(tensor) for tensor in inputs]  # allocated, and held as soon as the call has begun
+        # allocated, and held as soon as the call has begun
+        held = [self.hold(tensor) for tensor in inputs]
         self._baseline = None if memory is None else memory.allocated - self._stats.activation_bytes
         del held
 

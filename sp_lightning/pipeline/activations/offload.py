@@ -47,7 +47,8 @@ from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
-_WASTE = 64  # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
+# a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
+_WASTE = 64
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
@@ -59,7 +60,8 @@ class Stage(enum.Enum):
     DEVICE = enum.auto()  # on the device, where it was computed
     LEAVING = enum.auto()  # on the device; the copy to the host was started
     HOST = enum.auto()  # on the host only
-    BACK = enum.auto()  # the copy to the device was started, and `unpack` makes computing wait for its ticket
+    # the copy to the device was started, and `unpack` makes computing wait for its ticket
+    BACK = enum.auto()
 
 
 class Activation:
@@ -91,11 +93,18 @@ class Activation:
     def release(self) -> None:
         """Release the memory that it was computed in, now that the host has a copy."""
         self._was_changed = self.is_changed
-        self.stage, self.device, self.held, self.ticket = Stage.HOST, None, None, None
+        self.stage = Stage.HOST
+        self.device = self.held = self.ticket = None
+
+    def stay(self) -> None:
+        """Stay on the device, as the copy to the host may have failed."""
+        self.stage = Stage.DEVICE
+        self.host = self.ticket = None
 
     def __del__(self) -> None:
         if self.host is not None:  # autograd may free it in any thread: only leave a note
-            self._leftovers.append((self.host, None if self.ticket is None else self.device, self.ticket))
+            device = None if self.ticket is None else self.device
+            self._leftovers.append((self.host, device, self.ticket))
 
 
 class Offloaded(NamedTuple):
@@ -122,12 +131,14 @@ class Bundle:
     def __init__(self, member: Member, leaves: bool) -> None:
         self.name = member.unit_name
         self.leaves = leaves  # whether they are to be offloaded
-        self.before: Bundle | None = None  # the one that was completed before; backward needs it next
+        # the one that was completed before; backward needs it next
+        self.before: Bundle | None = None
         self.saved: list[ref[Activation]] = []  # in order, once for each tensor in them
 
     def alive(self) -> list[Activation]:
         """Return the activations that autograd has not dropped yet."""
-        return list(dict.fromkeys(found for reference in self.saved if (found := reference()) is not None))
+        activations = dict.fromkeys(reference() for reference in self.saved)
+        return [activation for activation in activations if activation is not None]
 
 
 class Offloader:
@@ -140,7 +151,8 @@ class Offloader:
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
-        self.open: list[Bundle | None] = []  # of calls under way, innermost last; None for those without a graph
+        # of calls under way, innermost last; None for those without a graph
+        self.open: list[Bundle | None] = []
         self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[_Leftover] = deque()
 
@@ -153,17 +165,15 @@ class Offloader:
                 if activation.stage is not Stage.DEVICE:
                     continue
                 assert activation.device is not None
-                memory = torch.empty(0, dtype=torch.uint8, device=activation.device.device)
-                memory.set_(activation.device.untyped_storage())
-                activation.host = self.pool.take(activation.nbytes)
-                target = activation.host.bytes[: activation.nbytes]
-                activation.ticket = self._backend.trace.copy(
-                    Kind.OFFLOAD, bundle.name, self._backend.download, target, memory
-                )
+                storage, nbytes = activation.device.untyped_storage(), activation.nbytes
+                memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                activation.host = self.pool.take(nbytes)
+                target, trace = activation.host.bytes[:nbytes], self._backend.trace
+                activation.ticket = trace.download(Kind.OFFLOAD, bundle.name, target, memory)
                 activation.stage = Stage.LEAVING
                 self._leaving.append(activation)
-                self._stats.bytes_to_host += activation.nbytes
-                self._stats.offloaded_bytes += activation.nbytes
+                self._stats.bytes_to_host += nbytes
+                self._stats.offloaded_bytes += nbytes
 
     def release_sent(self) -> None:
         """Free the device memory of what was sent, and host memory that autograd has dropped.
@@ -172,8 +182,7 @@ class Offloader:
         """
         with self._lock:
             for activation in self._leaving:
-                assert activation.ticket is not None
-                self._backend.trace.wait(activation.ticket, "activations")
+                self._wait(activation)
                 activation.release()
             self._leaving.clear()
             self._reclaim_host_memory(landed=False)
@@ -185,30 +194,31 @@ class Offloader:
         bundle = self.open[-1] if self.open else None
         if bundle is None or not bundle.leaves:
             return None
-        key = self._memory_that_may_leave(tensor)
-        if key == 0:
+        if not self._may_leave(tensor):
             return None
+        key = storage_key(tensor)
         with self._lock:
             activation = self._by_memory.get(key)
             if activation is None or activation.version != tensor._version:
-                activation = Activation(tensor, bundle.name, self._meter.hold(tensor), self._leftovers)
+                held = self._meter.hold(tensor)
+                activation = Activation(tensor, bundle.name, held, self._leftovers)
                 self._by_memory[key] = activation
             bundle.saved.append(ref(activation))
-            return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            return Offloaded(activation, tensor.dtype, *place)
 
-    def _memory_that_may_leave(self, tensor: Tensor) -> int:
-        """Return the identity of memory that is plain, on the device, large, needed, and not there for good; else 0."""
-        key = storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
-        may_leave = (
-            key not in self._meter.uncounted
-            and key != 0
-            and MIN_OFFLOAD_BYTES <= tensor.untyped_storage().nbytes() <= _WASTE * tensor.nbytes
+    def _may_leave(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor's memory is plain, on the device, large, needed, and not there for good."""
+        return (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
             and tensor.device == self._backend.device
+            and storage_key(tensor) not in self._meter.uncounted
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+            and MIN_OFFLOAD_BYTES <= tensor.untyped_storage().nbytes() <= _WASTE * tensor.nbytes
             and tensor.data_ptr() != 0  # empty, or zeros without memory, as in forward-mode AD
         )
-        return key if may_leave else 0
 
     def unpack(self, packed: Offloaded) -> Tensor:
         """Return the saved tensor, for backward."""
@@ -218,11 +228,17 @@ class Offloader:
                 self._stats.activation_misses += 1
                 self._fetch(activation)
             if activation.stage is Stage.BACK and activation.ticket is not None:
-                self._backend.trace.wait(activation.ticket, "activations")
+                self._wait(activation)
                 activation.ticket = None
             assert activation.device is not None
-            empty = torch.empty(0, dtype=packed.dtype, device=activation.device.device)
-            return empty.set_(activation.device.untyped_storage(), packed.offset, packed.size, packed.stride)
+            storage = activation.device.untyped_storage()
+            empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
+            return empty.set_(storage, packed.offset, packed.size, packed.stride)
+
+    def _wait(self, activation: Activation) -> None:
+        """Have computing wait for an activation's copy."""
+        assert activation.ticket is not None
+        self._backend.trace.wait(activation.ticket, "activations")
 
     # ----------------------------------------------------------------------------------------------------- backward
 
@@ -230,19 +246,24 @@ class Offloader:
         """Fetch what backward needs now, for the nodes of a call, and what it will need next."""
         with self._lock:
             self.release_sent()
-            # what was saved last is used first
-            for activation in [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]:
-                if activation.stage is Stage.HOST:
-                    self._fetch(activation)
+            for needed in (bundle, bundle.before):
+                # what was saved last is used first
+                for activation in reversed([] if needed is None else needed.alive()):
+                    if activation.stage is Stage.HOST:
+                        self._fetch(activation)
 
     def _fetch(self, activation: Activation) -> None:
         assert activation.host is not None
-        device = activation.device = self._backend.allocate(activation.nbytes)
-        source = activation.host.bytes[: activation.nbytes]
-        activation.ticket = self._backend.trace.copy(Kind.FETCH, activation.unit, self._backend.upload, device, source)
-        activation.stage, activation.held = Stage.BACK, self._meter.hold(device)
-        self._stats.bytes_to_device += activation.nbytes
-        self._stats.fetched_bytes += activation.nbytes
+        nbytes = activation.nbytes
+        device = self._backend.allocate(nbytes)
+        source = activation.host.bytes[:nbytes]
+        ticket = self._backend.trace.upload(Kind.FETCH, activation.unit, device, source)
+        activation.stage = Stage.BACK
+        activation.device = device
+        activation.ticket = ticket
+        activation.held = self._meter.hold(device)
+        self._stats.bytes_to_device += nbytes
+        self._stats.fetched_bytes += nbytes
 
     def _reclaim_host_memory(self, landed: bool) -> None:
         """Give the pool back the host memory of what autograd has dropped; all copies may be known to have landed."""
@@ -264,7 +285,7 @@ class Offloader:
             for activation in self._leaving:
                 if activation.stage is Stage.LEAVING and activation.host is not None:
                     self.pool.give_back(activation.host)
-                    activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
+                    activation.stay()
             self._leaving.clear()
             self._reclaim_host_memory(landed=True)
 

@@ -47,35 +47,43 @@ class AutoPolicy:
 
     def __init__(self, second_forwards: SecondForwards, policies: Mapping[str, Policy]) -> None:
         self.policies = policies  # by the names of units; others recompute
-        self.in_use: dict[str, Policy] = {}  # the policy that each member has in this step, if it was called
-        self.turn_bytes = 0  # the most that was taken at the turn, after the last unit's forward: by a loss, say
-        self.outside_bytes = 0  # the most that was saved outside of units elsewhere: by a norm between them, say
+        # the policy that each member has in this step, if it was called
+        self.in_use: dict[str, Policy] = {}
+        # the most that was taken at the turn, after the last unit's forward: by a loss, say
+        self.turn_bytes = 0
+        # the most that was saved outside of units elsewhere: by a norm between them, say
+        self.outside_bytes = 0
         self._second_forwards = second_forwards
         self._meter = second_forwards.saved.meter
         self._measuring: set[str] = set()  # members whose calls are measured in this step
-        self._this_pass: dict[str, Footprint] = {}  # what their calls have taken since a backward has ended
-        self._most: dict[str, Footprint] = {}  # the same in the pass in which they took most, in the forward's order
-        self._sizes: dict[str, int] = {}  # bytes of the inputs of each member's largest measured call
-        self._is_warm = self._had_backward = False  # whether a pass had ended before this step, and has by now
-        self._operations = 0  # bytes that operations take besides what is saved
-        self._size = 0  # bytes of the inputs of the call under way
+        # what their calls have taken since a backward has ended
+        self._this_pass: dict[str, Footprint] = {}
+        # the same in the pass in which they took most, in the forward's order
+        self._most: dict[str, Footprint] = {}
+        # bytes of the inputs of each member's largest measured call
+        self._largest_inputs: dict[str, int] = {}
+        self._had_backward = False  # whether a pass has ended
+        self._is_warm = False  # whether one had ended before this step
+        self._operation_bytes = 0  # what operations take besides what is saved
+        self._bytes_given = 0  # to the call under way, as inputs
 
     # --------------------------------------------------------------------------------------------- what planners read
 
     def footprints(self) -> dict[str, Footprint]:
         """Return what calls of each measured member take, in the order of the forward."""
-        return {
-            name: calls._replace(
-                working=calls.working + self._operations,
-                repeatable=calls.repeatable and name not in self._second_forwards.kept,
-            )
-            for name, calls in self._most.items()
-        }
+        footprints = {}
+        for name, calls in self._most.items():
+            working = calls.working + self._operation_bytes
+            footprints[name] = calls._replace(working=working, repeatable=self._is_repeatable(name))
+        return footprints
+
+    def _is_repeatable(self, name: str) -> bool:
+        return self._most[name].repeatable and name not in self._second_forwards.unrepeatable
 
     @property
     def input_bytes(self) -> int:
         """Bytes of the inputs of each member's largest measured call, in total."""
-        return sum(self._sizes.values())
+        return sum(self._largest_inputs.values())
 
     # ------------------------------------------------------------------------------------------------------- in a step
 
@@ -89,17 +97,18 @@ class AutoPolicy:
     def policy(self, member: Member, inputs: Iterable[Tensor]) -> Policy:
         """Return the policy for a call with these inputs; note whether the call is measured."""
         name = member.name
-        self._size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)  # sparse ones have no `nbytes`
+        # sparse ones have no `nbytes`
+        self._bytes_given = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        is_known = name in self._most and self._bytes_given <= self._largest_inputs[name]
         policy: Policy = "recompute"
-        if name in self._measuring or name not in self._most or self._size > self._sizes[name]:
-            if self._is_warm:
-                if not self._measuring:
-                    self._meter.measure(inputs)
-                self._measuring.add(name)
-        else:
+        if is_known and name not in self._measuring:
             policy = self.policies.get(member.unit_name, "recompute")
-            if not self._most[name].repeatable or name in self._second_forwards.kept:
+            if not self._is_repeatable(name):
                 policy = WITHOUT_RECOMPUTING.get(policy, policy)
+        elif self._is_warm:
+            if not self._measuring:
+                self._meter.measure(inputs)
+            self._measuring.add(name)
         self.in_use[name] = policy
         return policy
 
@@ -109,60 +118,75 @@ class AutoPolicy:
         if name in self._measuring:
             calls = self._this_pass.get(name)
             self._this_pass[name] = call if calls is None else calls.combined_with(call)
-            self._sizes[name] = max(self._sizes.get(name, 0), self._size)
+            self._largest_inputs[name] = max(self._largest_inputs.get(name, 0), self._bytes_given)
 
     def end_stretch(self, stretch: Stretch, is_turn: bool) -> None:
         """Note what a unit's forward or backward has taken, or the turn from one to the other."""
         if not is_turn:
-            self._operations = max(self._operations, stretch.operations)
+            self._operation_bytes = max(self._operation_bytes, stretch.operations)
             return
         self.turn_bytes = max(self.turn_bytes, stretch.saved + stretch.operations)
         if self.in_use.keys() == self._measuring:
-            held = sum(calls.held for calls in self._this_pass.values())
-            held += sum(calls.saved for calls in self._this_pass.values() if not calls.repeatable)
-            self.outside_bytes = max(self.outside_bytes, stretch.before - held)
+            outside = stretch.before
+            for calls in self._this_pass.values():
+                outside -= calls.held if calls.repeatable else calls.held + calls.saved
+            self.outside_bytes = max(self.outside_bytes, outside)
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         self._had_backward = True
         for name, calls in self._this_pass.items():
-            self._most[name] = max(self._most.get(name, calls), calls, key=lambda each: each.held + each.saved)
+            most = self._most.get(name)
+            if most is None or calls.held + calls.saved > most.held + most.saved:
+                self._most[name] = calls
         self._this_pass.clear()
 
 
 class Activations:
-    """Decides, for each call of a unit, what happens to the tensors that autograd saves."""
+    """Decides, for each call of a unit, what happens to the tensors that autograd saves: their route."""
 
     def __init__(
-        self, policy: ActivationPolicy, saved: SavedTensors, offloader: Offloader, backend: Backend, stats: Stats
+        self,
+        policy: ActivationPolicy,
+        saved: SavedTensors,
+        offloader: Offloader,
+        backend: Backend,
+        stats: Stats,
     ) -> None:
-        self.auto: AutoPolicy | None = None  # None if the user has chosen, or if there is no limit to choose by
+        # None if the user has chosen, or if there is no limit to choose by
+        self.auto: AutoPolicy | None = None
         self.are_kept = policy in ("keep", "auto")  # all, so that nobody has to tell of calls
         self.second_forwards = SecondForwards(saved, backend, stats)
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._offloader = offloader
-        self._policy_of_call: Policy | None = None  # of the outermost call of a unit that is under way
-        self._recorded: UnitCall | None = None  # that call, if its forward may run again
-        self._last: Bundle | None = None  # of the call of this step that was left last
-        self._latest: Bundle | None = None  # the same, until something comes after it
-        self._to_drop: ref[UnitCall] | None = None  # that call, if what it saved is to be dropped then
+        # of the outermost call under way; None between managed calls
+        self._route: Policy | None = None
+        self._left_last: Bundle | None = None  # of the call of this step that was left last
+        self._pending: Bundle | None = None  # the same, until something comes after it
+        # that call, if what it saved is to be dropped then
+        self._to_drop: ref[UnitCall] | None = None
         self._has_turned = False  # in this pass
-        self._saved_at_turn = math.inf  # bytes that were saved after it, the last time; nobody knows at first
+        # bytes that were saved after it, the last time; nobody knows at first
+        self._saved_at_turn = math.inf
 
     def measure_anew(self, has_limit: bool, policies: Mapping[str, Policy]) -> None:
         """Measure calls of other units, under `"auto"`, which have these policies then."""
-        self.auto = AutoPolicy(self.second_forwards, policies) if self._is_auto and has_limit else None
+        self.auto = None
+        if self._is_auto and has_limit:
+            self.auto = AutoPolicy(self.second_forwards, policies)
         self.are_kept = self.auto is None and self._policy == "keep"
 
     def begin_step(self) -> None:
         """Begin a step; no graph waits for its backward."""
         self._has_turned = False
-        self._last = None
+        self._left_last = None
         if self.auto is not None:
             self.auto.begin_step()
         self._saved.meter.begin_step()
+
+    # ------------------------------------------------------------------------------------- the outermost call of a unit
 
     def manages(self, member: Member) -> bool:
         """Tell whether a call is to be surrounded by `begin` and `end`: it builds a graph, and its units' are ours.
@@ -172,87 +196,93 @@ class Activations:
         return (
             (self.auto is not None or self._policy in RECOMPUTING)
             and member.is_streamed
-            and self._policy_of_call is None
+            and self._route is None
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
-            and all(entry.is_in_place for entry in member.entries)  # what `functional_call` lends is gone in backward
+            # what `functional_call` lends is gone in backward
+            and all(entry.is_in_place for entry in member.entries)
         )
 
     def begin(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a call of a unit under the policy that is chosen for it."""
-        policy = self._policy
+        """Begin a call of a unit, and choose its route."""
+        route = self._policy
         if self.auto is not None:
-            policy = self.auto.policy(member, tensors_in((args, kwargs)))
-        elif member.name in self.second_forwards.kept:
-            policy = WITHOUT_RECOMPUTING.get(policy, policy)
-        self._policy_of_call = policy
-        if policy in RECOMPUTING:
-            self._recorded = UnitCall(self.second_forwards, member, args, kwargs)
-            self._saved.recording = self._recorded
+            route = self.auto.policy(member, tensors_in((args, kwargs)))
+        elif member.name in self.second_forwards.unrepeatable:
+            route = WITHOUT_RECOMPUTING.get(route, route)
+        self._route = route
+        if route in RECOMPUTING:
+            self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
+
+    def conclude(self, output: Any) -> None:
+        """Decide about what the current call, which is over, has saved."""
+        call = self._saved.recording
+        if call is None:
+            return
+        self._saved.recording = None
+        may_be_dropped = call.conclude(output, warns=self.auto is None)
+        footprint = call.footprint
+        if footprint is not None and self.auto is not None:
+            self.auto.note(call.member, footprint)
+        if not may_be_dropped:
+            return
+        if self.auto is None and footprint is not None and 2 * self._saved_at_turn <= footprint.saved:
+            self._to_drop = ref(call)
+        else:
+            call.drop()
+
+    def end(self) -> None:
+        """End the current call, also after an exception."""
+        self._route = None
+        self._saved.recording = None
+        self._end_stretch()
+
+    # ------------------------------------------------------------------------------- any call, and backward through one
 
     def enter(self, member: Member) -> None:
         """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
         bundle = None
         if not in_backward():  # what a recomputation saves is used at once
-            self._go_on()
+            self._let_pending_go()
             if torch.is_grad_enabled():
-                bundle = Bundle(member, leaves=(self._policy_of_call or self._policy) in OFFLOADING)
+                bundle = Bundle(member, leaves=(self._route or self._policy) in OFFLOADING)
         self._offloader.open.append(bundle)
-        if self._recorded is not None:
-            self._recorded.pack_inputs()
+        if self._saved.recording is not None:
+            self._saved.recording.pack_inputs()
 
     def leave(self) -> None:
         """Note that the call that was entered last is left."""
         bundle = self._offloader.open.pop()
         if bundle is not None:
-            bundle.before, self._last = self._last, bundle
+            bundle.before = self._left_last
+            self._left_last = bundle
             self._offloader.release_sent()
-            self._go_on()  # after a call within this one
-            self._latest, self._to_drop = bundle, None
-
-    def conclude(self, output: Any) -> None:
-        """Decide about what the current call, which is over, has saved."""
-        call, self._saved.recording = self._recorded, None
-        if call is None:
-            return
-        may_be_dropped, footprint = call.conclude(output, warns=self.auto is None), call.footprint
-        if self.auto is not None and footprint is not None:
-            self.auto.note(call.member, footprint)
-        elif may_be_dropped and footprint is not None and 2 * self._saved_at_turn <= footprint.saved:
-            self._to_drop, may_be_dropped = ref(call), False
-        if may_be_dropped:
-            call.drop()
+            self._let_pending_go()  # a call within this one
+            self._pending = bundle
 
     def reach(self, bundle: Bundle | None) -> None:
         """Note that backward is about to run the nodes of a call."""
         self._end_stretch(is_turn=not self._has_turned)
         self._has_turned = True
-        if bundle is not None:
-            if bundle is self._latest:
-                self._latest = None
-            self._go_on()
-            self._offloader.reach(bundle)
+        if bundle is None:
+            return
+        if bundle is self._pending:  # backward begins with it
+            self._pending = None
+            self._to_drop = None
+        self._let_pending_go()
+        self._offloader.reach(bundle)
 
-    def _go_on(self) -> None:
-        """Drop or send what the latest call has saved: backward does not begin with it ([Note: the turn])."""
-        bundle, self._latest = self._latest, None
-        if bundle is not None:
-            if self._to_drop is not None and (call := self._to_drop()) is not None:
-                call.drop()
-            self._offloader.send(bundle)
-
-    def end(self) -> None:
-        """End the current call, also after an exception."""
-        self._policy_of_call = self._recorded = self._saved.recording = None
-        self._end_stretch()
-
-    def _end_stretch(self, is_turn: bool = False) -> None:
-        stretch = self._saved.meter.end_stretch()
-        if self.auto is not None:
-            self.auto.end_stretch(stretch, is_turn)
-        elif is_turn:
-            self._saved_at_turn = stretch.saved
+    def _let_pending_go(self) -> None:
+        """Drop or send what the pending call has saved: backward does not begin with it ([Note: the turn])."""
+        pending = self._pending
+        call = None if self._to_drop is None else self._to_drop()
+        self._pending = None
+        self._to_drop = None
+        if call is not None:
+            call.drop()
+        if pending is not None:
+            self._offloader.send(pending)
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
@@ -263,3 +293,10 @@ class Activations:
             self.auto.end_backward()
         if not self.are_kept:
             self._offloader.release_sent()
+
+    def _end_stretch(self, is_turn: bool = False) -> None:
+        stretch = self._saved.meter.end_stretch()
+        if self.auto is not None:
+            self.auto.end_stretch(stretch, is_turn)
+        elif is_turn:
+            self._saved_at_turn = stretch.saved

@@ -39,11 +39,16 @@ from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import (
+    scope_that_ends_before_backward,
+    storage_key,
+    without_torch_function,
+)
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-_LOOKS = 2  # a member's first call may make things that are used from then on; what the second changes, each one does
+# a member's first call may make things that are used from then on; what the second changes, each one does
+_LOOKS = 2
 
 
 class SecondForwards:
@@ -53,8 +58,10 @@ class SecondForwards:
         self.saved = saved
         self.backend = backend
         self.stats = stats
-        self.looks: Counter[str] = Counter()  # how many calls of each member were looked at, by its name
-        self.kept: set[str] = set()  # members for which something was in the way; from then on they hold what they save
+        # how many calls of each member were looked at, by its name
+        self.looks: Counter[str] = Counter()
+        # members for which something was in the way; from then on they hold what they save
+        self.unrepeatable: set[str] = set()
 
 
 class UnitCall:
@@ -65,19 +72,21 @@ class UnitCall:
     """
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.kept: list[ref[Kept]] = []  # what the forward saves, in order
+        self.saved: list[ref[Kept]] = []  # what the forward saves, in order
         self.footprint: Footprint | None = None  # None if nobody has counted it
         self._member = ref(member)
         self._twins = [entry.weight.twin for entry in member.entries]  # that it computes with
         self._shared = shared
         self._meter = shared.saved.meter
-        self._bytes_before = self._held = 0  # bytes that were held as it was entered, and with its inputs
+        self._bytes_before = 0  # that were held as it was entered
+        self._bytes_with_inputs = 0  # that were held then, with its inputs
         self._inputs = Inputs(args, kwargs)
         modules = list(member.module.modules())
-        self._look = Look(modules if shared.looks[member.name] < _LOOKS else [])
+        self._look = Look(modules) if shared.looks[member.name] < _LOOKS else None
         self._surroundings = Surroundings(shared.backend.device, modules)
         self._state = self._state_of_module(self._twins)
-        self._gaps: Iterator[ref[Kept]] = iter(())  # what the first forward has saved and the second has not yet
+        # what the first forward has saved and the second has not yet
+        self._gaps: Iterator[ref[Kept]] = iter(())
         self._missing = 0  # how many dropped tensors the second forward has not saved yet
 
     @property
@@ -90,7 +99,8 @@ class UnitCall:
 
     def _alive(self) -> list[Kept]:
         """Return what autograd still needs of it, in order."""
-        return [kept for reference in self.kept if (kept := reference()) is not None]
+        entries = (reference() for reference in self.saved)
+        return [kept for kept in entries if kept is not None]
 
     # ------------------------------------------------------------------------------------------------ first forward
 
@@ -99,31 +109,38 @@ class UnitCall:
         if not self._inputs.packed:
             self._bytes_before = self._shared.stats.activation_bytes
             self._inputs.pack(self._shared.saved)
-            self._held = self._shared.stats.activation_bytes
+            self._bytes_with_inputs = self._shared.stats.activation_bytes
 
     def conclude(self, output: Any, warns: bool) -> bool:
         """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
         kept = self._alive()
-        tensors = [each.tensor for each in kept if each.tensor is not None]
-        known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
+        saved = [entry.tensor for entry in kept if entry.tensor is not None]
+        held_anyway = set(map(storage_key, [*self._inputs.tensors, *tensors_in(output)]))
         # what was changed after it was saved must raise in backward, as it does in plain training
-        is_worth_it = not known.issuperset(map(storage_key, tensors)) and not any(each.is_changed for each in kept)
+        is_changed = any(entry.is_changed for entry in kept)
+        is_worth_it = not is_changed and not held_anyway.issuperset(map(storage_key, saved))
         obstacle = self._obstacle() if is_worth_it else None
-        is_dropped = is_worth_it and obstacle is None and self.member.name not in self._shared.kept
-        stats = self._shared.stats
-        working = max(self._held, stats.activation_bytes) - self._bytes_before
-        del self._look
-        if is_dropped:
+        is_repeatable = obstacle is None and self.member.name not in self._shared.unrepeatable
+        can_be_dropped = is_worth_it and is_repeatable
+        most_bytes = max(self._bytes_with_inputs, self._shared.stats.activation_bytes)
+        self._look = None
+        if can_be_dropped:
             self._inputs.tensors.clear()
         else:
             del self._inputs, self._surroundings
+            self._bytes_with_inputs = self._bytes_before  # they are not held for it any more
         if self._meter.counts:
-            held = self._held - self._bytes_before if is_dropped else 0  # other inputs are not held for it any more
-            saved = max(0, stats.activation_bytes - self._bytes_before - held)
-            large = min(_bytes_worth_a_copy(tensors), held + saved)
-            self.footprint = Footprint(held, saved, large, working, is_dropped)
+            held = self._bytes_with_inputs - self._bytes_before
+            nbytes = max(held, self._shared.stats.activation_bytes - self._bytes_before)
+            self.footprint = Footprint(
+                held=held,
+                saved=nbytes - held,
+                large=min(_bytes_worth_a_copy(saved), nbytes),
+                working=most_bytes - self._bytes_before,
+                repeatable=can_be_dropped,
+            )
         self._learn(obstacle, warns)
-        return is_dropped
+        return can_be_dropped
 
     def drop(self) -> None:
         """Drop what autograd still needs of it, if `conclude` has said that it can be recomputed."""
@@ -133,8 +150,8 @@ class UnitCall:
     def _learn(self, obstacle: str | None, warns: bool) -> None:
         name, shared = self.member.name, self._shared
         shared.looks[name] += 1
-        if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.kept:
-            shared.kept.add(name)
+        if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.unrepeatable:
+            shared.unrepeatable.add(name)
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
@@ -152,66 +169,75 @@ class UnitCall:
         if self._inputs.have_attributes:
             return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self._alive()):
-            return "saves a nested tensor"  # its shape cannot be compared: it has none, or a new one each time
-        if (given := self._inputs.changeable) is not None:
-            return f"is given a {given!r}, which may change (if it is a cache, set `use_cache=False`)"
+            # its shape cannot be compared: it has none, or a new one each time
+            return "saves a nested tensor"
+        if self._inputs.changeable is not None:
+            kind = self._inputs.changeable
+            return f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
-        if self._state_of_module([entry.weight.twin for entry in self.member.entries]) != self._state:
+        twins = [entry.weight.twin for entry in self.member.entries]
+        if self._state_of_module(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place"
         scope = scope_that_ends_before_backward()
-        return self._look.obstacle() if scope is None else f"is called under {scope}"
+        if scope is not None:
+            return f"is called under {scope}"
+        return None if self._look is None else self._look.obstacle()
 
     def _state_of_module(self, twins: Iterable[Twin]) -> list[Any]:
         """Return its mode, and what changes with a weight: its leaf (if no longer lowered), values, being trained."""
         with without_torch_function():
             return [
                 self.member.module.training,
-                *((id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins),
-                *(parameter._version for parameter in self.member.parameters_on_device),
+                [(id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins],
+                [parameter._version for parameter in self.member.parameters_on_device],
             ]
 
     # --------------------------------------------------------------------------------------------------- in backward
 
     def repeat(self) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
-        shared, member, name = self._shared, self.member, repr(self.member.name)
+        shared, member = self._shared, self.member
         # of weights that are no longer lowered, those that are: from others, autocast would save casts of its own
-        now = [each if each.is_replaced else each.weight.twin for each in self._twins]
-        if self._inputs.are_changed or self._surroundings.are_changed or self._state_of_module(now) != self._state:
+        twins = [twin if twin.is_replaced else twin.weight.twin for twin in self._twins]
+        are_changed = self._inputs.are_changed or self._surroundings.are_changed
+        if are_changed or self._state_of_module(twins) != self._state:
             raise self._cannot(
-                f"an input, a buffer or a weight of {name} has been modified by an inplace operation, frozen, or sent "
-                "in another dtype, or its mode has changed (`train()`, `eval()`), between forward and backward, so its "
-                "forward cannot run again"
+                f"an input, a buffer or a weight of {member.name!r} has been modified by an inplace operation, "
+                "frozen, or sent in another dtype, or its mode has changed (`train()`, `eval()`), between forward and "
+                "backward, so its forward cannot run again"
             )
         shared.stats.recomputed += 1
         shared.backend.trace.begin(Kind.FORWARD, member.unit_name, is_recomputed=True)
-        self._gaps, self._missing = iter(self.kept), sum(kept.tensor is None for kept in self._alive())
+        self._gaps = iter(self.saved)
+        self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
+        surroundings = self._surroundings.restored()
         try:
-            with self._surroundings.restored(), member.computing_with(now), torch.enable_grad(), packing:
+            with surroundings, member.computing_with(twins), torch.enable_grad(), packing:
                 member.module(*args, **kwargs)
-        except Exception as error:  # code in between may have made another exception of `_NothingMissing`
+        except Exception as error:
+            # code in between may have made another exception of `_NothingMissing`
             if is_out_of_memory(error):
                 raise
             if self._missing:
                 raise self._cannot(
-                    f"the forward of {name} failed when it ran again in backward ({type(error).__name__}: {error}), "
-                    "where it is cut off from the graph that its inputs came from"
+                    f"the forward of {member.name!r} failed when it ran again in backward "
+                    f"({type(error).__name__}: {error}), where it is cut off from the graph that its inputs came from"
                 ) from error
         if self._missing:
             raise self._cannot(
-                f"{name} has computed something else when its forward ran again in backward, because something outside "
-                "of it has changed in between"
+                f"{member.name!r} has computed something else when its forward ran again in backward, because "
+                "something outside of it has changed in between"
             )
         shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
 
     def _cannot(self, reason: str) -> RuntimeError:
         """Have later calls of the member hold what they save; return the error for this one."""
-        self._shared.kept.add(self.member.name)
+        self._shared.unrepeatable.add(self.member.name)
         return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
 
     def _fill_gap(self, tensor: Tensor) -> Tensor:
@@ -229,8 +255,10 @@ class UnitCall:
 
 def _bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
-    by_memory = {key: tensor.untyped_storage().nbytes() for tensor in tensors if (key := storage_key(tensor))}
-    return sum(nbytes for nbytes in by_memory.values() if nbytes >= offload.MIN_OFFLOAD_BYTES)
+    by_memory = {storage_key(tensor): tensor for tensor in tensors}
+    by_memory.pop(0, None)  # no memory
+    sizes = [tensor.untyped_storage().nbytes() for tensor in by_memory.values()]
+    return sum(nbytes for nbytes in sizes if nbytes >= offload.MIN_OFFLOAD_BYTES)
 
 
 class _NothingMissing(Exception):

@@ -74,7 +74,7 @@ class Kept:
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
         if recording is not None:
-            recording.kept.append(ref(self))
+            recording.saved.append(ref(self))
 
     @property
     def is_changed(self) -> bool:
@@ -114,7 +114,8 @@ class SavedTensors:
     def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}  # by the identity of their memory
-        self.recording: UnitCall | None = None  # of the call under way; None if nothing of it is to be dropped
+        # of the call under way; None if nothing of it is to be dropped
+        self.recording: UnitCall | None = None
         self.backward: BackwardPass | None = None  # what brings weights for it
         self._offloader = offloader
 
@@ -125,10 +126,12 @@ class SavedTensors:
         weights: a double backward does, too.
         """
         outer = top_saved_tensor_hooks()
-        on_top = None if outer is None else getattr(outer[0], "func", outer[0])
+        if outer is None:
+            return saved_tensors_hooks(self.pack, self.unpack)
+        on_top = getattr(outer[0], "func", outer[0])
         if getattr(on_top, "__self__", None) is self:
             return nullcontext()
-        return saved_tensors_hooks(self.pack if outer is None else partial(self._pack_over, outer), self.unpack)
+        return saved_tensors_hooks(partial(self._pack_over, outer), self.unpack)
 
     def are_alone(self) -> bool:
         """Tell whether no other hooks, a user's or a checkpoint's, decide what is saved now."""
@@ -162,8 +165,9 @@ class SavedTensors:
         A weight may leave the device before backward, which they cannot know; only a checkpoint does not keep it.
         """
         pack, unpack = outer
-        handle = None if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else self.handle(tensor)
-        return handle or partial(unpack, pack(tensor))
+        if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            return partial(unpack, pack(tensor))
+        return self.handle(tensor) or partial(unpack, pack(tensor))
 
     def hold(self, tensor: Tensor) -> Offloaded | Kept:
         """Hold a tensor that is no weight, on the device or on the host."""

@@ -118,6 +118,7 @@ class Calls:
                 member.put_back_masters()
             engine.optimizers.restore_param_groups()
             engine.backward.abandon()
+            engine.backend.trace.end()
             engine.backend.drain()
             engine.offloader.abandon()
             engine.order.abandon()

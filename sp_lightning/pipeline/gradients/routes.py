@@ -159,8 +159,7 @@ class Routes:
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
         target, source = memory.bytes[:nbytes], staging.bytes[:nbytes]
-        name, download = shipment.unit.unit.name, self._backend.download
-        ticket = self._backend.trace.copy(Kind.GRADIENTS, name, download, target, source)
+        ticket = self._backend.trace.download(Kind.GRADIENTS, shipment.unit.unit.name, target, source)
         shipment.ticket = staging.ticket = ticket
         self._stats.bytes_to_host += nbytes
 

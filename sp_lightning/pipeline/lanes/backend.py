@@ -191,20 +191,21 @@ class Trace:
         self._computing: _Entry  # what the range below is for
         self._range: record_function | None = None  # of the unit that is computing now
 
-    def copy(
-        self,
-        kind: Kind,
-        name: str,
-        copy: Callable[..., Ticket],
-        target: Tensor,
-        source: Tensor,
-        *after: Ticket | None,
-    ) -> Ticket:
-        """Ask for a copy: `copy` is the backend's `upload` or `download`."""
+    def upload(self, kind: Kind, name: str, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        """Ask for a copy to the device."""
         if not self._is_on:
-            return copy(target, source, *after)
+            return self._backend.upload(target, source, after)
         with _range(kind.value, name):
-            ticket = copy(target, source, *after)
+            ticket = self._backend.upload(target, source, after)
+        self._note(_Entry(kind, name, source.nbytes, ticket))
+        return ticket
+
+    def download(self, kind: Kind, name: str, target: Tensor, source: Tensor) -> Ticket:
+        """Ask for a copy to the host."""
+        if not self._is_on:
+            return self._backend.download(target, source)
+        with _range(kind.value, name):
+            ticket = self._backend.download(target, source)
         self._note(_Entry(kind, name, source.nbytes, ticket))
         return ticket
 

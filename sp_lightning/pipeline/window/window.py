@@ -264,7 +264,7 @@ class Window:
             if step is None:
                 segment.refresh_copies()
             for place, source in segment.pieces():
-                upload = self.backend.trace.copy(Kind.LOAD, unit.name, self.backend.upload, place, source, step)
+                upload = self.backend.trace.upload(Kind.LOAD, unit.name, place, source, step)
                 self.stats.bytes_to_device += source.nbytes
                 unit.uploads.append(upload)
             segment.lying = segment.epoch
