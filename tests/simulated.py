@@ -322,7 +322,7 @@ class SimulatedProcesses(Processes):
 
 
 class SimulatedBox:
-    rank, is_keeper, failure = 0, True, None
+    rank, is_keeper, is_last, failure = 0, True, False, None
 
     def __init__(self, count: int, backend: SimulatedBackend) -> None:
         self.count, self.backend, self.passes = count, backend, 0

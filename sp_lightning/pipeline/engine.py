@@ -154,7 +154,7 @@ class Engine:
         exchange = Exchange()
         if self.processes is not None:
             exchange = Turns(gradients, self.backend, self.landing, self.processes, self._sums_gradients)
-        return GradientStream(gradients, self.window, staging, Routes(self.window, staging, self.landing), exchange)
+        return GradientStream(gradients, self.window, Routes(self.window, staging, self.landing), exchange)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -190,7 +190,7 @@ class Engine:
             return arrangement.budget
         streaming = arrangement.layout.streaming_bytes
         if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
-            streaming = min(streaming, arrangement.layout.device_bytes + self.stream.staging.nbytes())
+            streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
         return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one

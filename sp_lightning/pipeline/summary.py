@@ -24,7 +24,7 @@ class Summary:
         # of the device, for slots, resident weights, and all of the units that live there: never more
         self.device_bytes = arrangement.layout.device_bytes
         # of the device, for gradients on their way to the host
-        self.gradient_bytes = engine.stream.staging.nbytes()
+        self.gradient_bytes = engine.stream.routes.staging.nbytes()
         self.resident = tuple(weight.name for weight in resident)  # names of resident weights
         self.resident_bytes = sum(weight.compute_bytes for weight in resident)  # on the device
         # of the host, for weights and for the copies of them that are sent

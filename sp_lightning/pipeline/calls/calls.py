@@ -101,7 +101,7 @@ class Calls:
         engine.arm_guard()
         with engine.at_work:
             if not goes_on and torch.is_grad_enabled():
-                engine.stream.staging.reserve()
+                engine.stream.routes.staging.reserve()
             engine.window.begin_step()
 
     def abandon(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.routes import Parcel, Shipment
+from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
@@ -24,7 +24,7 @@ class Exchange:
     def begin_pass(self) -> None:
         """Begin a backward pass: it brings its first gradient."""
 
-    def adds_up(self, parcel: Parcel) -> bool:
+    def adds_up(self, shipment: Shipment) -> bool:
         """Tell whether gradients are a part of sums that other processes have, too.
 
         Raises:
@@ -32,9 +32,8 @@ class Exchange:
         """
         return False
 
-    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> Shipment:
+    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
         """Add what is on its way to those sums; `is_over`: this pass brings no more of the unit."""
-        return shipment
 
     def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
         """Let others go on with a unit, which is to be stepped then; tell whether the step awaits them."""

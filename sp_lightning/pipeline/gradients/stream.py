@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.buffers import StagingBuffers
 from sp_lightning.pipeline.gradients.exchange import Exchange
-from sp_lightning.pipeline.gradients.routes import Parcel, Routes, Shipment
+from sp_lightning.pipeline.gradients.routes import Routes, Shipment
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
 from sp_lightning.pipeline.operands import run_hooks
@@ -44,7 +43,6 @@ class GradientStream:
         self,
         units: Sequence[UnitGradients],
         window: Window,
-        staging: StagingBuffers,
         routes: Routes,
         exchange: Exchange,
     ) -> None:
@@ -52,7 +50,6 @@ class GradientStream:
         self.of = {gradient.weight: gradient for unit in units for gradient in unit.gradients}
         self.pending: dict[Gradient, bool] = {}
         self._seen: list[Gradient] = []  # those of them that somebody sees being added up
-        self.staging = staging
         self.routes = routes
         self.exchange = exchange  # with other processes
         self._units = units
@@ -97,30 +94,33 @@ class GradientStream:
     def _send(self, unit: UnitGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
         self._window.finish_optimizer(unit.unit)  # it may still read what was there
-        parcel = self.routes.pack(unit)
-        is_final = is_last and parcel.layout is unit.layout and not parcel.is_watched
+        shipment = self.routes.pack(unit)
+        is_final = is_last and shipment.layout is unit.layout and not shipment.is_watched
         early = self.early if is_final and self.early is not None and self.early.wants(unit) else None
-        shipment = self._ship(parcel, early, is_final)
+        self._ship(shipment, early, is_final)
         unit.ticket = shipment.ticket
         if early is not None:
             early.receive(shipment)
 
-    def _ship(self, parcel: Parcel, early: EarlyStep | None, is_final: bool) -> Shipment:
+    def _ship(self, shipment: Shipment, early: EarlyStep | None, is_final: bool) -> None:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes = self.routes
-        if self.exchange.adds_up(parcel):
-            is_over = is_final and early is None
-            return self.exchange.add(routes.land(parcel), is_over, routes.measures_norms)
-        if parcel.is_new and early is not None and not early.keeps_gradients:
-            return routes.pass_to_step(parcel)
-        if parcel.is_new and not parcel.is_watched and parcel.layout is parcel.unit.kept_as:
-            return routes.keep(parcel)
-        return routes.add(routes.land(parcel), routes.measures_norms)
+        if self.exchange.adds_up(shipment):
+            routes.land(shipment)
+            self.exchange.add(shipment, is_final and early is None, routes.measures_norms)
+        elif shipment.is_new and early is not None and not early.keeps_gradients:
+            routes.pass_to_step(shipment)
+        elif shipment.is_new and not shipment.is_watched and shipment.layout is shipment.unit.kept_as:
+            routes.keep(shipment)
+        else:
+            routes.land(shipment)
+            routes.add(shipment, routes.measures_norms)
 
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that an optimizer has received, and not used after all."""
         if shipment.buffer is not None:
-            shipment.unit.ticket = self.routes.add(shipment, measures_norms=False).ticket
+            self.routes.add(shipment, measures_norms=False)
+            shipment.unit.ticket = shipment.ticket
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
@@ -199,7 +199,7 @@ class GradientStream:
         self.show_all()
         for unit in self._units:
             unit.memory = None
-        self.staging.close()
+        self.routes.staging.close()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

@@ -36,6 +36,7 @@ class Box:
             raise OSError("Several processes share the model's memory in a way that only Linux has. Use one device.")
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.is_keeper = self.rank == 0
+        self.is_last = self.rank == self.count - 1
         self._group = group
         self._timeout = timeout.total_seconds()
         self.failure: RuntimeError | None = None  # why the others cannot be waited for any more

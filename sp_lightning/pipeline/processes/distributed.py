@@ -1,6 +1,6 @@
 """The processes that train the same model: what the first gives to all, their steps, and what crosses machines.
 
-Those of one machine share memory (box.py), in which they add gradients up (gradients/turns.py). The sums of several
+Those of one machine share memory (box.py), in which they add gradients up (turns.py). The sums of several
 machines are added up by the first process of each when backward has ended, on the host, in the dtype of the masters.
 One follows the other in the order of their names, and a message before tells which weights any machine has a gradient
 of: others keep none. So are, between all processes, gradients of parameters that stay on the device.

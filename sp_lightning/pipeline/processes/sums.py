@@ -39,7 +39,7 @@ class SharedSums:
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)
         assert memory.shared is not None
         self._memory = memory.shared
-        self._box = memory.shared.box
+        self.box = memory.shared.box
         # the numbers, from one on, of files in which each process has left gradients; 0 if there are none to add
         self._left = tensor_in(memory.bytes, at_left, left, torch.int64)
         self._left_as = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
@@ -70,11 +70,11 @@ class SharedSums:
 
     def turn(self) -> Ticket:
         """Return a ticket that is done when it is this process's turn in the present pass."""
-        return self._memory.reached(self._memory.generation * self._box.count + self._box.rank)
+        return self._memory.reached(self._memory.generation * self.box.count + self.box.rank)
 
     def complete(self) -> Ticket:
         """Return a ticket that is done when all processes have had their turn in the present pass."""
-        return self._memory.reached((self._memory.generation + 1) * self._box.count)
+        return self._memory.reached((self._memory.generation + 1) * self.box.count)
 
     @property
     def is_partial(self) -> bool:
@@ -89,17 +89,12 @@ class SharedSums:
 
     def pass_on(self, number: int) -> None:
         """Let the next process have its turn in a pass."""
-        self._memory.reach(number * self._box.count + self._box.rank + 1)
+        self._memory.reach(number * self.box.count + self.box.rank + 1)
 
     @property
     def number(self) -> int:
         """The number of the present pass."""
         return self._memory.generation
-
-    @property
-    def begins(self) -> bool:
-        """Whether this process's turn comes first in every pass."""
-        return self._box.is_keeper
 
     def forget(self, weight: Weight) -> None:
         """Note that this process has the sum of a weight no longer; others are told before the next pass."""
@@ -115,7 +110,7 @@ class SharedSums:
     def drop(self, numbers: Iterable[int]) -> None:
         """Tell the others that this process has the sums of the weights with these numbers no longer."""
         for number in numbers:
-            self._dropped[self._box.rank, number] = True
+            self._dropped[self.box.rank, number] = True
 
     def begin(self, number: int, is_partial: bool, everyone: int) -> None:
         """Begin a pass, in its first turn: what is there from earlier ones counts for the processes that still have it.
@@ -132,7 +127,7 @@ class SharedSums:
         dropped = self._dropped.sum(0).tolist()
         self._dropped.zero_()
         for each, is_present in enumerate(self._present.tolist()):
-            having = self._box.count - dropped[each]
+            having = self.box.count - dropped[each]
             if not having:
                 self._present[each] = False
             elif is_present and is_partial and dropped[each]:
@@ -146,20 +141,22 @@ class SharedSums:
     def can_leave(self, gradients: Mapping[int, Tensor]) -> bool:
         """Tell whether gradients, by the numbers of their weights, lie as others expect of those that are left."""
         dtypes = [gradient.dtype for gradient in gradients.values()]
-        return not self.ends and list(gradients) == list(range(len(self.places))) and dtypes == self._left_as.dtypes
+        return (
+            not self.box.is_last and list(gradients) == list(range(len(self.places))) and dtypes == self._left_as.dtypes
+        )
 
     def leave(self, buffer: LandingBuffer, until: Ticket) -> bool:
         """Leave this process's part to others, in its turn, until the pass is complete; tell whether it was left."""
-        if self._left[self._box.rank]:  # it was left, and has been followed by more
+        if self._left[self.box.rank]:  # it was left, and has been followed by more
             return False
-        self._left[self._box.rank] = buffer.file + 1
+        self._left[self.box.rank] = buffer.file + 1
         buffer.leave(until)
         return True
 
     def add(self, gradients: Mapping[int, Tensor], share: float) -> None:
         """Add this process's part, by the numbers of weights, after those that others have left; in its turn."""
         files = {rank: file - 1 for rank, file in enumerate(self._left.tolist()) if file}
-        left = [self._left_as.views(self._box.look_into(rank, file))[0] for rank, file in files.items()]
+        left = [self._left_as.views(self.box.look_into(rank, file))[0] for rank, file in files.items()]
         for number, place in enumerate(self.places):
             added = [of_rank[number] for of_rank in left]
             if number in gradients:
@@ -177,11 +174,6 @@ class SharedSums:
             for part in parts:
                 total.add_(part, alpha=share)
         self._present[number] = True
-
-    @property
-    def ends(self) -> bool:
-        """Whether this process's turn comes last in every pass."""
-        return self._box.rank == self._box.count - 1
 
     def measure_norms(self, is_wanted: bool) -> None:
         """Measure the norms of the sums, which have all their parts now, or forget those of earlier ones."""

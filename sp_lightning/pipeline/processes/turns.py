@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer, LandingBuffers
 from sp_lightning.pipeline.gradients.exchange import Exchange
-from sp_lightning.pipeline.gradients.routes import Parcel, Shipment
+from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
 from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -30,23 +30,21 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 class _Turn:
     """A job: this process's turn to add to the sums of a unit."""
 
+    turns: Turns
     unit: UnitGradients
     sums: SharedSums
     own: Sequence[tuple[Tensor, Tensor]]  # gradients that somebody sees here: where they go, and where they land
     parts: Mapping[int, Tensor]  # the others, by the numbers of their weights
     buffer: LandingBuffer | None  # which they may be left in
-    landing: LandingBuffers
-    processes: Processes
     is_over: bool  # whether the turn ends with it
     measures_norms: bool
 
     def __post_init__(self) -> None:
-        sums = self.sums
-        # as they are now: the thread may come to it when the pass has ended here
-        self._pass = sums.number
-        self._is_partial = sums.is_partial
-        self._complete = sums.complete()
-        self.leaves = self.buffer is not None and not self.own and sums.can_leave(self.parts)
+        # the pass as it is now: the thread may come to it when it has ended here
+        self._number = self.sums.number
+        self._is_partial = self.sums.is_partial
+        self._complete = self.sums.complete()
+        self.leaves = self.buffer is not None and not self.own and self.sums.can_leave(self.parts)
 
     def __call__(self) -> None:
         try:
@@ -54,25 +52,25 @@ class _Turn:
                 self._add()
         except BaseException as error:  # the turn will not end, so nothing that comes after it may be waited for
             words = f"The gradients of {self.unit.unit.name!r} could not be added up: {error!r}"
-            self.processes.box.failure = RuntimeError(words)
+            self.turns.processes.box.failure = RuntimeError(words)
             raise
         if self.is_over:
-            self.sums.pass_on(self._pass)
+            self.sums.pass_on(self._number)
 
     def _add(self) -> None:
-        sums = self.sums
+        sums, everyone = self.sums, self.turns.processes.count
         for target, landed in self.own:
             target.copy_(landed)
-        if sums.begins:
-            sums.begin(self._pass, self._is_partial, self.processes.count)
+        if sums.box.is_keeper:
+            sums.begin(self._number, self._is_partial, everyone)
         if not self._leave():
-            sums.add(self.parts, 1 / self.processes.count)
-        if self.is_over and sums.ends:
+            sums.add(self.parts, 1 / everyone)
+        if self.is_over and sums.box.is_last:
             sums.measure_norms(self.measures_norms)
 
     def _leave(self) -> bool:
         """Leave gradients where they have landed to a process whose turn comes later, if possible; tell whether."""
-        if not self.leaves or not self.landing.may_leave_one:
+        if not self.leaves or not self.turns.landing.may_leave_one:
             return False
         assert self.buffer is not None
         return self.sums.leave(self.buffer, self._complete)
@@ -91,8 +89,8 @@ class Turns(Exchange):
     ) -> None:
         self._units = units
         self._backend = backend
-        self._landing = landing
-        self._processes = processes
+        self.landing = landing
+        self.processes = processes
         self._is_summed = is_summed
         self._has_begun = False  # whether a pass of all processes is under way
         self._waits: list[Ticket] = []  # done when it has begun, here and in processes of higher ranks
@@ -124,7 +122,7 @@ class Turns(Exchange):
         may write to them. What the user still has of it is copied before.
         """
         self._take_looks_back()
-        if self._has_begun or not self._processes.trains:
+        if self._has_begun or not self.processes.trains:
             return
         reading: list[Ticket] = []  # of clips, which look at sums, and of passes that are not complete
         dropped: list[tuple[SharedSums, list[int]]] = []
@@ -136,7 +134,7 @@ class Turns(Exchange):
                 reading.append(unit.ticket)
             dropped.append((sums, sums.take_forgotten()))
         self._has_begun = True
-        box = self._processes.box
+        box = self.processes.box
         box.passes += 1
         number = box.passes
 
@@ -148,20 +146,20 @@ class Turns(Exchange):
         self._waits = [self._backend.work(begin, reading), *box.begun_by_others(number)]
 
     @override
-    def adds_up(self, parcel: Parcel) -> bool:
-        sums = self._sums.get(parcel.unit)
-        for gradient in parcel.gradients:
-            if self._processes.trains:
+    def adds_up(self, shipment: Shipment) -> bool:
+        sums = self._sums.get(shipment.unit)
+        for gradient in shipment.gradients:
+            if self.processes.trains:
                 _check_part(gradient, sums)
             elif sums is not None and gradient.host is not None and sums.has(gradient.host):
                 raise RuntimeError(
                     f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training "
                     "step are added up. Take it by `torch.autograd.grad`."
                 )
-        return self._processes.trains
+        return self.processes.trains
 
     @override
-    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> Shipment:
+    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
         unit = shipment.unit
         sums = self._sums[unit]
         own: list[tuple[Tensor, Tensor]] = []
@@ -174,9 +172,10 @@ class Turns(Exchange):
             else:
                 gradient.host = sums.places[number]
                 parts[number] = landed
-        turn = _Turn(unit, sums, own, parts, shipment.buffer, self._landing, self._processes, is_over, measures_norms)
-        ticket = self._take(turn, shipment.ticket)
-        return Shipment(unit, shipment.gradients, [sums.places[number] for number in parts], ticket)
+        turn = _Turn(self, unit, sums, own, parts, shipment.buffer, is_over, measures_norms)
+        shipment.ticket = self._take(turn, shipment.ticket)
+        shipment.tensors = [sums.places[number] for number in parts]
+        shipment.buffer = None
 
     @override
     def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
@@ -212,8 +211,11 @@ class Turns(Exchange):
         self.begin_pass()
         for unit, sums in self._sums.items():
             if not sums.is_over:
-                parts = _seen_parts(sums) if averages else {}
-                turn = _Turn(unit, sums, [], parts, None, self._landing, self._processes, True, measures_norms)
+                parts: dict[int, Tensor] = {}  # what the user has as `.grad` is one when the sums are complete
+                for weight, number in sums.index.items() if averages else ():
+                    if weight.master.grad is not None:
+                        parts[number] = weight.master.grad
+                turn = _Turn(self, unit, sums, [], parts, None, is_over=True, measures_norms=measures_norms)
                 self._take(turn)
         for unit, sums in self._sums.items():
             if averages and unit.state is not State.CONSUMED:
@@ -244,7 +246,7 @@ class Turns(Exchange):
 
     def _add_up_machines(self, measures_norms: bool) -> None:
         """Add the sums up with those of other machines, if there are any, in one process of each."""
-        processes = self._processes
+        processes = self.processes
         if processes.machines == 1:
             return
         if processes.box.is_keeper:
@@ -261,7 +263,7 @@ class Turns(Exchange):
 
     @override
     def abandon_pass(self) -> None:
-        if self._processes.trains:
+        if self.processes.trains:
             self.end_pass(averages=False, measures_norms=False)
 
     # ------------------------------------------------------------------- between one backward pass and the next
@@ -271,24 +273,19 @@ class Turns(Exchange):
     def lacks_sums(self) -> bool:
         if not self._is_summed:
             return False
-        for unit in self._units:
-            summed = self._sums[unit].index if unit in self._sums else {}
-            for gradient in unit.gradients:
-                if gradient.weight.master.requires_grad and gradient.weight not in summed:
-                    return True
-        return False
+        summed = {weight for sums in self._sums.values() for weight in sums.index}
+        weights = [gradient.weight for unit in self._units for gradient in unit.gradients]
+        return any(weight.master.requires_grad and weight not in summed for weight in weights)
 
     @override
     def show(self, gradient: Gradient) -> None:
         """Show a gradient; of a sum that is not complete, a copy to look at."""
-        is_look = self._is_partial(gradient.unit) and gradient.host is not None
         if gradient in self._looks:
             return
-        if not is_look or gradient.is_seen:
+        if gradient.host is None or gradient.is_seen or not self._is_partial(gradient.unit):
             super().show(gradient)
             return
         gradient.unit.wait()
-        assert gradient.host is not None
         with torch.inference_mode(False), torch.no_grad():
             look = gradient.host.clone(memory_format=torch.preserve_format)
         self._looks[gradient] = look
@@ -330,15 +327,6 @@ class Turns(Exchange):
                     "step, while the processes of this machine add it up. Change it after that."
                 )
             master.grad = None
-
-
-def _seen_parts(sums: SharedSums) -> dict[int, Tensor]:
-    """Return what the user has as `.grad` of weights, by their numbers: a part of the sums when they are complete."""
-    parts: dict[int, Tensor] = {}
-    for weight, number in sums.index.items():
-        if weight.master.grad is not None:
-            parts[number] = weight.master.grad
-    return parts
 
 
 def _check_part(gradient: Gradient, sums: SharedSums | None) -> None:
