@@ -79,7 +79,8 @@ _packages = [package for package in _ADAPTORS if sys.modules.get(package) is not
 if not _packages:
     _packages = [package for package in _ADAPTORS if find_spec(package) is not None]
 _registered = [_ADAPTORS[package] for package in _packages]
-for _adaptor in reversed(_registered):  # Lightning's messages go to the logger of the namespace that is imported last
+# Lightning's messages go to the logger of the namespace that is imported last
+for _adaptor in reversed(_registered):
     import_module(_adaptor)
 
 

@@ -74,8 +74,9 @@ class CallbackMixin(_Base):
         strategy = trainer.strategy
         if not isinstance(strategy, SuperpipelineMixin):
             self.lightning.warn(
-                f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this "
-                f"Trainer runs `{type(strategy).__name__}`."
+                f"`{type(self).__name__}` does nothing: it describes "
+                "`Trainer(strategy='superpipeline')`, but this Trainer runs "
+                f"`{type(strategy).__name__}`."
             )
         elif self.timeline is not None and trainer.is_global_zero:
             reason = why_not_written(self.timeline)

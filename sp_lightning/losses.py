@@ -171,8 +171,9 @@ class _TokenLosses(torch.autograd.Function):
         # `once_differentiable` would treat a gradient penalty as a constant
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "The gradients of chunked_cross_entropy cannot be differentiated again (create_graph=True). "
-                "Use F.cross_entropy(F.linear(hidden, weight), labels) where second derivatives are needed."
+                "The gradients of chunked_cross_entropy cannot be differentiated again "
+                "(create_graph=True). Use F.cross_entropy(F.linear(hidden, weight), labels) where "
+                "second derivatives are needed."
             )
         hidden, weight, bias, labels, peak, norm = ctx.saved_tensors
         label_smoothing, softcap, chunk_size = ctx.choices
@@ -241,8 +242,8 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"`hidden` is {hidden.dtype} and `weight` is {weight.dtype}, and there is no autocast to lower "
-            "them. Cast one of them."
+            f"`hidden` is {hidden.dtype} and `weight` is {weight.dtype}, and there is no autocast "
+            "to lower them. Cast one of them."
         )
     return weight.dtype
 

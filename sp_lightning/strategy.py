@@ -145,7 +145,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
             return
         is_mixed = isinstance(precision, self.lightning.mixed_precision)
-        autocast = precision.forward_context() if is_mixed else nullcontext()  # as steps will have it
+        # as steps will have it
+        autocast = precision.forward_context() if is_mixed else nullcontext()
         with autocast:
             self.pipeline = Pipeline(
                 module,
@@ -218,7 +219,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        materialize(self._module, self.follows, self.lightning)  # loading into a meta tensor does nothing but warn
+        # loading into a meta tensor does nothing but warn
+        materialize(self._module, self.follows, self.lightning)
         if self.follows:  # its weights are those of the first process
             weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
             state = checkpoint["state_dict"]
@@ -247,7 +249,8 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if self.pipeline is not None:  # and given the weights back
             self.pipeline.weights_changed()
             self.weights_may_change()
-        self.barrier()  # others may still validate, and callbacks write to the weights of all from now on
+        # others may still validate, and callbacks write to the weights of all from now on
+        self.barrier()
         if not is_fitting(self._module.trainer):
             self._narrator.end(self.pipeline)
 

@@ -178,8 +178,9 @@ class HostOptimizer(Optimizer):
         saved = super().state_dict()
         if any(map(is_compact, saved["state"].values())):
             words = (
-                f"this is state of sp_lightning.optim.{type(self).__name__}, with masters or moments in "
-                "fewer bytes: load it into one like it, or give torch's optimizer what its `export()` yields"
+                f"this is state of sp_lightning.optim.{type(self).__name__}, with masters or "
+                "moments in fewer bytes: load it into one like it, or give torch's optimizer what "
+                "its `export()` yields"
             )
             saved["param_groups"].append({"params": [], COMPACT: words})
         return saved
@@ -192,9 +193,10 @@ class HostOptimizer(Optimizer):
             merged = {**{name: own[name] for name in self.defaults}, **saved}
             if (merged["master"], merged["moments"]) != (own["master"], own["moments"]):
                 raise ValueError(
-                    f"the checkpoint has master={merged['master']!r}, moments={merged['moments']!r}, but "
-                    f"this optimizer master={own['master']!r}, moments={own['moments']!r}: make it with "
-                    "those of the checkpoint, or move state over with `export()`"
+                    f"the checkpoint has master={merged['master']!r}, "
+                    f"moments={merged['moments']!r}, but this optimizer master={own['master']!r}, "
+                    f"moments={own['moments']!r}: make it with those of the checkpoint, or move "
+                    "state over with `export()`"
                 )
             if saved.get("amsgrad"):
                 raise ValueError("the checkpoint has amsgrad=True: continue it with torch's optimizer")
@@ -213,9 +215,9 @@ class HostOptimizer(Optimizer):
         of_torch = {*moments} <= saved.keys() <= {"step", *moments}
         if saved.keys() != state.keys() and not of_torch:
             raise ValueError(
-                f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} keeps "
-                f"{', '.join(state)}: load it into the optimizer that it is of, or move state over with "
-                "`export()`"
+                f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} "
+                f"keeps {', '.join(state)}: load it into the optimizer that it is of, or move "
+                "state over with `export()`"
             )
         for name, value in saved.items():
             target, scale = moment_in(state, name)

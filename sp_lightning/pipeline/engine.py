@@ -189,7 +189,8 @@ class Engine:
         if memory is None:
             return arrangement.budget
         streaming = arrangement.layout.streaming_bytes
-        if torch.is_grad_enabled():  # what is free still includes what the first backward will allocate
+        # what is free still includes what the first backward will allocate
+        if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
         return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
 

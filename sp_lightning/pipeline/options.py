@@ -85,13 +85,14 @@ class PipelineOptions:
         _check_count("host_threads", self.host_threads)
         if isinstance(self.k, int) and isinstance(self.k_prime, int) and self.k_prime > self.k:
             raise ValueError(
-                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must "
-                f"fit among those on the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
+                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together "
+                f"must fit among those on the device. Choose 1 <= k_prime <= {self.k}, or a larger "
+                "k."
             )
         if self.resident_optimizer is True and self.k != "auto":
             raise ValueError(
-                f"`resident_optimizer=True` needs `k='auto'`, and not `k={self.k}`: which units live "
-                "on the device is chosen together with `k`."
+                f"`resident_optimizer=True` needs `k='auto'`, and not `k={self.k}`: which units "
+                "live on the device is chosen together with `k`."
             )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
@@ -149,8 +150,8 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
     is_number = isinstance(size, int | float) and not isinstance(size, bool)
     if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
         raise ValueError(
-            f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above zero), "
-            "a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
+            f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above "
+            "zero), a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
         )
     if isinstance(size, float):
         return None if device_bytes is None else int(size * device_bytes)

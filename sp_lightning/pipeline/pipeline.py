@@ -161,7 +161,8 @@ class Pipeline:
         try:
             self._engine.settle()
         except Exception as error:
-            failed = error  # a pending optimizer step failed: give the module back first, then raise
+            # a pending optimizer step failed: give the module back first, then raise
+            failed = error
         if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
@@ -227,7 +228,8 @@ class Pipeline:
 def _check_share(options: PipelineOptions, backend: Backend) -> None:
     if isinstance(options.memory_budget, float) and backend.memory() is None:
         warnings.warn(
-            f"`memory_budget={options.memory_budget}` is a share of the device's memory, and {backend.device} does not "
+            f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
+            f"{backend.device} does not "
             "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
             stacklevel=2,
         )
@@ -236,7 +238,8 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
 def _check_together(options: PipelineOptions, units: int) -> None:
     if isinstance(options.k_prime, int) and options.k_prime > units:
         warnings.warn(
-            f"`k_prime={options.k_prime}` is above the number of units, {units}: all move together, and none while "
+            f"`k_prime={options.k_prime}` is above the number of units, {units}: all move "
+            "together, and none while "
             "another computes.",
             stacklevel=2,
         )
@@ -247,8 +250,8 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several modules into one, "
-            "such as an `nn.Sequential`."
+            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several "
+            "modules into one, such as an `nn.Sequential`."
         )
     taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():
@@ -258,16 +261,17 @@ def _check_module(module: nn.Module) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(
-                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the "
-                "model is given to superpipeline."
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example "
+                "data before the model is given to superpipeline."
             )
         if parameter.is_inference():
             raise ValueError(
-                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to it. Build the model "
-                "outside of `torch.inference_mode()`."
+                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to "
+                "it. Build the model outside of `torch.inference_mode()`."
             )
         if parameter.device.type == "meta":
             raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
-                "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
+                f"Parameter {name!r} is on the meta device and has no values. Materialize the "
+                "model on the CPU first (`module.to_empty(device='cpu')` and then load or "
+                "initialize its weights)."
             )

@@ -19,8 +19,10 @@ class Summary:
         self.units = len(arrangement.units)
         self.k = arrangement.k  # units on the device at once
         self.k_prime = arrangement.k_prime  # units moved together
-        self.parameters = sum(weight.master.numel() for weight in weights)  # elements of all weights
-        self.model_bytes = sum(weight.nbytes for weight in weights)  # of all weights in their own dtypes
+        # elements of all weights
+        self.parameters = sum(weight.master.numel() for weight in weights)
+        # of all weights in their own dtypes
+        self.model_bytes = sum(weight.nbytes for weight in weights)
         # of the device, for slots, resident weights, and all of the units that live there: never more
         self.device_bytes = arrangement.layout.device_bytes
         # of the device, for gradients on their way to the host

@@ -83,7 +83,8 @@ def is_capturing() -> bool:
     Torch's own question about the latter three logs a warning each time.
     """
     fx: Any = _symbolic_trace
-    by_fx = fx._get_is_fx_tracing() if hasattr(fx, "_get_is_fx_tracing") else fx._is_fx_tracing_flag  # of torch 2.9
+    # of torch 2.9
+    by_fx = fx._get_is_fx_tracing() if hasattr(fx, "_get_is_fx_tracing") else fx._is_fx_tracing_flag
     return bool(torch._C._is_tracing() or by_fx)
 
 
@@ -130,7 +131,8 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
-    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
+    # see `contains_others`
+    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
         tensor = parts_of(tensor)[0]
     try:
         key: int = tensor.untyped_storage()._cdata

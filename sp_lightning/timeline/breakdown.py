@@ -17,7 +17,8 @@ LANES = {
 }
 """Names of the lanes in pictures and sentences."""
 
-_COMPUTES_ALL_THE_TIME = 0.9  # the share of the time from which on computing itself is the bottleneck
+# the share of the time from which on computing itself is the bottleneck
+_COMPUTES_ALL_THE_TIME = 0.9
 _BESIDE_COMPUTING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST)
 
 
@@ -30,9 +31,12 @@ class Breakdown:
     steps: int
     busy: dict[Lane, float]  # how long each lane worked; stalls are not work
     nbytes: dict[Lane, int]  # moved by each lane
-    kinds: dict[Kind, float]  # how long each kind of work took; computing does not include the stalls in it
-    stalls: dict[str, float]  # how long computing waited for "weights", "optimizer", "gradients" or "activations"
-    overlap: float  # the share of copies and work on the host that ran while the device computed; 1 if there was none
+    # how long each kind of work took; computing does not include the stalls in it
+    kinds: dict[Kind, float]
+    # how long computing waited for "weights", "optimizer", "gradients" or "activations"
+    stalls: dict[str, float]
+    # the share of copies and work on the host that ran while the device computed; 1 if there was none
+    overlap: float
 
     @property
     def seconds(self) -> float:

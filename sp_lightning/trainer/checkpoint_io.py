@@ -75,7 +75,8 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             choice = {}  # Lightning 2.5 always loads everything
             weights_only = bool(weights_only)
         source = _local(path)
-        if source is None or not zipfile.is_zipfile(source):  # torch cannot mmap files older than its zip format
+        # torch cannot mmap files older than its zip format
+        if source is None or not zipfile.is_zipfile(source):
             return base(path, map_location=map_location, **choice)
         checkpoint: dict[str, Any] = torch.load(
             source,

@@ -98,8 +98,9 @@ def host_precision(plugin: Any, lightning: Namespace) -> None:
     converts = cls.convert_module is not lightning.precision.convert_module
     lightning.check(
         isinstance(plugin, lightning.converting_dtypes) or not converts,
-        f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that stay on the device, "
-        "and they are in host memory. Choose one of `precision='32-true'`, '64-true', 'bf16-true', '16-true', "
+        f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that "
+        "stay on the device, and they are in host memory. Choose one of `precision='32-true'`, "
+        "'64-true', 'bf16-true', '16-true', "
         "'bf16-mixed' and '16-mixed'.",
     )
     scaler = plugin.scaler if isinstance(plugin, lightning.mixed_precision) else None
@@ -107,8 +108,8 @@ def host_precision(plugin: Any, lightning: Namespace) -> None:
         return
     lightning.check(
         type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler),
-        f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the device, but "
-        "`strategy='superpipeline'` keeps gradients in host memory. Derive the scaler from "
+        f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the device, "
+        "but `strategy='superpipeline'` keeps gradients in host memory. Derive the scaler from "
         "`sp_lightning.trainer.precision.HostGradScaler`.",
     )
     plugin.scaler = HostGradScaler(enabled=scaler.is_enabled())

@@ -64,23 +64,27 @@ class ProcessesMixin(StrategyPart):
         environment = self.cluster_environment
         count = self.num_nodes * self.num_processes
         assert environment is not None
-        environment.set_world_size(count)  # no effect if an external launcher has started the processes
+        # no effect if an external launcher has started the processes
+        environment.set_world_size(count)
         launched = None  # or unknown
         if environment.creates_processes_externally:
-            with suppress(KeyError):  # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
+            # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
+            with suppress(KeyError):
                 launched = environment.world_size()
         self.lightning.check(
             launched in (None, count),
             f"{type(environment).__name__} says that {launched} process(es) were launched, but "
-            f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, "
-            "one per device. Launch as many (`torchrun --nproc-per-node`, `srun --ntasks`), or set "
+            f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` asks for "
+            f"{count}, one per device. Launch as many (`torchrun --nproc-per-node`, `srun "
+            "--ntasks`), or set "
             "`devices` and `num_nodes` accordingly.",
         )
         if count == 1:
             return
         self.lightning.check(
             not self.options.resident_optimizer,
-            "`resident_optimizer=True` works on one device only: which units live on the device would differ between "
+            "`resident_optimizer=True` works on one device only: which units live on the device "
+            "would differ between "
             "processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
         )
         self.local_rank, self.node_rank = environment.local_rank(), environment.node_rank()

@@ -47,11 +47,16 @@ _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 class SteppingPlan:
     """When the weights of one optimizer are stepped."""
 
-    why_not: str | None  # why they are stepped all at once, as in plain training; None if unit by unit
-    why_not_in_backward: str | None  # why units are not stepped before backward ends; None if they are
-    needs_norms: bool  # whether something between backward and the step needs the norms of gradients
-    clamp: float | None  # the absolute value that gradients are clipped to; None if they are not clipped by value
-    afterwards: Afterwards  # what becomes of the gradients that the step has used: whether something may read them
+    # why they are stepped all at once, as in plain training; None if unit by unit
+    why_not: str | None
+    # why units are not stepped before backward ends; None if they are
+    why_not_in_backward: str | None
+    # whether something between backward and the step needs the norms of gradients
+    needs_norms: bool
+    # the absolute value that gradients are clipped to; None if they are not clipped by value
+    clamp: float | None
+    # what becomes of the gradients that the step has used: whether something may read them
+    afterwards: Afterwards
 
     @property
     def gradients_pass(self) -> bool:

@@ -154,7 +154,8 @@ class UnitCall:
             shared.unrepeatable.add(name)
             if warns:
                 warnings.warn(
-                    f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. What it saves for "
+                    f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. "
+                    "What it saves for "
                     "backward stays on the device.",
                     stacklevel=2,
                 )
@@ -205,9 +206,10 @@ class UnitCall:
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
         if are_changed or self._state_of_module(twins) != self._state:
             raise self._cannot(
-                f"an input, a buffer or a weight of {member.name!r} has been modified by an inplace operation, "
-                "frozen, or sent in another dtype, or its mode has changed (`train()`, `eval()`), between forward and "
-                "backward, so its forward cannot run again"
+                f"an input, a buffer or a weight of {member.name!r} has been modified by an "
+                "inplace operation, frozen, or sent in another dtype, or its mode has changed "
+                "(`train()`, `eval()`), between forward and backward, so its forward cannot run "
+                "again"
             )
         shared.stats.recomputed += 1
         shared.backend.trace.begin(Kind.FORWARD, member.unit_name, is_recomputed=True)
@@ -226,12 +228,13 @@ class UnitCall:
             if self._missing:
                 raise self._cannot(
                     f"the forward of {member.name!r} failed when it ran again in backward "
-                    f"({type(error).__name__}: {error}), where it is cut off from the graph that its inputs came from"
+                    f"({type(error).__name__}: {error}), where it is cut off from the graph that "
+                    "its inputs came from"
                 ) from error
         if self._missing:
             raise self._cannot(
-                f"{member.name!r} has computed something else when its forward ran again in backward, because "
-                "something outside of it has changed in between"
+                f"{member.name!r} has computed something else when its forward ran again in "
+                "backward, because something outside of it has changed in between"
             )
         shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
 

@@ -208,7 +208,7 @@ class SavedTensors:
 def _changed_in_place(what: torch.Size | str) -> RuntimeError:
     name = what if isinstance(what, str) else f"a tensor of shape {list(what)}"
     return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} was "
-        "changed between forward and backward. Enable anomaly detection to find the operation, with "
-        "torch.autograd.set_detect_anomaly(True)."
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {name} was changed between forward and backward. Enable anomaly detection to "
+        "find the operation, with torch.autograd.set_detect_anomaly(True)."
     )

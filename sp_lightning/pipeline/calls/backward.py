@@ -179,9 +179,9 @@ def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> No
     """
     if gradients[0] is not None and weight.master.requires_grad:
         raise RuntimeError(
-            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, or by an "
-            "`autograd.Function` outside of its module. Compute with weights in `with pipeline.step():`, as "
-            "`training_step` does, and give such a function `weight[:]`."
+            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, "
+            "or by an `autograd.Function` outside of its module. Compute with weights in `with "
+            "pipeline.step():`, as `training_step` does, and give such a function `weight[:]`."
         )
 
 

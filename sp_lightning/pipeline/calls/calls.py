@@ -70,8 +70,8 @@ class Calls:
                 is_of_torch = isinstance(error, RuntimeError) and error.__cause__ is None
                 if is_of_torch and str(error).startswith("torch.func."):
                     raise RuntimeError(
-                        f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
-                        "`create_graph=True`."
+                        f"{error}\nsuperpipeline has such hooks in a step. Use "
+                        "`torch.autograd.grad`, if need be with `create_graph=True`."
                     ) from error
                 raise
             finally:
@@ -136,15 +136,16 @@ class Calls:
         engine = self._engine
         if is_capturing():
             raise RuntimeError(
-                "A module that superpipeline streams cannot be captured as a graph (by `torch.jit.trace`, "
-                "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
-                "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
+                "A module that superpipeline streams cannot be captured as a graph (by "
+                "`torch.jit.trace`, `torch.export`, `torch.onnx.export`, `torch.fx`): the graph "
+                "would keep the weights of one moment. Capture `copy.deepcopy(module).cpu()`, "
+                "which is plain, or capture before or after the run."
             )
         if in_transform() and (member.is_streamed or engine.graphs.scopes == 0):
             raise RuntimeError(
-                f"{member.name or 'the model'!r}, whose weights are streamed, is called within a transform of "
-                "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
-                "`torch.autograd.grad`."
+                f"{member.name or 'the model'!r}, whose weights are streamed, is called within a "
+                "transform of `torch.func`. Name the modules that it calls in `resident=`, within "
+                "a step. To differentiate, use `torch.autograd.grad`."
             )
         if engine.graphs.scopes == 0 or optimizer_steps.depth:
             with self.step():
@@ -275,12 +276,13 @@ class Calls:
             tensors = tensors_in(output)
             if not places.isdisjoint(map(storage_key, tensors)):
                 raise RuntimeError(
-                    f"superpipeline: {member.name!r} returns one of its weights in an object of a class of its own. "
-                    "Return a clone of the weight, or name it in `resident`."
+                    f"superpipeline: {member.name!r} returns one of its weights in an object of a "
+                    "class of its own. Return a clone of the weight, or name it in `resident`."
                 )
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if torch.is_grad_enabled() and watched:
-            bundle = engine.offloader.open[-1] if engine.offloader.open else None  # none if all are kept
+            # none if all are kept
+            bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]
             reach = partial(_reach, ref(engine), ref(member), graphs.current, needed, bundle)
             before_backward(watched, reach, number, graphs.calls)
@@ -301,8 +303,8 @@ def _reach(
         return  # if it matters, unpacking raises
     if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
         raise RuntimeError(
-            "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
-            "with `with pipeline.step():`."
+            "A backward pass with create_graph=True will need the weights once more. Surround "
+            "forward and backward with `with pipeline.step():`."
         )
     engine.backward.reach(member, graph, needed)
     if member.is_streamed:

@@ -56,7 +56,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mixed = [masters[memory].name for _, memory in operands if memory in masters]
         others = [operand for operand, memory in operands if memory not in masters and operand.dim() > 0]
         device = self._engine.device.type
-        if mixed and any(other.device.type == device for other in others):  # or they are copies on a GPU's host
+        # or they are copies on a GPU's host
+        if mixed and any(other.device.type == device for other in others):
             raise AssertionError(f"{func} mixes the master of {mixed[0]!r}, on the host, with a device tensor.")
 
 

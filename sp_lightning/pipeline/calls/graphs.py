@@ -44,7 +44,8 @@ class Graphs:
         self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.current = Graph(0)  # the graph that is being built
         self.calls = 0  # how many calls of units have begun
-        self.has_served = False  # whether weights were used outside of units since the last scope or backward
+        # whether weights were used outside of units since the last scope or backward
+        self.has_served = False
         self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
 
     def begin(self) -> None:
@@ -93,7 +94,8 @@ def edges_of(weight: Weight) -> list[Any]:
         leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
         if weight.master.requires_grad and leaves:
             return list(map(get_gradient_edge, leaves))
-        return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]  # no graph has it
+        # no graph has it
+        return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]
 
 
 def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +121,7 @@ def _edge_of(weight: Weight) -> Any:
     edge, *others = edges_of(weight)
     if others:
         raise RuntimeError(
-            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
-            "used it in several ways under autocast. From the next step on it can."
+            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in "
+            "this step, which used it in several ways under autocast. From the next step on it can."
         )
     return edge

@@ -170,7 +170,8 @@ class Guard:
                 window.finish_optimizer(unit)
                 window.finish_copies([unit])
                 window.write_back([weight])
-            if writes:  # or gets an alias to write to: what is on the device is checked before next use
+            # or gets an alias to write to: what is on the device is checked before next use
+            if writes:
                 for copied_from in {unit, weight.twin.unit}:
                     window.note_write(copied_from)
         elif not self.window.settled:
@@ -196,9 +197,9 @@ class Guard:
                 self._engine.backward.forget_failed()
         if unit.state is State.CONSUMED:
             raise RuntimeError(
-                f"The gradient of weight {weight.name!r} was used in backward already: its unit was stepped there, "
-                "because nobody was expected to read or change gradients before `step()`. Train with "
-                "`overlap_optimizer=False`."
+                f"The gradient of weight {weight.name!r} was used in backward already: its unit "
+                "was stepped there, because nobody was expected to read or change gradients before "
+                "`step()`. Train with `overlap_optimizer=False`."
             )
         stream = self._engine.stream
         if not reads:
@@ -206,9 +207,9 @@ class Guard:
             return
         if gradient in stream.pending:
             raise RuntimeError(
-                f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
-                "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
-                "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
+                f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be "
+                "read before backward has ended. Read it in `on_after_backward`, or in a hook on "
+                "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         with self._engine.at_work:
             if gradient.host is not None:
@@ -235,7 +236,8 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
-            if not self.in_step:  # but in another model's: no step of this one's looks for changes from now on
+            # but in another model's: no step of this one's looks for changes from now on
+            if not self.in_step:
                 for segment in unit.segments:
                     segment.take_sample()
             return weight.twin.parameter
@@ -276,8 +278,8 @@ class Guard:
         """Give a weight memory of its own on the device until the next arrangement, which is due."""
         if in_transform():  # to which new memory would belong
             raise RuntimeError(
-                f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
-                "`resident=`."
+                f"Weight {weight.name!r} is used outside of its module, within a transform of "
+                "`torch.func`. Name it in `resident=`."
             )
         self.window.finish_optimizer(weight.unit)  # it is sent at once
         self.window.write_back([weight])

@@ -286,7 +286,8 @@ def make_backend(device: torch.device, host_threads: int | Literal["auto"], proc
 
 
 _CORES = Path("/sys/devices/system/cpu")
-_SHARE_OF_LOOP = 4  # one core in so many, and at least one, is left to the training loop and data loaders
+# one core in so many, and at least one, is left to the training loop and data loaders
+_SHARE_OF_LOOP = 4
 
 
 def _threads(device: torch.device, processes: int) -> int | None:

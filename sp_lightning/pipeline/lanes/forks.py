@@ -10,10 +10,10 @@ import os
 from weakref import WeakSet
 
 FORKED = (
-    "This process was forked from the one in which superpipeline streams the model, and has neither "
-    "its threads nor its device: it can read weights that are streamed on the CPU, unless they were "
-    "being stepped, and do nothing else with the model. Give it a copy that is made before, such as "
-    "`copy.deepcopy(module)`, or start it with 'spawn'."
+    "This process was forked from the one in which superpipeline streams the model, and has "
+    "neither its threads nor its device: it can read weights that are streamed on the CPU, unless "
+    "they were being stepped, and do nothing else with the model. Give it a copy that is made "
+    "before, such as `copy.deepcopy(module)`, or start it with 'spawn'."
 )
 
 

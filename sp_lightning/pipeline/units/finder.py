@@ -88,8 +88,8 @@ def _nothing_matches(policy: UnitPolicy, root: nn.Module) -> ValueError:
     classes = Counter(type(module).__name__ for module in root.modules())
     common = ", ".join(name for name, _ in classes.most_common(8))
     return ValueError(
-        f"`units={policy!r}` matches no module of `{type(root).__name__}` that is called and has weights "
-        f"to stream. Its most frequent module classes are: {common}."
+        f"`units={policy!r}` matches no module of `{type(root).__name__}` that is called and has "
+        f"weights to stream. Its most frequent module classes are: {common}."
     )
 
 
@@ -107,7 +107,8 @@ def _atoms_by_structure(tree: Tree, largest: int) -> list[nn.Module]:
     small = min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES)
     atoms = _divide(tree, tree.root, partial(_stays_whole, tree, largest, small), set())
     inside = {weight for atom in atoms for weight in tree.weights_of(atom)}
-    if sum(weight.nbytes for weight in inside) < 0.9 * tree.total:  # many small leaves add up: stream them, too
+    # many small leaves add up: stream them, too
+    if sum(weight.nbytes for weight in inside) < 0.9 * tree.total:
         atoms = _divide(tree, tree.root, partial(_stays_whole, tree, largest, 0), set())
     return atoms
 

@@ -93,8 +93,8 @@ class Tree:
             else:
                 children = ", ".join(child for child, _ in self.root.named_children())
                 raise ValueError(
-                    f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: "
-                    f"{children}."
+                    f"`resident` names {name!r}, which is neither a module nor a parameter. "
+                    f"Top-level modules: {children}."
                 )
 
 

@@ -167,7 +167,8 @@ class Member:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
                 prepare(twin)
-            if entry.parameters.get(entry.key) is master:  # else `functional_call` has put another tensor there
+            # else `functional_call` has put another tensor there
+            if entry.parameters.get(entry.key) is master:
                 entry.parameters[entry.key] = twin.parameter
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.entries}
@@ -199,7 +200,8 @@ class Member:
         finally:
             self.find_needed()
             for entry, twin in replaced:
-                if entry.parameters.get(entry.key) is twin.parameter:  # as its unit is still reached by backward
+                # as its unit is still reached by backward
+                if entry.parameters.get(entry.key) is twin.parameter:
                     entry.parameters[entry.key] = entry.weight.twin.parameter
 
     def uses(self, weight: Weight) -> bool:

@@ -128,7 +128,8 @@ class Casts:
         if self._probe is None:
             self._probe = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
         nothing = self._probe.detach()[:, :0]
-        product: Any = torch.addmm(self._probe, nothing, nothing.t()).grad_fn  # it saves nothing for backward
+        # it saves nothing for backward
+        product: Any = torch.addmm(self._probe, nothing, nothing.t()).grad_fn
         metadata = product.next_functions[0][0].metadata
         if _NUMBER not in metadata:
             metadata[_NUMBER] = next(self._numbers)
@@ -173,7 +174,8 @@ class LoweredParameter(EagerLeaf):
     ) -> Any:
         """Run an operation with the lower values if that is right, else with the weight as it is."""
         kwargs = kwargs or {}
-        if func in (torch.autograd.grad, torch.autograd.backward):  # the guard of masters knows what is in graphs
+        # the guard of masters knows what is in graphs
+        if func in (torch.autograd.grad, torch.autograd.backward):
             args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)
             return func(*args, **kwargs)
         with without_torch_function():

@@ -36,8 +36,9 @@ class TwinParameter(nn.Parameter):
         if values is self or (values.data_ptr() == self.data_ptr() and values.dtype is self.dtype):
             return  # `module.float()` had nothing to convert
         raise RuntimeError(
-            f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, or a conversion of its module)"
-            " while it is on the device. Write into it (`weight.data.copy_(...)`), or convert it between steps."
+            f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, or a "
+            "conversion of its module) while it is on the device. Write into it "
+            "(`weight.data.copy_(...)`), or convert it between steps."
         )
 
 

@@ -73,8 +73,8 @@ class QuantizedTwin(Twin):
         if self.leaf_version() != self._version_seen or lying != places:
             _lay(self.parameter, self._places)
             raise RuntimeError(
-                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other memory. "
-                "Change or convert it before training, or between steps."
+                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other "
+                "memory. Change or convert it before training, or between steps."
             )
         return False
 
@@ -114,8 +114,9 @@ class QuantizedWeight(Weight):
         """Raise if the master was given other memory, which between steps is a reason to arrange units anew."""
         if not self.lies_in(self.home):
             raise RuntimeError(
-                f"The quantized weight {self.name!r} was converted, or given other memory, while a graph "
-                "waits for its backward or an optimizer has not stepped yet. Do so between steps."
+                f"The quantized weight {self.name!r} was converted, or given other memory, while a "
+                "graph waits for its backward or an optimizer has not stepped yet. Do so between "
+                "steps."
             )
 
     @property

@@ -177,9 +177,9 @@ class Segment:
 def written_by_follower(weight: Weight) -> RuntimeError:
     """Make the error for a write to a weight by a process that does not own it."""
     return RuntimeError(
-        f"Weight {weight.name!r} was written to in a process that shares it with process 0 of this machine, so the "
-        "change would be made once for each of them. Write to weights where `trainer.local_rank == 0` alone, or train "
-        "on one device."
+        f"Weight {weight.name!r} was written to in a process that shares it with process 0 of this "
+        "machine, so the change would be made once for each of them. Write to weights where "
+        "`trainer.local_rank == 0` alone, or train on one device."
     )
 
 

@@ -28,8 +28,8 @@ _DATA: Any = Tensor.data
 def outdated_graph_error(what: str) -> RuntimeError:
     """Make the error for a backward that needs a weight, or a unit, which is elsewhere by now."""
     return RuntimeError(
-        f"backward needs {what} of a graph that was built before superpipeline arranged its memory anew "
-        "(after a first step, or in `detach()`). Call backward in the step of its forward."
+        f"backward needs {what} of a graph that was built before superpipeline arranged its memory "
+        "anew (after a first step, or in `detach()`). Call backward in the step of its forward."
     )
 
 
@@ -45,10 +45,13 @@ class Twin:
         leaf: Any = self.parameter
         leaf.twin_of = weight.name  # it may outlive this object
         self.key = storage_key(data)  # the identity of its memory
-        self.required_gradient = False  # whether the leaf required a gradient when the engine last set that
-        self.gradient_hook: RemovableHandle | None = None  # collects its gradients, once it requires one
+        # whether the leaf required a gradient when the engine last set that
+        self.required_gradient = False
+        # collects its gradients, once it requires one
+        self.gradient_hook: RemovableHandle | None = None
         self.note_unchanged()
-        self.write_backs = 0  # writes of a forward that the master got by a write in place: these count once
+        # writes of a forward that the master got by a write in place: these count once
+        self.write_backs = 0
 
     def _make_leaf(self) -> nn.Parameter:
         leaf, master = self.weight.leaf_class(self.data, requires_grad=False), self.weight.master
@@ -126,7 +129,8 @@ class Weight:
         self.leaf_class: type[nn.Parameter] = EagerLeaf
         # the last cast of it by autocast, in a forward (False) and in a backward: in which graph, out of which cache
         self.casts: dict[bool, tuple[int, int | None]] = {}
-        self.guard: Guard | None = None  # what code outside of the engine finds at its master; None when detached
+        # what code outside of the engine finds at its master; None when detached
+        self.guard: Guard | None = None
         self.replacements = 0  # how often the master was found in other memory
         # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
         self.other_twins: list[Twin] = []
@@ -177,9 +181,10 @@ class Weight:
             return
         if self.is_converted:
             raise RuntimeError(
-                f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and is "
-                f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
-                "or an optimizer has not stepped yet. Convert the module between steps."
+                f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
+                f"is {self.master.dtype} of shape {list(self.master.shape)} now, while a graph "
+                "waits for its backward or an optimizer has not stepped yet. Convert the module "
+                "between steps."
             )
         self.host = self.home if address == self.home.data_ptr() else self.master.data
         self.replacements += 1

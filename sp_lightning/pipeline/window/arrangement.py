@@ -167,7 +167,8 @@ class Arrangement:
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"))
-        self.in_window: list[Unit] = []  # units as they move: neighbors joined, what is resident, single weights
+        # units as they move: neighbors joined, what is resident, single weights
+        self.in_window: list[Unit] = []
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
         self._lay_out(memory)
@@ -201,7 +202,8 @@ class Arrangement:
         self.is_pinned = all(segment.source.pinned for segment in self.segments if segment.nbytes)
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
-                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
+                "Some host memory could not be page-locked (a limit of the system or the "
+                "container, see `ulimit -l`). "
                 "Copies of it are slow.",
                 stacklevel=2,
             )

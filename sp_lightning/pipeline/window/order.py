@@ -35,7 +35,8 @@ class Order:
         self._followed: list[int] = []  # the record that the step under way repeats
         self._position = 0  # in it, of the latest use
         self._last = -1  # the latest use; -1 if nothing is known of what comes next
-        self._recording: list[int] | None = None  # of the step under way, once it has used something
+        # of the step under way, once it has used something
+        self._recording: list[int] | None = None
 
     def begin_step(self) -> None:
         """Note that the next use is the first one of a step."""

@@ -90,7 +90,8 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     ways = [
         _first_fit(sizes, window, cyclic=True),
         _first_fit(sizes, window, cyclic=False),
-        (in_slots, window * slot),  # unlucky sizes can leave holes, which make an arena larger than slots would
+        # unlucky sizes can leave holes, which make an arena larger than slots would
+        (in_slots, window * slot),
     ]
     return min(ways, key=lambda way: way[1])
 
@@ -165,9 +166,10 @@ def choose_device_layout(
     smallest = layouts[-1]
     least = DeviceLayout(division, WindowPlan(1, 1)).streaming_bytes
     raise ValueError(
-        f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k}`: weights, and "
-        f"gradients on their way to the host, take {readable_bytes(smallest.streaming_bytes)}. It takes at least "
-        f"{least} bytes ({readable_bytes(least)}), with k=1."
+        f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k}`: "
+        "weights, and gradients on their way to the host, take "
+        f"{readable_bytes(smallest.streaming_bytes)}. It takes at least {least} bytes "
+        f"({readable_bytes(least)}), with k=1."
     )
 
 
@@ -182,13 +184,15 @@ def check_host_memory(units: Sequence[Unit], present: int) -> None:
     seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
     there = sum(gradient.nbytes for gradient in seen if gradient.layout is torch.strided)
     coming = max(0, sum(gradient_bytes(unit.weights) for unit in units) - there)
-    moving = max((sent_bytes(unit.weights) for unit in units), default=0)  # exists twice for a moment
+    # exists twice for a moment
+    moving = max((sent_bytes(unit.weights) for unit in units), default=0)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     needed = max(0, coming + copies - present) + moving
     free = available_host_memory()
     if free is not None and needed > free:
         raise ValueError(
             f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
-            f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer state is not "
-            f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
+            f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer "
+            f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more "
+            "memory, or freeze weights."
         )

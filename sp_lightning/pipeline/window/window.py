@@ -102,7 +102,8 @@ class Window:
         for unit in self.units:
             for segment in unit.segments:
                 if segment.weights[0].name in names:
-                    self.finish_optimizer(unit)  # whose end would be noted after this, as if it had come later
+                    # whose end would be noted after this, as if it had come later
+                    self.finish_optimizer(unit)
                     unit.suspect = True
                     segment.note_change()
 
@@ -159,7 +160,8 @@ class Window:
             unit = self._unit_of_member[member]
             if unit in needed:
                 continue
-            if unit.suspect and not unit.users:  # a call inside has what it began with, though a step ends meanwhile
+            # a call inside has what it began with, though a step ends meanwhile
+            if unit.suspect and not unit.users:
                 self._verify(unit)
             if unit.residency is Residency.ABSENT:
                 # other processes, without which it is not stepped, may wait for this one, which would for its place
@@ -277,8 +279,8 @@ class Window:
         if unit.residency is not Residency.ABSENT:
             if unit.users:
                 raise RuntimeError(
-                    "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use "
-                    "a larger `k`, or name the inner module in `resident`."
+                    "superpipeline: a backward pass inside of a unit's forward needs the place of "
+                    "that very unit. Use a larger `k`, or name the inner module in `resident`."
                 )
             if unit.residency is Residency.COMING and self._is_being_stepped(unit):
                 self.finish_optimizer(unit)
@@ -307,8 +309,9 @@ class Window:
                 continue
             if twin.unit.residency is not Residency.READABLE:
                 raise RuntimeError(
-                    f"Weight {weight.name!r} was changed in backward after the optimizer had stepped it there, "
-                    "which this change should have preceded. Train with `overlap_optimizer=False`."
+                    f"Weight {weight.name!r} was changed in backward after the optimizer had "
+                    "stepped it there, which this change should have preceded. Train with "
+                    "`overlap_optimizer=False`."
                 )
             self._write_to_master(weight)
 
@@ -319,7 +322,8 @@ class Window:
             self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
             self.finish_optimizer(weight.unit)
             self.stats.host_syncs += 1
-            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
+            # clamped to where it was
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
                 twin.note_unchanged()
                 return
             assert not weight.lowered, "what writes to a weight gets it as it is"
@@ -329,7 +333,8 @@ class Window:
         twin.note_unchanged()
         twin.write_backs += 1
         self.stats.write_backs += 1
-        if not twin.unit.suspect:  # else a change of another weight, which is still to be found, would look checked
+        # else a change of another weight, which is still to be found, would look checked
+        if not twin.unit.suspect:
             for segment in twin.unit.segments:
                 if not segment.sends_copies:
                     segment.note_written_back()
