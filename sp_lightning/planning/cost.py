@@ -1,20 +1,21 @@
 """The work of a step, and what it costs with a given choice: its time, in closed form, and its memory.
 
 [Note: the time of a step]
-Computing, copies in both directions and work on the host go on side by side, so a step takes about as long as the
-busiest of these lanes. Three things keep work from being put off until its lane has time:
+Computing, copies in both directions and work on the host go on side by side, so each phase of a step takes as long as
+its busiest lane:
 
-    forward, backward   What belongs to one cannot be done in the other: weights are sent for both, activations leave in
-                        forward and come back in backward, gradients leave in backward. Each takes as long as its own
-                        busiest lane; with a single slot, computing and copies of weights take turns.
-    the turn            From backward to the next forward: the first unit's gradients leave last, are stepped, and come
-                        back as weights before anything is computed. Others that were stepped where they lie are sent
-                        before those, unless the end of backward has left time for it.
-    the host            It begins when the last unit's gradients have landed, steps all units, and is done before the
-                        last one's next forward.
+    forward     weights are sent, activations leave; the first load waits for a place, the last unit for its load
+    backward    weights and activations are sent, gradients leave; nothing leaves before the first unit has computed
+    turn        from backward to the next forward, one after the other, as nothing hides it: the gradients of the unit
+                that backward ends with leave, are stepped, and come back as weights
+    host        from the first gradients of backward, through the steps of all units, to the last one's next forward
+
+What was stepped is sent again while backward leaves time for copies, and the rest of it before the loads of the next
+forward. With a single slot, computing and copies of weights take turns. Each way to step a unit adds its work to the
+lanes of the phase in which it does it.
 
 [Note: loads]
-Of N groups of units, of which k fit into the window, the last k stay there for backward, and the first k after it:
+Of N units, of which k fit into the window, the last k stay there for backward, and the first k after it:
 N - k are sent in backward, and N - k in forward. After a step, what stayed is sent again, as are units that are kept.
 In inference the first ones do not stay: all are sent, but for those that share their place with no other.
 
@@ -125,9 +126,9 @@ class Machine:
         """Return the seconds of a copy to the host."""
         return nbytes / self.to_host + self.copy_seconds if nbytes else 0.0
 
-    def step(self, units: Iterable[UnitWork]) -> float:
-        """Return the seconds of the optimizer's steps of some units."""
-        return sum(unit.step_bytes for unit in units) / self.host
+    def step(self, unit: UnitWork) -> float:
+        """Return the seconds of the optimizer's step of a unit."""
+        return unit.step_bytes / self.host
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Choice:
 
     @property
     def slots(self) -> int:
-        """How many groups of units that travel together are on the device at once."""
+        """How many units, joined as they travel, are on the device at once."""
         return max(1, self.k // self.k_prime)
 
 
@@ -169,36 +170,86 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     workload = workload.with_on_device(choice.on_device)
     ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
     step = _Step(workload, machine, choice, ways)
+    offloaded = sum(way.leaving for way in ways)
+    masters_and_state = sum(unit.host_bytes for unit in workload.everything)
     return Prediction(
         choice,
         seconds=step.seconds(),
-        lanes=step.lanes,
-        device_bytes=weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways),
-        host_bytes=sum(way.leaving for way in ways)
-        + sum(unit.host_bytes for unit in workload.everything)
-        + landing_bytes(workload, choice.k_prime),
-        bytes_to_device=step.bytes_to_device,
-        bytes_to_host=step.bytes_to_host,
+        lanes=step.lanes(),
+        device_bytes=device_bytes(workload, choice, ways),
+        host_bytes=masters_and_state + landing_bytes(workload, choice) + offloaded,
+        bytes_to_device=step.copied(Lane.TO_DEVICE),
+        bytes_to_host=step.copied(Lane.TO_HOST),
     )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The units as they travel: neighbors that do so together are one."""
+
+    in_order: list[UnitWork]  # all, in the order of the forward
+    streamed: list[UnitWork]  # those that share the arena
+    kept: list[UnitWork]
+
+
+def _window(workload: Workload, choice: Choice) -> _Window:
+    units = workload.units
+    on_device = {number for number, unit in enumerate(units) if not unit.weight_bytes}
+    alone = on_device.union(choice.kept)
+    in_order: list[UnitWork] = []
+    streamed: list[UnitWork] = []
+    for numbers in travel_together(range(len(units)), choice.k_prime, alone):
+        in_order.append(_joined([units[number] for number in numbers]))
+        if numbers[0] not in alone:
+            streamed.append(in_order[-1])
+    return _Window(in_order, streamed, [units[number] for number in choice.kept])
+
+
+def _joined(units: Sequence[UnitWork]) -> UnitWork:
+    """Return the work of units that are sent, and whose gradients leave, with one copy."""
+    if len(units) == 1:
+        return units[0]
+    return UnitWork(
+        units[0].name,
+        weight_bytes=sum(unit.weight_bytes for unit in units),
+        gradient_bytes=sum(unit.gradient_bytes for unit in units),
+        step_bytes=sum(unit.step_bytes for unit in units),
+        forward_seconds=sum(unit.forward_seconds for unit in units),
+        backward_seconds=sum(unit.backward_seconds for unit in units),
+        bytes_after_step=sum(unit.bytes_after_step for unit in units),
+    )
+
+
+def device_bytes(workload: Workload, choice: Choice, ways: Sequence[Way]) -> int:
+    """Return the peak device memory of weights, gradients on their way and activations."""
+    weights_and_gradients = weight_bytes(workload, choice) + gradient_bytes(workload, choice)
+    return weights_and_gradients + activation_bytes(workload, ways)
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, and for everything that belongs to units which live on the device."""
-    _, streamed, kept = _groups(workload, choice)
-    window = _arena_bytes(tuple(group.weight_bytes for group in streamed), choice.slots)
-    return window + sum(unit.weight_bytes for unit in (*kept, workload.resident)) + workload.on_device_bytes
+    window = _window(workload, choice)
+    arena = _arena_bytes(tuple(unit.weight_bytes for unit in window.streamed), choice.slots)
+    own_places = sum(unit.weight_bytes for unit in (*window.kept, workload.resident))
+    return arena + own_places + workload.on_device_bytes
 
 
-def gradient_bytes(workload: Workload) -> int:
+def gradient_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return STAGING_BUFFERS * max(unit.gradient_bytes for unit in workload.everything)
+    return STAGING_BUFFERS * max(_gradients(workload, choice))
 
 
-def landing_bytes(workload: Workload, k_prime: int) -> int:
+def landing_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
-    gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
-    passing = workload.stepping == "in backward" or workload.sum_bytes > 0
-    return workload.sum_bytes + sum(gradients[: landing_buffers(len(gradients), k_prime)] if passing else gradients)
+    gradients = sorted(_gradients(workload, choice), reverse=True)
+    if workload.stepping == "in backward" or workload.sum_bytes:
+        gradients = gradients[: landing_buffers(len(gradients), 1)]
+    return workload.sum_bytes + sum(gradients)
+
+
+def _gradients(workload: Workload, choice: Choice) -> list[int]:
+    units = _window(workload, choice).in_order
+    return [unit.gradient_bytes for unit in (*units, workload.resident)]
 
 
 def peak(ways: Sequence[Way], turn: int = 0) -> int:
@@ -216,119 +267,150 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
     return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
 
 
-def _groups(workload: Workload, choice: Choice) -> tuple[list[UnitWork], list[UnitWork], list[UnitWork]]:
-    """Return all groups in the order of the forward, those that share the window, and those that are kept.
-
-    Units that travel together are taken for one.
-    """
-    units = workload.units
-    apart = {*choice.kept, *(number for number, unit in enumerate(units) if not unit.weight_bytes)}
-    numbers = travel_together(range(len(units)), choice.k_prime, apart)
-    groups = [_as_one([units[number] for number in group]) for group in numbers]
-    streamed = [group for group, each in zip(groups, numbers, strict=True) if each[0] not in apart]
-    return groups, streamed, [units[number] for number in choice.kept]
-
-
-def _as_one(units: Sequence[UnitWork]) -> UnitWork:
-    return UnitWork(
-        units[0].name,
-        weight_bytes=sum(unit.weight_bytes for unit in units),
-        gradient_bytes=units[0].gradient_bytes,  # which leave last
-        step_bytes=sum(unit.step_bytes for unit in units),
-        forward_seconds=sum(unit.forward_seconds for unit in units),
-        backward_seconds=sum(unit.backward_seconds for unit in units),
-        bytes_after_step=sum(unit.bytes_after_step for unit in units),
-    )
-
-
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
 def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
     return place_in_arena(sizes, slots)[1]
 
 
+class _Phase:
+    """What each lane has to do in a phase of a step: seconds, and bytes of copies.
+
+    Its first unit computes before a place is free for a load, and before anything leaves; its last one computes after
+    its load.
+    """
+
+    def __init__(self, machine: Machine, first: float = 0.0, last: float = 0.0) -> None:
+        self.busy = dict.fromkeys(Lane, 0.0)
+        self.copied = dict.fromkeys(Lane, 0)
+        self.held_up = 0.0  # seconds that computing waits for copies of activations, of units that are uneven
+        self._machine = machine
+        self._first = first
+        self._last = last
+
+    def send(self, sizes: Iterable[int]) -> None:
+        for nbytes in sizes:
+            self.busy[Lane.TO_DEVICE] += self._machine.up(nbytes)
+            self.copied[Lane.TO_DEVICE] += nbytes
+
+    def bring_back(self, sizes: Iterable[int]) -> None:
+        for nbytes in sizes:
+            self.busy[Lane.TO_HOST] += self._machine.down(nbytes)
+            self.copied[Lane.TO_HOST] += nbytes
+
+    def step_on_host(self, units: Iterable[UnitWork]) -> None:
+        self.busy[Lane.HOST] += sum(map(self._machine.step, units))
+
+    def seconds(self, slots: int, sent_before: float = 0.0) -> float:
+        """Return how long the busiest lane takes, if something else is sent for so many seconds before its loads."""
+        compute = self.busy[Lane.COMPUTE] + self.held_up
+        loads = self.busy[Lane.TO_DEVICE]
+        leaving = self.busy[Lane.TO_HOST]
+        if slots == 1:
+            return max(compute + sent_before + loads, self._first + leaving)
+        sending = sent_before
+        if loads:
+            sending = max(self._first, sent_before) + loads
+        if sending:
+            sending += self._last
+        return max(compute, sending, self._first + leaving)
+
+
 class _Step:
-    """A step of the optimizer, with all of its micro-steps: what `Prediction` tells of it but for memory."""
+    """A step of the optimizer with all of its micro-steps; see [Note: the time of a step]."""
 
     def __init__(self, workload: Workload, machine: Machine, choice: Choice, ways: Sequence[Way]) -> None:
-        self._workload, self._machine, self._slots = workload, machine, choice.slots
-        self._groups, self._streamed, self._kept = _groups(workload, choice)
-        units, times, trains = workload.units, workload.micro_steps, workload.trains
-        loads, loads_back, again = self._loads()
-        leaving = [way.leaving if trains else 0 for way in ways[:-UNITS_THAT_STAY]] + [0] * UNITS_THAT_STAY
-        gradients = [unit.gradient_bytes for unit in workload.everything]
-        forward = [unit.forward_seconds for unit in units]
-        backward = [0.0] * len(units)
-        if trains:
-            backward = [unit.backward_seconds + way.repeating for unit, way in zip(units, ways, strict=True)]
-        # A unit does not end before the one before it is rid of its activations, nor before they are back again.
-        leaving_before = [0, *leaving[:-1]]
-        self._forward = sum(map(max, forward, map(machine.down, leaving_before)))
-        self._backward = sum(map(max, backward, map(machine.up, leaving_before)))
-        self._loads_forward, self._again = sum(map(machine.up, loads)), sum(map(machine.up, again))
-        self._loads_backward = sum(map(machine.up, [*loads_back, *leaving]))
-        self._optimizer = machine.step(workload.everything) if workload.stepping else 0.0
-        self.lanes = {
-            Lane.COMPUTE: times * sum([*forward, *backward]),
-            Lane.TO_DEVICE: times * (self._loads_forward + self._loads_backward) + self._again,
-            Lane.TO_HOST: times * sum(map(machine.down, [*gradients, *leaving])),
-            Lane.HOST: (times - 1) * workload.add_seconds + self._optimizer,
-        }
-        self.bytes_to_device = times * sum([*loads, *loads_back, *leaving]) + sum(again)
-        self.bytes_to_host = times * sum([*gradients, *leaving])
+        self._workload = workload
+        self._machine = machine
+        self._slots = choice.slots
+        self._window = window = _window(workload, choice)
+        # the units that forward begins with, and that are there at the turn
+        self._first = window.in_order[0], workload.resident
+        first, last = window.in_order[0], window.in_order[-1]
+        self._forward = _Phase(machine, first.forward_seconds, last.forward_seconds)
+        self._backward = _Phase(machine, last.backward_seconds, first.backward_seconds)
+        self._turn = _Phase(machine)
+        self._optimizer = _Phase(machine)  # once for all micro-steps; what of it sticks out is part of the turn
+        self._add_computing(ways)
+        self._add_loads()
+        if workload.trains:
+            self._add_activations(ways)
+            self._backward.bring_back(unit.gradient_bytes for unit in window.in_order[1:])
+            self._turn.bring_back(unit.gradient_bytes for unit in self._first)
+        if workload.stepping:
+            self._step_on_host()
 
-    def _loads(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the bytes of each load in forward, in backward, and again after a step (see [Note: loads])."""
-        workload, streamed, slots = self._workload, self._streamed, self._slots
-        leave, come_back = streamed[:-slots], streamed[slots:]
-        if not workload.trains:
-            return [group.weight_bytes for group in (*leave, *streamed[max(slots, len(leave)) :])], [], []
-        stay = [*streamed[:slots], *self._kept, workload.resident] if workload.stepping else []
-        loads, loads_back = ([group.weight_bytes for group in groups] for groups in (come_back, leave))
-        return loads, loads_back, [group.bytes_after_step for group in stay]
+    def _add_computing(self, ways: Sequence[Way]) -> None:
+        units = self._workload.units
+        self._forward.busy[Lane.COMPUTE] = sum(unit.forward_seconds for unit in units)
+        if self._workload.trains:
+            again = sum(way.repeating for way in ways)
+            self._backward.busy[Lane.COMPUTE] = sum(unit.backward_seconds for unit in units) + again
+
+    def _add_activations(self, ways: Sequence[Way]) -> None:
+        leaving = [way.leaving for way in ways[:-UNITS_THAT_STAY]]
+        self._forward.bring_back(leaving)
+        self._backward.send(leaving)
+        # a unit does not end before the one before it is rid of its activations, nor before they are back again
+        for nbytes, way, unit in zip(leaving, ways[1:], self._workload.units[1:], strict=True):
+            backward_seconds = unit.backward_seconds + way.repeating
+            self._forward.held_up += max(0.0, self._machine.down(nbytes) - unit.forward_seconds)
+            self._backward.held_up += max(0.0, self._machine.up(nbytes) - backward_seconds)
+
+    def _add_loads(self) -> None:
+        """Add what is sent between two steps of the optimizer; see [Note: loads]."""
+        sizes = [unit.weight_bytes for unit in self._window.streamed]
+        others = max(0, len(sizes) - self._slots)
+        if self._workload.trains:
+            self._forward.send(sizes[self._slots :])
+            self._backward.send(sizes[:others])
+        else:
+            alone = range(others, self._slots)  # with their places
+            self._forward.send(size for number, size in enumerate(sizes) if number not in alone)
+
+    def _step_on_host(self) -> None:
+        """Add the host's steps of all units, and the weights that it has changed where they lie on the device."""
+        self._optimizer.step_on_host(self._workload.everything)
+        stay = (*self._window.streamed[: self._slots], *self._window.kept, self._workload.resident)
+        self._optimizer.send(unit.bytes_after_step for unit in stay)
+
+    def lanes(self) -> dict[Lane, float]:
+        """Return the seconds of work in each lane."""
+        phases = (self._forward, self._backward, self._turn)
+        times = self._workload.micro_steps
+        lanes = {lane: times * sum(phase.busy[lane] for phase in phases) + self._optimizer.busy[lane] for lane in Lane}
+        lanes[Lane.HOST] += (times - 1) * self._workload.add_seconds
+        return lanes
+
+    def copied(self, lane: Lane) -> int:
+        """Return the bytes of all copies in a lane."""
+        phases = (self._forward, self._backward, self._turn)
+        return self._workload.micro_steps * sum(phase.copied[lane] for phase in phases) + self._optimizer.copied[lane]
 
     def seconds(self) -> float:
-        """Return how long it takes (see [Note: the time of a step])."""
-        workload, machine, first, last = self._workload, self._machine, self._groups[0], self._groups[-1]
-        gradients = sum(machine.down(unit.gradient_bytes) for unit in workload.units[1:])  # the first's are the turn's
-        edges = [each.backward_seconds for each in (first, last)]
-        backward = max(self._together(self._backward, self._loads_backward, edges), edges[-1] + gradients)
-        edges = [each.forward_seconds for each in (first, last)]
-        forward = self._together(self._forward, self._loads_forward, edges)
-        without_step = forward + backward + workload.rest_seconds
+        """Return how long it takes."""
+        workload = self._workload
+        backward = self._backward.seconds(self._slots)
+        micro_step = self._forward.seconds(self._slots) + backward + workload.rest_seconds
         if not workload.stepping:
-            return workload.micro_steps * without_step
-        gone, stepped, sent = self._first_unit()
-        landed, loads = last.backward_seconds + machine.down(last.gradient_bytes), self._loads_forward
-        turn = max(gone + stepped, self._again - sent - self._spare(backward, landed)) + sent
-        if workload.stepping == "after backward":  # the first unit is stepped before others, and sent before them
-            landed, turn, loads = backward + gone, gone + stepped + sent, loads + self._again - sent
-        forward = self._together(self._forward, loads, edges[1:])
-        host = landed + workload.add_seconds + self._optimizer + machine.up(last.weight_bytes) + last.forward_seconds
-        with_step = max(forward + backward + max(turn, workload.rest_seconds), host)
-        return with_step + (workload.micro_steps - 1) * max(without_step, workload.add_seconds)
+            return workload.micro_steps * micro_step
+        sent_in_turn = sum(self._machine.up(unit.bytes_after_step) for unit in self._first)
+        sent_before = self._optimizer.busy[Lane.TO_DEVICE] - sent_in_turn
+        if workload.stepping == "in backward":
+            sent_before -= backward - self._backward.busy[Lane.TO_DEVICE]
+        forward = self._forward.seconds(self._slots, max(0.0, sent_before))
+        gone = self._turn.busy[Lane.TO_HOST]
+        turn = gone + sum(map(self._machine.step, self._first)) + sent_in_turn
+        device = forward + backward + max(turn, workload.rest_seconds)
+        begins = backward + gone if workload.stepping == "after backward" else self._first_gradients()
+        host = begins + workload.add_seconds + self._optimizer.busy[Lane.HOST] + self._last_forward()
+        return max(device, host) + (workload.micro_steps - 1) * max(micro_step, workload.add_seconds)
 
-    def _together(self, computing: float, loads: float, edges: Sequence[float]) -> float:
-        """Return how long computing and loads take; before the first load and after the last one, `edges` compute."""
-        if self._slots == 1:
-            return computing + loads
-        return max(computing, loads + sum(edges) if loads else 0.0)
+    def _first_gradients(self) -> float:
+        """Return when in backward the host has the first gradients: those of the last unit."""
+        last = self._window.in_order[-1]
+        return last.backward_seconds + self._machine.down(last.gradient_bytes)
 
-    def _first_unit(self) -> tuple[float, float, float]:
-        """Return how long the first gradients, after backward, take to leave, to be stepped, and to be sent again."""
-        machine, resident, groups = self._machine, self._workload.resident, self._groups
-        place = next((place for place, group in enumerate(groups) if group.step_bytes), 0)
-        hidden = sum(group.forward_seconds + group.backward_seconds for group in groups[:place])
-        both = (groups[place], resident)
-        gone = sum(machine.down(unit.gradient_bytes) for unit in both)
-        return gone - hidden, machine.step(both), sum(machine.up(unit.bytes_after_step) for unit in both)
-
-    def _spare(self, backward: float, landed: float) -> float:
-        """Return the seconds of backward, after its last load, in which weights that were stepped can be sent again."""
-        streamed = self._streamed
-        if self._workload.stepping != "in backward":
-            return 0.0
-        if len(streamed) > self._slots:
-            at_the_end = backward * self._slots / len(streamed) - self._machine.up(streamed[0].weight_bytes)
-            kept = sum(self._machine.up(unit.bytes_after_step) for unit in self._kept)
-            return max(at_the_end, min(kept, backward - landed - self._loads_backward))
-        return backward - landed - self._machine.step(self._groups[-1:])
+    def _last_forward(self) -> float:
+        """Return what the last unit, which is stepped last, has to do then."""
+        last = self._window.in_order[-1]
+        return self._machine.up(last.weight_bytes) + last.forward_seconds
