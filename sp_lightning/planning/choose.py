@@ -24,8 +24,8 @@ from sp_lightning.planning.cost import (
     activation_bytes,
     device_bytes,
     peak,
-    predict,
 )
+from sp_lightning.planning.step import predict
 
 _Number: TypeAlias = int | Literal["auto"]
 
