@@ -10,9 +10,9 @@ its busiest lane:
                 that backward ends with leave, are stepped, and come back as weights
     host        from the first gradients of backward, through the steps of all units, to the last one's next forward
 
-What was stepped is sent again while backward leaves time for copies, and the rest of it before the loads of the next
-forward. With a single slot, computing and copies of weights take turns. Each way to step a unit adds its work to the
-lanes of the phase in which it does it.
+Other units that were stepped while they lay on the device are sent while backward leaves time for copies, and the rest
+of them in the turn; in the next forward if nothing is stepped before backward has ended. With a single slot, computing
+and copies of weights take turns. Each way to step a unit adds its work to the lanes of the phase in which it does it.
 
 [Note: loads]
 Of N units, of which k fit into the window, the last k stay there for backward, and the first k after it:
@@ -178,13 +178,19 @@ class _Step:
         micro_step = self._forward.seconds(self._slots) + backward + workload.rest_seconds
         if not workload.stepping:
             return workload.micro_steps * micro_step
-        sent_in_turn = sum(self._machine.up(unit.bytes_after_step) for unit in self._first)
-        sent_before = self._optimizer.busy[Lane.TO_DEVICE] - sent_in_turn
-        if workload.stepping == "in backward":
-            sent_before -= backward - self._backward.busy[Lane.TO_DEVICE]
-        forward = self._forward.seconds(self._slots, max(0.0, sent_before))
         gone = self._turn.busy[Lane.TO_HOST]
-        turn = gone + sum(map(self._machine.step, self._first)) + sent_in_turn
+        stepped = sum(map(self._machine.step, self._first))
+        sent = sum(self._machine.up(unit.bytes_after_step) for unit in self._first)
+        others_sent = self._optimizer.busy[Lane.TO_DEVICE] - sent
+        if workload.stepping == "after backward":  # the first unit before the others
+            turn = gone + stepped + sent
+            forward = self._forward.seconds(self._slots, others_sent)
+        else:
+            if workload.stepping == "in backward":
+                since_stepping = backward - self._first_gradients()
+                others_sent -= max(0.0, since_stepping - self._backward.busy[Lane.TO_DEVICE])
+            turn = max(gone + stepped, others_sent) + sent
+            forward = self._forward.seconds(self._slots)
         device = forward + backward + max(turn, workload.rest_seconds)
         begins = backward + gone if workload.stepping == "after backward" else self._first_gradients()
         host = begins + workload.add_seconds + self._optimizer.busy[Lane.HOST] + self._last_forward()
