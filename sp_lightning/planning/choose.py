@@ -7,9 +7,9 @@ filled with units that are kept there.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
 
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING
@@ -22,11 +22,10 @@ from sp_lightning.planning.cost import (
     Way,
     Workload,
     activation_bytes,
-    gradient_bytes,
+    device_bytes,
     peak,
-    predict,
-    weight_bytes,
 )
+from sp_lightning.planning.step import predict
 
 _Number: TypeAlias = int | Literal["auto"]
 
@@ -35,7 +34,7 @@ _SPLITS = 4  # splits of the budget between activations and weights to try
 _K_PRIMES = (1, 2, 4)
 _LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
 _MARGIN = 1.02  # a window that fetches nothing ahead, or units on the device, have to be faster by this factor
-_PRICE_OF_WORK = 0.01  # what a second of work in any lane is taken to cost, so that of equal choices the laziest wins
+_NEARLY = 1.01  # of choices that are slower than the fastest one by at most this factor, the laziest wins
 _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
 
@@ -63,34 +62,34 @@ def choose(
     raises `TooLittleMemory`.
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
-    smallest = min(windows, key=lambda window: weight_bytes(workload, window))
+    budget_left = budget - workload.reserve_bytes
     least = tuple(choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes))
-    spare = _room(workload, budget, least) - weight_bytes(workload, smallest)
+    spare = budget_left - min(device_bytes(workload, window, least) for window in windows)
     if spare < 0:
         raise TooLittleMemory(budget, -spare)
     splits = dict.fromkeys([least, *_splits(workload, activation_bytes(workload, least) + spare)])
-    found = []
+    choices: dict[Choice, None] = {}  # a set that keeps the order
     for on_device in _sets_on_device(workload) if fill else [()]:
         streamed = workload.with_on_device(on_device)
-        for ways in splits:
-            room = _room(streamed, budget, ways)
-            for window in windows if weight_bytes(streamed, smallest) <= room else ():
-                choice = replace(window, ways=ways)
-                if weight_bytes(streamed, choice) <= room:
-                    for each in dict.fromkeys([choice, _filled(streamed, choice, room) if fill else choice]):
-                        found.append(predict(workload, machine, replace(each, on_device=on_device)))
-    return min(found, key=_price)
+        for window, ways in product(windows, splits):
+            choice = replace(window, ways=ways, on_device=on_device)
+            if device_bytes(streamed, choice, ways) <= budget_left:
+                choices[choice] = None
+                if fill:
+                    choices[_filled(streamed, choice, budget_left)] = None
+    return _best([predict(workload, machine, choice) for choice in choices])
 
 
-def _price(prediction: Prediction) -> float:
-    """Return what choices are compared by: the time of a step, and how easily it is delayed."""
-    choice, seconds = prediction.choice, prediction.seconds + _PRICE_OF_WORK * sum(prediction.lanes.values())
-    return seconds * (_MARGIN if choice.slots == 1 else 1.0) * (_MARGIN if choice.on_device else 1.0)
+def _best(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the fastest prediction or, of those that are nearly as fast, the one with the least work."""
+    enough = _NEARLY * min(map(_seconds_with_margin, predictions))
+    nearly_fastest = [prediction for prediction in predictions if _seconds_with_margin(prediction) <= enough]
+    return min(nearly_fastest, key=lambda prediction: sum(prediction.lanes.values()))
 
 
-def _room(workload: Workload, budget: int, ways: Sequence[Way]) -> int:
-    """Return the bytes that are left for weights."""
-    return budget - workload.reserve_bytes - gradient_bytes(workload) - activation_bytes(workload, ways)
+def _seconds_with_margin(prediction: Prediction) -> float:
+    choice = prediction.choice
+    return prediction.seconds * (_MARGIN if choice.slots == 1 or choice.on_device else 1.0)
 
 
 def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iterator[Choice]:
@@ -134,22 +133,28 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
             yield tuple(choose_ways(units, split, turn))
 
 
-def _filled(workload: Workload, choice: Choice, room: int) -> Choice:
+def _filled(workload: Workload, choice: Choice, budget: int) -> Choice:
     """Return the choice with as many units kept on the device as fit, spread evenly among those that stream."""
     streamed = [number for number, unit in enumerate(workload.units) if unit.weight_bytes]
-
-    def with_kept(count: int) -> Choice:
-        return replace(choice, kept=_spread(count, streamed))
-
-    counts = range(max(0, len(streamed) - choice.k) + 1)
-    return with_kept(bisect_right(counts, room, key=lambda count: weight_bytes(workload, with_kept(count))) - 1)
+    too_many = max(0, len(streamed) - choice.k) + 1
+    fitting = choice
+    count = 0
+    while too_many - count > 1:
+        middle = (count + too_many) // 2
+        fuller = replace(choice, kept=_spread(middle, streamed))
+        if device_bytes(workload, fuller, choice.ways) <= budget:
+            count = middle
+            fitting = fuller
+        else:
+            too_many = middle
+    return fitting
 
 
 class _State(NamedTuple):
     """A choice for the first units: what they hold, cost and have under way, the last way, and the state before it."""
 
     held: int
-    seconds: float
+    cost: float
     under_way: int
     way: Way | None
     before: _State | None
@@ -157,41 +162,33 @@ class _State(NamedTuple):
 
 def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
     """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak."""
-    units = [*units, [Way("keep", 0, turn, 0.0)]]
+    at_turn = Way("keep", 0, turn, 0.0)
+    units = [*units, [at_turn]]
     chosen = _cheapest(units, budget)
     if chosen is None:
-        least = _least_budget(units, budget)
-        chosen = _cheapest(units, least) or _cheapest(units, least, price=0)
-    assert chosen is not None
+        lowest = _cheapest(units, None)
+        assert lowest is not None
+        chosen = _cheapest(units, peak(lowest)) or lowest
     return chosen[:-1]
 
 
-def _least_budget(units: Sequence[Sequence[Way]], too_little: int) -> int:
-    """Return the smallest budget that some ways stay within, by halving what is in question."""
-    enough = sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
-    while enough - too_little > 1:
-        middle = (too_little + enough) // 2
-        if _cheapest(units, middle, price=0) is None:
-            too_little = middle
-        else:
-            enough = middle
-    return enough
+def _cheapest(units: Sequence[Sequence[Way]], budget: int | None) -> list[Way] | None:
+    """Return the ways that cost least time within a budget, if there are any; without one, those whose peak is lowest.
 
-
-def _cheapest(units: Sequence[Sequence[Way]], budget: int, price: int = 1) -> list[Way] | None:
-    """Return the cheapest ways within a budget; those that hold least if seconds cost nothing, which is soon found."""
+    From unit to unit, it goes on with each state that no other one is better than.
+    """
     states = [_State(0, 0.0, 0, None, None)]
     for ways in units:
-        reached = [
-            _State(state.held + way.held, state.seconds + price * way.seconds, way.under_way, way, state)
-            for state in states
-            for way in ways
-            if state.held + state.under_way + way.working <= budget
-        ]
+        reached = []
+        for state, way in product(states, ways):
+            needed = state.held + state.under_way + way.working
+            if budget is None or needed <= budget:
+                cost = max(state.cost, needed) if budget is None else state.cost + way.seconds
+                reached.append(_State(state.held + way.held, cost, way.under_way, way, state))
         states = _undominated(reached)
         if not states:
             return None
-    last: _State | None = min(states, key=lambda state: (state.seconds, state.held))
+    last: _State | None = min(states, key=lambda state: (state.cost, state.held))
     chosen = []
     while last is not None and last.way is not None:
         chosen.append(last.way)
@@ -202,11 +199,11 @@ def _cheapest(units: Sequence[Sequence[Way]], budget: int, price: int = 1) -> li
 def _undominated(states: list[_State]) -> list[_State]:
     """Leave out each state that another one is at least as good as in every respect."""
     kept: list[_State] = []
-    least: dict[int, float] = {}  # seconds, by what is under way, among those that hold no more
+    least: dict[int, float] = {}  # cost, by what is under way, among those that hold no more
     for state in sorted(states, key=lambda state: state[:3]):
-        if all(state.seconds < seconds for under_way, seconds in least.items() if under_way <= state.under_way):
+        if all(state.cost < cost for under_way, cost in least.items() if under_way <= state.under_way):
             kept.append(state)
-            least[state.under_way] = state.seconds
+            least[state.under_way] = state.cost
     if len(kept) > _MOST_STATES:
         last = len(kept) - 1
         kept = [kept[number * last // (_MOST_STATES - 1)] for number in range(_MOST_STATES)]

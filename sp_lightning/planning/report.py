@@ -16,8 +16,9 @@ from torch import nn
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Choice, Prediction, Workload, landing_bytes, predict
+from sp_lightning.planning.cost import Choice, Prediction, Workload, landing_bytes
 from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
+from sp_lightning.planning.step import predict
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
@@ -127,7 +128,7 @@ def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]
         workload, machine = estimate(module, way)
         predicted = predict(workload, machine, choice)
         clipped = replace(workload, stepping="after backward" if workload.stepping else None)
-        waiting = landing_bytes(clipped, choice.k_prime) - landing_bytes(workload, choice.k_prime)
+        waiting = landing_bytes(clipped, choice) - landing_bytes(workload, choice)
         rungs.append(Rung(way, predicted.host_bytes, predicted.seconds, predicted.host_bytes + waiting))
     return rungs
 
