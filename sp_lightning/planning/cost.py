@@ -170,13 +170,13 @@ def window_of(workload: Workload, choice: Choice) -> Window:
 
 
 def _joined(units: Sequence[UnitWork]) -> UnitWork:
-    """Return the work of units that are sent, and whose gradients leave, with one copy."""
+    """Return the work of units that are sent with one copy."""
     if len(units) == 1:
         return units[0]
     return UnitWork(
         units[0].name,
         weight_bytes=sum(unit.weight_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
+        gradient_bytes=units[0].gradient_bytes,  # which leave last: each one's leave with a copy of their own
         step_bytes=sum(unit.step_bytes for unit in units),
         forward_seconds=sum(unit.forward_seconds for unit in units),
         backward_seconds=sum(unit.backward_seconds for unit in units),
@@ -186,7 +186,7 @@ def _joined(units: Sequence[UnitWork]) -> UnitWork:
 
 def device_bytes(workload: Workload, choice: Choice, ways: Sequence[Way]) -> int:
     """Return the peak device memory of weights, gradients on their way and activations."""
-    weights_and_gradients = weight_bytes(workload, choice) + gradient_bytes(workload, choice)
+    weights_and_gradients = weight_bytes(workload, choice) + gradient_bytes(workload)
     return weights_and_gradients + activation_bytes(workload, ways)
 
 
@@ -198,22 +198,17 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
     return arena + own_places + workload.on_device_bytes
 
 
-def gradient_bytes(workload: Workload, choice: Choice) -> int:
+def gradient_bytes(workload: Workload) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return STAGING_BUFFERS * max(_gradients(workload, choice))
+    return STAGING_BUFFERS * max(unit.gradient_bytes for unit in workload.everything)
 
 
-def landing_bytes(workload: Workload, choice: Choice) -> int:
+def landing_bytes(workload: Workload, k_prime: int) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
-    gradients = sorted(_gradients(workload, choice), reverse=True)
+    gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
     if workload.stepping == "in backward" or workload.sum_bytes:
-        gradients = gradients[: landing_buffers(len(gradients), 1)]
+        gradients = gradients[: landing_buffers(len(gradients), k_prime)]
     return workload.sum_bytes + sum(gradients)
-
-
-def _gradients(workload: Workload, choice: Choice) -> list[int]:
-    units = window_of(workload, choice).in_order
-    return [unit.gradient_bytes for unit in (*units, workload.resident)]
 
 
 def peak(ways: Sequence[Way], turn: int = 0) -> int:

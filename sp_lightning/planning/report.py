@@ -128,7 +128,7 @@ def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]
         workload, machine = estimate(module, way)
         predicted = predict(workload, machine, choice)
         clipped = replace(workload, stepping="after backward" if workload.stepping else None)
-        waiting = landing_bytes(clipped, choice) - landing_bytes(workload, choice)
+        waiting = landing_bytes(clipped, choice.k_prime) - landing_bytes(workload, choice.k_prime)
         rungs.append(Rung(way, predicted.host_bytes, predicted.seconds, predicted.host_bytes + waiting))
     return rungs
 

@@ -51,7 +51,7 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
         seconds=step.seconds(),
         lanes=step.lanes(),
         device_bytes=device_bytes(workload, choice, ways),
-        host_bytes=masters_and_state + landing_bytes(workload, choice) + offloaded,
+        host_bytes=masters_and_state + landing_bytes(workload, choice.k_prime) + offloaded,
         bytes_to_device=step.copied(Lane.TO_DEVICE),
         bytes_to_host=step.copied(Lane.TO_HOST),
     )
@@ -119,7 +119,7 @@ class _Step:
         self._add_loads()
         if workload.trains:
             self._add_activations(ways)
-            self._backward.bring_back(unit.gradient_bytes for unit in window.in_order[1:])
+            self._backward.bring_back(unit.gradient_bytes for unit in workload.units[1:])
             self._turn.bring_back(unit.gradient_bytes for unit in self._first)
         if workload.stepping:
             self._step_on_host()
