@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.units.unit import Unit
@@ -36,7 +36,7 @@ class EarlyStep:
         self.optimizer = optimizer
         self.keeps_gradients = keeps_gradients
         self.plan = plan
-        self.stepped: list[UnitGradients] = []
+        self.stepped: list[SegmentGradients] = []
         self._steps = steps
         self._scaling = Scaling(clamp=clamp)
         # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
@@ -55,17 +55,20 @@ class EarlyStep:
 
     # ------------------------------------------------------------------------------------------------- in backward
 
-    def wants(self, gradients: UnitGradients) -> bool:
+    def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these gradients, which are complete, should go to the optimizer right away."""
-        unit = gradients.unit
+        unit = of_segment.unit
         if unit.resident or unit.apart:  # the latter would have to wait for the step
             return False
-        return all(g in self.plan.gradients and not g.weight.other_twins for g in gradients.trained)
+        for gradient in of_segment.trained:
+            if gradient not in self.plan.gradients or gradient.weight.other_twins:
+                return False
+        return True
 
     def receive(self, shipment: Shipment) -> None:
         """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""
-        unit = shipment.unit.unit
-        if self._shipments and self._shipments[0].unit.unit is not unit:
+        unit = shipment.of_segment.unit
+        if self._shipments and self._shipments[0].of_segment.unit is not unit:
             self.end_unit()  # backward has moved on, and there are few landing buffers
         self._shipments.append(shipment)
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
@@ -76,7 +79,7 @@ class EarlyStep:
         """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
         if not self._shipments:
             return
-        unit = self._shipments[0].unit.unit
+        unit = self._shipments[0].of_segment.unit
         if self._is_complete(unit):
             self._step(unit)
             return
@@ -101,7 +104,7 @@ class EarlyStep:
             for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
                 gradient.scaling = self._scaling
                 used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
-            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.unit, steps.window.copies_of([unit]))
+            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.of_segment, steps.window.copies_of([unit]))
         if unit.is_followed:
             steps.count(unit, self.plan)
         else:
@@ -111,8 +114,8 @@ class EarlyStep:
         if not unit_awaits_others and not used.keys().isdisjoint(self._new):
             steps.finish([unit])  # how state is made depends on torch's default dtype, which may change
         for shipment in shipments:
-            shipment.unit.consume()
-            self.stepped.append(shipment.unit)
+            shipment.of_segment.consume()
+            self.stepped.append(shipment.of_segment)
             if not self.keeps_gradients:
                 steps.stream.exchange.drop(shipment.gradients)
         steps.window.stats.steps_in_backward += len(unit.parts)
@@ -122,10 +125,10 @@ class EarlyStep:
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         if self._new:  # other processes, which backward could not wait for, have ended theirs
-            self._steps.finish([gradients.unit for gradients in self.stepped])
-        for gradients in self.stepped:
-            gradients.unit.is_ahead = False
-            gradients.acknowledge_step(self.keeps_gradients)
+            self._steps.finish([of_segment.unit for of_segment in self.stepped])
+        for of_segment in self.stepped:
+            of_segment.unit.is_ahead = False
+            of_segment.acknowledge_step(self.keeps_gradients)
         for gradient in self._new:
             if not self.optimizer.state.get(gradient.weight.master):
                 self.optimizer.state.pop(gradient.weight.master, None)  # it got no gradient
@@ -136,7 +139,7 @@ class EarlyStep:
             self._steps.count(unit, self.plan)
         self.acknowledge()
         trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
-        stepped = sum(len(gradients.trained) for gradients in self.stepped)
+        stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
                 f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
@@ -149,7 +152,7 @@ class EarlyStep:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
         name = type(self.optimizer).__name__
         if optimizer is not self.optimizer:
-            if any(gradient in plan.gradients for unit in self.stepped for gradient in unit.trained):
+            if any(gradient in plan.gradients for of_segment in self.stepped for gradient in of_segment.trained):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} is to step weights that another optimizer, {name}, has stepped in "
                     "backward although its own `step()` was not called yet. Train with `overlap_optimizer=False`."

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
 from sp_lightning.pipeline.processes.box import SharedMemory
@@ -124,7 +124,7 @@ class UnitSteps:
                 tensor, state = gradients[gradient]
                 work = Work(weight.master.data, tensor, state, copy)
                 updates.setdefault(numbers[gradient], []).append((work, gradient.scaling))
-                tickets[weight] = gradient.unit.ticket
+                tickets[weight] = gradient.of_segment.ticket
                 moved += 2 * weight.home.nbytes + tensor.nbytes
         if not tickets:
             self.count(unit, step.plan)

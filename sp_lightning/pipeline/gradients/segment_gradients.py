@@ -1,4 +1,4 @@
-"""The gradients of one unit: the state that they are in, and the host memory that they stay in until somebody asks.
+"""The gradients of one segment: the state that they are in, and the host memory that they stay in until asked for.
 
 [Note: what you look at is yours]
 The gradients that backward has brought belong to the engine: they may still be on their way, in a lower dtype than
@@ -24,7 +24,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class State(enum.Enum):
-    """Where the gradients of a unit are."""
+    """Where the gradients of a segment are."""
 
     EMPTY = enum.auto()
     """The engine has none."""
@@ -39,11 +39,11 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("host", "norm", "scaling", "unit", "weight")
+    __slots__ = ("host", "norm", "of_segment", "scaling", "weight")
 
-    def __init__(self, weight: Weight, unit: UnitGradients) -> None:
+    def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
-        self.unit = unit
+        self.of_segment = of_segment
         # what the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
         self.host: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that; None if it is not known
@@ -58,7 +58,7 @@ class Gradient:
         return master.grad is not None
 
 
-class UnitGradients:
+class SegmentGradients:
     """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
     Attributes:
