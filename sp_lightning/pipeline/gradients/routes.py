@@ -94,16 +94,18 @@ class Routes:
 
     def pack(self, of_segment: SegmentGradients) -> Shipment:
         """Put what a unit has gathered into a staging buffer."""
-        gathered = of_segment.gathered
-        tensors = {gradient: gathered[gradient] for gradient in of_segment.trained if gradient in gathered}
+        tensors: dict[Gradient, Tensor] = {}
+        is_new = True
+        for gradient in of_segment.trained:
+            if gradient in of_segment.gathered:
+                tensors[gradient] = of_segment.gathered[gradient]
+                gradient.norm = None
+                is_new &= gradient.host is None
         layout = of_segment.lay_out(tensors)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], list(tensors.values()))
-        is_new = True
-        for gradient in tensors:
-            gradient.norm = None
-            is_new &= gradient.host is None
-        shipment = Shipment(of_segment, list(tensors), layout, staging, is_new, of_segment.is_watched)
+        is_watched = of_segment.is_watched
+        shipment = Shipment(of_segment, list(tensors), layout, staging, is_new, is_watched)
         of_segment.forget_gathered()
         return shipment
 
@@ -146,10 +148,12 @@ class Routes:
             sums.append(_Sum(gradient.host, before, arriving, gradient.norm))
         shipment.tensors = [of_weight.total for of_weight in sums]
         moved = 2 * sum(total.nbytes for total in shipment.tensors)
-        after = [shipment.ticket] if of_segment.ticket is None else [shipment.ticket, of_segment.ticket]
-        addition = _Addition(sums, norm_dtype)
+        after = [shipment.ticket]
+        if of_segment.ticket is not None:
+            after.append(of_segment.ticket)
+        name, addition = of_segment.unit.name, _Addition(sums, norm_dtype)
         trace = self._backend.trace
-        shipment.ticket = trace.work(Kind.ADD, of_segment.unit.name, addition, after, moved, buffer.release)
+        shipment.ticket = trace.work(Kind.ADD, name, addition, after, moved, buffer.release)
         shipment.buffer = None
 
     def _download(self, shipment: Shipment, memory: GradientMemory, has_norms: bool = False) -> None:
@@ -161,7 +165,8 @@ class Routes:
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
         target, source = memory.bytes[:nbytes], staging.bytes[:nbytes]
-        ticket = self._backend.trace.download(Kind.GRADIENTS, shipment.of_segment.unit.name, target, source)
+        name = shipment.of_segment.unit.name
+        ticket = self._backend.trace.download(Kind.GRADIENTS, name, target, source)
         shipment.ticket = staging.ticket = ticket
         self._stats.bytes_to_host += nbytes
 

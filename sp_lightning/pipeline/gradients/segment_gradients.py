@@ -71,17 +71,20 @@ class SegmentGradients:
     def __init__(self, unit: Unit, segment: Segment) -> None:
         self.unit = unit
         self.segment = segment
-        self.gradients = [Gradient(weight, self) for weight in segment.weights]  # that of each weight
-        self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
+        self.gradients = [Gradient(weight, self) for weight in segment.weights]
+        # those of weights that require one, in this backward pass
+        self.trained: list[Gradient] = []
         self._laid_out: list[Gradient] = []  # those that `layout` is of
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
         self.state = State.EMPTY
-        self.gathered: dict[Gradient, Tensor] = {}  # what backward has brought, as long as it has not left the device
+        # what backward has brought, as long as it has not left the device
+        self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
         self.is_watched = False  # whether somebody would see how one of these is added up
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
-        self.memory: GradientMemory | None = None  # the host memory that they stay in; None if there is none yet
+        # the host memory that they stay in; None if there is none yet
+        self.memory: GradientMemory | None = None
         self.expect()
 
     # ------------------------------------------------------------------------------------------------ their state

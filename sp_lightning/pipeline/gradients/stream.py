@@ -46,8 +46,11 @@ class GradientStream:
         routes: Routes,
         exchange: Exchange,
     ) -> None:
-        self.early: EarlyStep | None = None  # an optimizer's step that uses gradients as they arrive in backward
-        self.of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
+        # an optimizer's step that uses gradients as they arrive in backward
+        self.early: EarlyStep | None = None
+        self.of: dict[Weight, Gradient] = {}
+        for of_segment in by_segment:
+            self.of.update(zip(of_segment.segment.weights, of_segment.gradients, strict=True))
         self.pending: dict[Gradient, bool] = {}
         self._seen: list[Gradient] = []  # those of them that somebody sees being added up
         self.routes = routes
@@ -61,11 +64,13 @@ class GradientStream:
         """Put a gradient with the others of its unit, and send them if all are there; `is_last`: no more will come."""
         gradient = self.of[weight]
         of_segment = gradient.of_segment
-        if tensor.requires_grad or tensor.layout is not torch.strided or of_segment.state is State.CONSUMED:
+        is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
+        if not is_sendable or of_segment.state is State.CONSUMED:
             raise refusal(weight, tensor)
         if not self.pending:
             self.exchange.begin_pass()
-        if gradient in of_segment.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
+        # of another leaf, or of a reentrant checkpoint, which accumulates again
+        if gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
         is_seen = gradient.is_seen
         if gradient not in self.pending:
@@ -98,7 +103,9 @@ class GradientStream:
         self._window.finish_optimizer(of_segment.unit)  # it may still read what was there
         shipment = self.routes.pack(of_segment)
         is_final = is_last and shipment.layout is of_segment.layout and not shipment.is_watched
-        early = self.early if is_final and self.early is not None and self.early.wants(of_segment) else None
+        early = self.early if is_final else None
+        if early is not None and not early.wants(of_segment):
+            early = None
         self._ship(shipment, early, is_final)
         of_segment.ticket = shipment.ticket
         if early is not None:
@@ -107,12 +114,13 @@ class GradientStream:
     def _ship(self, shipment: Shipment, early: EarlyStep | None, is_final: bool) -> None:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes = self.routes
+        is_kept = not shipment.is_watched and shipment.layout is shipment.of_segment.kept_as
         if self.exchange.adds_up(shipment):
             routes.land(shipment)
             self.exchange.add(shipment, is_final and early is None, routes.measures_norms)
         elif shipment.is_new and early is not None and not early.keeps_gradients:
             routes.pass_to_step(shipment)
-        elif shipment.is_new and not shipment.is_watched and shipment.layout is shipment.of_segment.kept_as:
+        elif shipment.is_new and is_kept:
             routes.keep(shipment)
         else:
             routes.land(shipment)
@@ -159,7 +167,8 @@ class GradientStream:
     def abandon(self) -> None:
         """Forget what has come in a backward pass that an exception has ended, if it was one."""
         for of_segment in self._by_segment:
-            with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
+            # its error was raised already, or is due to the exception
+            with contextlib.suppress(Exception):
                 of_segment.wait()
         for gradient, is_new in self.pending.items():
             gradient.of_segment.forget_gathered()
@@ -211,15 +220,16 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
     """Make the error for a gradient that cannot be sent."""
     if tensor.requires_grad:
         return RuntimeError(
-            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
-            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+            "backward(create_graph=True) would leave a gradient with a graph on weight "
+            f"{weight.name!r}, whose gradient lives on the host. Use torch.autograd.grad(..., "
+            "create_graph=True) for the inner gradient."
         )
     if tensor.layout is not torch.strided:
         return RuntimeError(
-            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or compute it in an "
-            "`nn.Embedding(sparse=True)`, which lives on the device."
+            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or "
+            "compute it in an `nn.Embedding(sparse=True)`, which lives on the device."
         )
     return RuntimeError(
-        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
-        "`overlap_optimizer=False`."
+        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. "
+        "Train with `overlap_optimizer=False`."
     )

@@ -207,7 +207,8 @@ def _overflows(found: _Found) -> bool:
     for tensor, norm in measured:
         assert tensor is not None
         assert norm is not None
-        if not norm.isfinite() and not tensor.isfinite().all():  # a norm may overflow though all elements are finite
+        # a norm may overflow though all elements are finite
+        if not norm.isfinite() and not tensor.isfinite().all():
             return True
     return False
 

@@ -7,6 +7,7 @@ optimizer has now, and nobody looks at gradients in between. Whoever does gets a
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
@@ -31,7 +32,12 @@ class EarlyStep:
     """
 
     def __init__(
-        self, optimizer: Optimizer, plan: Plan, steps: UnitSteps, clamp: float | None, keeps_gradients: bool
+        self,
+        optimizer: Optimizer,
+        plan: Plan,
+        steps: UnitSteps,
+        clamp: float | None,
+        keeps_gradients: bool,
     ) -> None:
         self.optimizer = optimizer
         self.keeps_gradients = keeps_gradients
@@ -43,15 +49,14 @@ class EarlyStep:
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []  # of one unit, until all that it waits for are there
         # the gradients of weights whose state this step makes, in this process
-        self._new = [gradient for gradient, number in plan.gradients.items() if self._is_new(gradient, number)]
-        # it stands in the order in which torch would make it
-        optimizer.state.update({gradient.weight.master: {} for gradient in self._new})
-
-    def _is_new(self, gradient: Gradient, number: int) -> bool:
-        master = gradient.weight.master
-        if not master.requires_grad or gradient.weight.unit.is_followed or self.optimizer.state.get(master):
-            return False
-        return makes_state(self.optimizer, self.optimizer.param_groups[number])
+        self._new: list[Gradient] = []
+        for gradient, number in plan.gradients.items():
+            master, is_followed = gradient.weight.master, gradient.weight.unit.is_followed
+            if is_followed or not master.requires_grad or optimizer.state.get(master):
+                continue
+            if makes_state(optimizer, optimizer.param_groups[number]):
+                self._new.append(gradient)
+                optimizer.state[master] = {}  # it stands in the order in which torch would make it
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -90,7 +95,8 @@ class EarlyStep:
     def _is_complete(self, unit: Unit) -> bool:
         """Tell whether all trained weights of a unit have their gradients, and no node holds a weight any more."""
         trained = sum(weight.master.requires_grad for weight in unit.weights)
-        return not unit.handles and trained == sum(len(shipment.gradients) for shipment in self._shipments)
+        arrived = sum(len(shipment.gradients) for shipment in self._shipments)
+        return not unit.handles and arrived == trained
 
     def _step(self, unit: Unit) -> None:
         steps = self._steps
@@ -100,11 +106,12 @@ class EarlyStep:
             self._settings = settings_of(self.optimizer, steps.fused)
         used: dict[Gradient, Used] = {}
         unit_awaits_others = False
+        copies = steps.window.copies_of([unit])
         for shipment in shipments:
             for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
                 gradient.scaling = self._scaling
                 used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
-            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.of_segment, steps.window.copies_of([unit]))
+            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.of_segment, copies)
         if unit.is_followed:
             steps.count(unit, self.plan)
         else:
@@ -112,7 +119,8 @@ class EarlyStep:
             steps.step(unit, Step(self.optimizer, self.plan, self._settings), used, buffers)
         unit.is_ahead = unit_awaits_others
         if not unit_awaits_others and not used.keys().isdisjoint(self._new):
-            steps.finish([unit])  # how state is made depends on torch's default dtype, which may change
+            # how state is made depends on torch's default dtype, which may change
+            steps.finish([unit])
         for shipment in shipments:
             shipment.of_segment.consume()
             self.stepped.append(shipment.of_segment)
@@ -142,9 +150,9 @@ class EarlyStep:
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
-                f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
-                f"step, {trained - stepped} have not. Continue from a checkpoint, or train with "
-                "`overlap_optimizer=False`.",
+                f"The exception came while the optimizer was stepping in backward: {stepped} "
+                f"weights have taken this step, {trained - stepped} have not. Continue from a "
+                "checkpoint, or train with `overlap_optimizer=False`.",
                 stacklevel=2,
             )
 
@@ -152,10 +160,12 @@ class EarlyStep:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
         name = type(self.optimizer).__name__
         if optimizer is not self.optimizer:
-            if any(gradient in plan.gradients for of_segment in self.stepped for gradient in of_segment.trained):
+            stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
+            if not plan.gradients.keys().isdisjoint(stepped):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step weights that another optimizer, {name}, has stepped in "
-                    "backward although its own `step()` was not called yet. Train with `overlap_optimizer=False`."
+                    f"{type(optimizer).__name__} is to step weights that another optimizer, "
+                    f"{name}, has stepped in backward although its own `step()` was not called "
+                    "yet. Train with `overlap_optimizer=False`."
                 )
         elif why_not is not None:
             raise RuntimeError(
@@ -163,7 +173,7 @@ class EarlyStep:
             )
         elif self._settings not in (None, settings_of(optimizer, self._steps.fused)):
             raise RuntimeError(
-                f"{name} has stepped units in backward, and its param groups were changed after that, before `step()`. "
-                "Set learning rates and the like before backward or after the step, or train with "
-                "`overlap_optimizer=False`."
+                f"{name} has stepped units in backward, and its param groups were changed after "
+                "that, before `step()`. Set learning rates and the like before backward or after "
+                "the step, or train with `overlap_optimizer=False`."
             )

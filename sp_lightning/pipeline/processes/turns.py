@@ -33,7 +33,8 @@ class _Turn:
     turns: Turns
     of_segment: SegmentGradients
     sums: SharedSums
-    own: Sequence[tuple[Tensor, Tensor]]  # gradients that somebody sees here: where they go, and where they land
+    # gradients that somebody sees here: where they go, and where they land
+    own: Sequence[tuple[Tensor, Tensor]]
     parts: Mapping[int, Tensor]  # the others, by the numbers of their weights
     buffer: LandingBuffer | None  # which they may be left in
     is_over: bool  # whether the turn ends with it
@@ -50,8 +51,10 @@ class _Turn:
         try:
             with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
                 self._add()
-        except BaseException as error:  # the turn will not end, so nothing that comes after it may be waited for
-            words = f"The gradients of {self.of_segment.unit.name!r} could not be added up: {error!r}"
+        except BaseException as error:
+            # the turn will not end, so nothing that comes after it may be waited for
+            name = self.of_segment.unit.name
+            words = f"The gradients of {name!r} could not be added up: {error!r}"
             self.turns.processes.box.failure = RuntimeError(words)
             raise
         if self.is_over:
@@ -93,8 +96,10 @@ class Turns(Exchange):
         self.processes = processes
         self._is_summed = is_summed
         self._has_begun = False  # whether a pass of all processes is under way
-        self._waits: list[Ticket] = []  # done when it has begun, here and in processes of higher ranks
-        self._looks: dict[Gradient, Tensor] = {}  # what the user was shown of sums that are not complete
+        # done when it has begun, here and in processes of higher ranks
+        self._waits: list[Ticket] = []
+        # what the user was shown of sums that are not complete
+        self._looks: dict[Gradient, Tensor] = {}
         self._sums: dict[SegmentGradients, SharedSums] = {}
         for of_segment in by_segment:
             segment = of_segment.segment
@@ -124,11 +129,13 @@ class Turns(Exchange):
         self._take_looks_back()
         if self._has_begun or not self.processes.trains:
             return
-        reading: list[Ticket] = []  # of clips, which look at sums, and of passes that are not complete
+        # of clips, which look at sums, and of passes that are not complete
+        reading: list[Ticket] = []
         dropped: list[tuple[SharedSums, list[int]]] = []
         for of_segment, sums in self._sums.items():
             for gradient in of_segment.gradients:
-                if gradient.host is not None and (gradient.scaling is not NO_SCALING or gradient.is_seen):
+                is_the_users = gradient.scaling is not NO_SCALING or gradient.is_seen
+                if gradient.host is not None and is_the_users:
                     self.show(gradient)
             if of_segment.ticket is not None:
                 reading.append(of_segment.ticket)
@@ -153,8 +160,8 @@ class Turns(Exchange):
                 _check_part(gradient, sums)
             elif sums is not None and gradient.host is not None and sums.has(gradient.host):
                 raise RuntimeError(
-                    f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training "
-                    "step are added up. Take it by `torch.autograd.grad`."
+                    f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while "
+                    "those of a training step are added up. Take it by `torch.autograd.grad`."
                 )
         return self.processes.trains
 
@@ -197,7 +204,8 @@ class Turns(Exchange):
         moved = 0 if turn.leaves else 2 * sum(part.nbytes for part in turn.parts.values())
         release = None if buffer is None else buffer.release
         after = [turn.sums.turn(), *self._waits, *earlier]
-        ticket = self._backend.trace.work(Kind.ADD, of_segment.unit.name, turn, after, moved, release)
+        name, trace = of_segment.unit.name, self._backend.trace
+        ticket = trace.work(Kind.ADD, name, turn, after, moved, release)
         of_segment.ticket = ticket
         return ticket
 
@@ -211,12 +219,12 @@ class Turns(Exchange):
         self.begin_pass()
         for of_segment, sums in self._sums.items():
             if not sums.is_over:
-                parts: dict[int, Tensor] = {}  # what the user has as `.grad` is one when the sums are complete
+                # what the user has as `.grad` is one when the sums are complete
+                parts: dict[int, Tensor] = {}
                 for weight, number in sums.index.items() if averages else ():
                     if weight.master.grad is not None:
                         parts[number] = weight.master.grad
-                turn = _Turn(self, of_segment, sums, [], parts, None, is_over=True, measures_norms=measures_norms)
-                self._take(turn)
+                self._take(_Turn(self, of_segment, sums, [], parts, None, True, measures_norms))
         for of_segment, sums in self._sums.items():
             if averages and of_segment.state is not State.CONSUMED:
                 of_segment.wait()  # raises what has gone wrong here
@@ -228,11 +236,11 @@ class Turns(Exchange):
 
     def _adopt_sums(self, measures_norms: bool) -> None:
         """Take the sums, which are complete, for the gradients of units that were not stepped with them."""
-        waiting = {
-            of_segment: sums for of_segment, sums in self._sums.items() if of_segment.state is not State.CONSUMED
-        }
-        for of_segment in waiting:
-            of_segment.wait()
+        waiting: dict[SegmentGradients, SharedSums] = {}
+        for of_segment, sums in self._sums.items():
+            if of_segment.state is not State.CONSUMED:
+                waiting[of_segment] = sums
+                of_segment.wait()
         self._add_up_machines(measures_norms)
         for of_segment, sums in waiting.items():
             present = sums.present()
@@ -275,9 +283,12 @@ class Turns(Exchange):
     def lacks_sums(self) -> bool:
         if not self._is_summed:
             return False
-        summed = {weight for sums in self._sums.values() for weight in sums.index}
-        weights = [gradient.weight for of_segment in self._by_segment for gradient in of_segment.gradients]
-        return any(weight.master.requires_grad and weight not in summed for weight in weights)
+        for of_segment in self._by_segment:
+            sums = self._sums.get(of_segment)
+            for weight in of_segment.segment.weights:
+                if weight.master.requires_grad and (sums is None or weight not in sums.index):
+                    return True
+        return False
 
     @override
     def show(self, gradient: Gradient) -> None:
@@ -297,7 +308,9 @@ class Turns(Exchange):
     def show_all(self, gradients: Iterable[Gradient]) -> None:
         """Show gradients, but for parts of sums, which another arrangement takes up."""
         self._take_looks_back()
-        super().show_all(gradient for gradient in gradients if not self._is_partial(gradient.of_segment))
+        for gradient in gradients:
+            if not self._is_partial(gradient.of_segment):
+                self.show(gradient)
 
     @override
     def drop(self, gradients: Collection[Gradient]) -> None:
@@ -325,8 +338,9 @@ class Turns(Exchange):
                 continue
             if master.grad is not look or look._version:
                 raise RuntimeError(
-                    f"The gradient of weight {gradient.weight.name!r} was changed before the last micro-batch of a "
-                    "step, while the processes of this machine add it up. Change it after that."
+                    f"The gradient of weight {gradient.weight.name!r} was changed before the last "
+                    "micro-batch of a step, while the processes of this machine add it up. Change "
+                    "it after that."
                 )
             master.grad = None
 
@@ -335,12 +349,14 @@ def _check_part(gradient: Gradient, sums: SharedSums | None) -> None:
     """Check that a gradient that has come may be a part of sums."""
     if sums is None or gradient.weight not in sums.index:
         raise RuntimeError(
-            f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of this machine "
-            "last met. Thaw weights between two steps of the optimizer, and before the next begins, as in "
-            "`on_train_batch_start`; in a loop of your own, before `meet_processes()`."
+            f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of "
+            "this machine last met. Thaw weights between two steps of the optimizer, and before "
+            "the next begins, as in `on_train_batch_start`; in a loop of your own, before "
+            "`meet_processes()`."
         )
     if sums.is_over:
         raise RuntimeError(
-            f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when the processes of "
-            "this machine had added up the first. Let checkpoints around its module have `use_reentrant=False`."
+            f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when "
+            "the processes of this machine had added up the first. Let checkpoints around its "
+            "module have `use_reentrant=False`."
         )
