@@ -27,8 +27,8 @@ from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
 from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes
+from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import UnitGradients
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
@@ -147,14 +147,14 @@ class Engine:
             install_gate(member, self.calls)
 
     def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
-        gradients = [UnitGradients(unit, segment) for unit in units for segment in unit.segments]
+        by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
         parts = [part for unit in units for part in unit.parts]
         self.landing.serve(len(parts), max((len(unit.parts) for unit in units), default=1))
         staging = StagingBuffers(parts, self.backend)
         exchange = Exchange()
         if self.processes is not None:
-            exchange = Turns(gradients, self.backend, self.landing, self.processes, self._sums_gradients)
-        return GradientStream(gradients, self.window, Routes(self.window, staging, self.landing), exchange)
+            exchange = Turns(by_segment, self.backend, self.landing, self.processes, self._sums_gradients)
+        return GradientStream(by_segment, self.window, Routes(self.window, staging, self.landing), exchange)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
-from sp_lightning.pipeline.gradients.unit_gradients import State
+from sp_lightning.pipeline.gradients.segment_gradients import State
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.forks import FORKED
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
@@ -189,13 +189,13 @@ class Guard:
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
         gradient = self._engine.stream.of[weight]
-        unit = gradient.unit
-        if unit.state is State.EMPTY:
+        of_segment = gradient.of_segment
+        if of_segment.state is State.EMPTY:
             return
-        if unit.state is State.CONSUMED or (reads and self._engine.backward.running):
+        if of_segment.state is State.CONSUMED or (reads and self._engine.backward.running):
             with self._engine.at_work:
                 self._engine.backward.forget_failed()
-        if unit.state is State.CONSUMED:
+        if of_segment.state is State.CONSUMED:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "
                 "was stepped there, because nobody was expected to read or change gradients before "

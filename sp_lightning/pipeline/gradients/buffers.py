@@ -30,7 +30,8 @@ class GradientMemory:
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
-        self.ticket: Ticket | None = None  # of a staging buffer, the last copy out of it; None if there was none
+        # of a staging buffer, the last copy out of it; None if there was none
+        self.ticket: Ticket | None = None
         self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
 
     def views(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
@@ -51,8 +52,12 @@ class StagingBuffers:
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
-        if not self._buffers and (nbytes := max((gradient_bytes(unit.weights) for unit in self._units), default=0)):
-            self._buffers = [GradientMemory(self._backend.allocate(nbytes)) for _ in range(STAGING_BUFFERS)]
+        if self._buffers:
+            return
+        nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
+        if nbytes:
+            for _ in range(STAGING_BUFFERS):
+                self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
 
     def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
@@ -86,7 +91,8 @@ class LandingBuffer(GradientMemory):
         memory, self.file = (None, -1) if box is None else box.offer(nbytes)
         self._host = HostBuffer(nbytes, backend, pin=True, memory=memory)
         super().__init__(self._host.bytes)
-        self._is_free = False  # whether nothing is on its way into it, or waits in it to be read by this process
+        # whether nothing is on its way into it, or waits in it to be read by this process
+        self._is_free = False
         self._left: Ticket | None = None  # done when another process has read it
         self._released = released
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
 
 
@@ -35,7 +35,7 @@ class Exchange:
     def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
         """Add what is on its way to those sums; `is_over`: this pass brings no more of the unit."""
 
-    def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
+    def pass_on(self, of_segment: SegmentGradients, after: Sequence[Ticket]) -> bool:
         """Let others go on with a unit, which is to be stepped then; tell whether the step awaits them."""
         return False
 
@@ -67,7 +67,7 @@ class Exchange:
         """Return what has landed of a gradient, which the engine then has no longer; None if there is nothing."""
         if gradient.host is None:
             return None
-        gradient.unit.wait()
+        gradient.of_segment.wait()
         with torch.inference_mode(False), torch.no_grad():
             taken = torch.empty_like(gradient.weight.host).copy_(gradient.host)
             gradient.scaling.apply_(taken)
@@ -79,5 +79,5 @@ class Exchange:
         for gradient in gradients:
             gradient.host = gradient.norm = None
             gradient.scaling = NO_SCALING
-        for unit in {gradient.unit for gradient in gradients}:
-            unit.note_dropped()
+        for of_segment in {gradient.of_segment for gradient in gradients}:
+            of_segment.note_dropped()

@@ -1,10 +1,12 @@
 """The routes of gradients from the device to the host; the stream chooses one for each shipment (stream.py).
 
-device                        on its way                  host
-leaf.grad -> staging buffer ----------------------------> the unit's own buffer        keep
------------------> landing buffer ---> added to what is there       add
------------------> landing buffer ---> the optimizer                pass_to_step
------------------> landing buffer ---> the sum of all processes     the exchange's `add`
+    device                        on its way           host
+    leaf.grad -> staging buffer ---------------------> memory beside the masters    keep
+                       |--------> landing buffer ----> added to what is there       add
+                       |--------> landing buffer ----> the optimizer                pass_to_step
+                       `--------> landing buffer ----> the sum of all processes     the exchange's `add`
+
+What lands in memory beside the masters brings its norms, if these are measured; norms of sums are measured there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from sp_lightning.pipeline.gradients.buffers import (
     LandingBuffers,
     StagingBuffers,
 )
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
@@ -34,7 +36,7 @@ from sp_lightning.pipeline.window.window import Window
 class Shipment:
     """Gradients of a unit on their way to the host."""
 
-    unit: UnitGradients
+    of_segment: SegmentGradients
     gradients: Sequence[Gradient]
     layout: GradientLayout  # how they lie in memory
     staging: GradientMemory  # the device memory that they leave
@@ -90,26 +92,28 @@ class Routes:
         self._backend = window.backend
         self._stats = window.stats
 
-    def pack(self, unit: UnitGradients) -> Shipment:
+    def pack(self, of_segment: SegmentGradients) -> Shipment:
         """Put what a unit has gathered into a staging buffer."""
-        gathered = unit.gathered
-        tensors = {gradient: gathered[gradient] for gradient in unit.trained if gradient in gathered}
-        layout = unit.lay_out(tensors)
+        tensors: dict[Gradient, Tensor] = {}
+        is_new = True
+        for gradient in of_segment.trained:
+            if gradient in of_segment.gathered:
+                tensors[gradient] = of_segment.gathered[gradient]
+                gradient.norm = None
+                is_new &= gradient.host is None
+        layout = of_segment.lay_out(tensors)
         staging = self.staging.take(layout.nbytes)
         torch._foreach_copy_(staging.views(layout)[0], list(tensors.values()))
-        is_new = True
-        for gradient in tensors:
-            gradient.norm = None
-            is_new &= gradient.host is None
-        shipment = Shipment(unit, list(tensors), layout, staging, is_new, unit.is_watched)
-        unit.forget_gathered()
+        is_watched = of_segment.is_watched
+        shipment = Shipment(of_segment, list(tensors), layout, staging, is_new, is_watched)
+        of_segment.forget_gathered()
         return shipment
 
     def keep(self, shipment: Shipment) -> None:
         """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
-        unit, layout = shipment.unit, shipment.layout
-        unit.wait()  # for what was there
-        memory = unit.own()
+        of_segment, layout = shipment.of_segment, shipment.layout
+        of_segment.wait()  # for what was there
+        memory = of_segment.own()
         has_norms = self.measures_norms and layout.norm_dtype is not None
         self._download(shipment, memory, has_norms)
         shipment.tensors, norms = memory.views(layout)
@@ -126,28 +130,30 @@ class Routes:
     def pass_to_step(self, shipment: Shipment) -> None:
         """Have gradients land for the optimizer, which steps the unit with them and needs none that are kept."""
         self.land(shipment)
-        shipment.unit.release_memory()  # gradients pass through a few buffers from now on
+        shipment.of_segment.release_memory()  # gradients pass through a few buffers from now on
 
     def add(self, shipment: Shipment, measures_norms: bool) -> None:
         """Have the thread for work on host memory add gradients that land in a buffer to those that are there."""
-        unit, buffer = shipment.unit, shipment.buffer
+        of_segment, buffer = shipment.of_segment, shipment.buffer
         assert buffer is not None
-        norm_dtype = unit.layout.norm_dtype if measures_norms else None
+        norm_dtype = of_segment.layout.norm_dtype if measures_norms else None
         sums: list[_Sum] = []
         for gradient, arriving in zip(shipment.gradients, shipment.tensors, strict=True):
             before = gradient.host
             if before is None or before.dtype != gradient.weight.dtype:
-                gradient.host = unit.room_for(gradient, arriving.dtype)
+                gradient.host = of_segment.room_for(gradient, arriving.dtype)
             assert gradient.host is not None
             if norm_dtype is not None:
                 gradient.norm = torch.empty((), dtype=torch.float32, device="cpu")
             sums.append(_Sum(gradient.host, before, arriving, gradient.norm))
         shipment.tensors = [of_weight.total for of_weight in sums]
         moved = 2 * sum(total.nbytes for total in shipment.tensors)
-        after = [shipment.ticket] if unit.ticket is None else [shipment.ticket, unit.ticket]
-        addition = _Addition(sums, norm_dtype)
+        after = [shipment.ticket]
+        if of_segment.ticket is not None:
+            after.append(of_segment.ticket)
+        name, addition = of_segment.unit.name, _Addition(sums, norm_dtype)
         trace = self._backend.trace
-        shipment.ticket = trace.work(Kind.ADD, unit.unit.name, addition, after, moved, buffer.release)
+        shipment.ticket = trace.work(Kind.ADD, name, addition, after, moved, buffer.release)
         shipment.buffer = None
 
     def _download(self, shipment: Shipment, memory: GradientMemory, has_norms: bool = False) -> None:
@@ -159,7 +165,8 @@ class Routes:
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
         target, source = memory.bytes[:nbytes], staging.bytes[:nbytes]
-        ticket = self._backend.trace.download(Kind.GRADIENTS, shipment.unit.unit.name, target, source)
+        name = shipment.of_segment.unit.name
+        ticket = self._backend.trace.download(Kind.GRADIENTS, name, target, source)
         shipment.ticket = staging.ticket = ticket
         self._stats.bytes_to_host += nbytes
 

@@ -14,7 +14,8 @@ class Scaling:
 
     # factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor
     factors: tuple[float | Tensor, ...] = ()
-    clamp: float | None = None  # the largest absolute value to leave after that; None not to clip by value
+    # the largest absolute value to leave after that; None not to clip by value
+    clamp: float | None = None
 
     @cached_property
     def without_ones(self) -> Scaling:

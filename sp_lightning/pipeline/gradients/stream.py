@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes, Shipment
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, State
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
@@ -41,18 +41,21 @@ class GradientStream:
 
     def __init__(
         self,
-        units: Sequence[UnitGradients],
+        by_segment: Sequence[SegmentGradients],
         window: Window,
         routes: Routes,
         exchange: Exchange,
     ) -> None:
-        self.early: EarlyStep | None = None  # an optimizer's step that uses gradients as they arrive in backward
-        self.of = {gradient.weight: gradient for unit in units for gradient in unit.gradients}
+        # an optimizer's step that uses gradients as they arrive in backward
+        self.early: EarlyStep | None = None
+        self.of: dict[Weight, Gradient] = {}
+        for of_segment in by_segment:
+            self.of.update(zip(of_segment.segment.weights, of_segment.gradients, strict=True))
         self.pending: dict[Gradient, bool] = {}
         self._seen: list[Gradient] = []  # those of them that somebody sees being added up
         self.routes = routes
         self.exchange = exchange  # with other processes
-        self._units = units
+        self._by_segment = by_segment
         self._window = window
 
     # ------------------------------------------------------------------------------------------ while backward runs
@@ -60,13 +63,15 @@ class GradientStream:
     def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
         """Put a gradient with the others of its unit, and send them if all are there; `is_last`: no more will come."""
         gradient = self.of[weight]
-        unit = gradient.unit
-        if tensor.requires_grad or tensor.layout is not torch.strided or unit.state is State.CONSUMED:
+        of_segment = gradient.of_segment
+        is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
+        if not is_sendable or of_segment.state is State.CONSUMED:
             raise refusal(weight, tensor)
         if not self.pending:
             self.exchange.begin_pass()
-        if gradient in unit.gathered:  # of another leaf, or of a reentrant checkpoint, which accumulates again
-            self._send(unit, is_last=False)
+        # of another leaf, or of a reentrant checkpoint, which accumulates again
+        if gradient in of_segment.gathered:
+            self._send(of_segment, is_last=False)
         is_seen = gradient.is_seen
         if gradient not in self.pending:
             if is_seen or gradient.scaling is not NO_SCALING:
@@ -76,41 +81,46 @@ class GradientStream:
                 self._seen.append(gradient)
         elif is_seen:
             self._accumulate([gradient])  # one after the other, as autograd does
-        if not unit.gathered:
-            unit.expect()
-            unit.hold()
-        unit.gathered[gradient] = tensor
-        unit.missing -= 1
-        unit.is_watched |= is_seen
-        if not unit.missing:
-            self._send(unit, is_last)
+        if not of_segment.gathered:
+            of_segment.expect()
+            of_segment.hold()
+        of_segment.gathered[gradient] = tensor
+        of_segment.missing -= 1
+        of_segment.is_watched |= is_seen
+        if not of_segment.missing:
+            self._send(of_segment, is_last)
 
     def send_others(self, reached: Unit | None = None) -> None:
         """Send what units have gathered: all when backward ends, or others than the one reached, and resident ones."""
-        for unit in self._units:
-            if unit.gathered and (reached is None or not (unit.unit is reached or unit.unit.resident)):
-                self._send(unit, is_last=False)
+        for of_segment in self._by_segment:
+            unit = of_segment.unit
+            may_wait = reached is not None and (unit is reached or unit.resident)
+            if of_segment.gathered and not may_wait:
+                self._send(of_segment, is_last=False)
 
-    def _send(self, unit: UnitGradients, is_last: bool) -> None:
+    def _send(self, of_segment: SegmentGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
-        self._window.finish_optimizer(unit.unit)  # it may still read what was there
-        shipment = self.routes.pack(unit)
-        is_final = is_last and shipment.layout is unit.layout and not shipment.is_watched
-        early = self.early if is_final and self.early is not None and self.early.wants(unit) else None
+        self._window.finish_optimizer(of_segment.unit)  # it may still read what was there
+        shipment = self.routes.pack(of_segment)
+        is_final = is_last and shipment.layout is of_segment.layout and not shipment.is_watched
+        early = self.early if is_final else None
+        if early is not None and not early.wants(of_segment):
+            early = None
         self._ship(shipment, early, is_final)
-        unit.ticket = shipment.ticket
+        of_segment.ticket = shipment.ticket
         if early is not None:
             early.receive(shipment)
 
     def _ship(self, shipment: Shipment, early: EarlyStep | None, is_final: bool) -> None:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes = self.routes
+        is_kept = not shipment.is_watched and shipment.layout is shipment.of_segment.kept_as
         if self.exchange.adds_up(shipment):
             routes.land(shipment)
             self.exchange.add(shipment, is_final and early is None, routes.measures_norms)
         elif shipment.is_new and early is not None and not early.keeps_gradients:
             routes.pass_to_step(shipment)
-        elif shipment.is_new and not shipment.is_watched and shipment.layout is shipment.unit.kept_as:
+        elif shipment.is_new and is_kept:
             routes.keep(shipment)
         else:
             routes.land(shipment)
@@ -120,7 +130,7 @@ class GradientStream:
         """Keep gradients that an optimizer has received, and not used after all."""
         if shipment.buffer is not None:
             self.routes.add(shipment, measures_norms=False)
-            shipment.unit.ticket = shipment.ticket
+            shipment.of_segment.ticket = shipment.ticket
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
@@ -156,15 +166,16 @@ class GradientStream:
 
     def abandon(self) -> None:
         """Forget what has come in a backward pass that an exception has ended, if it was one."""
-        for unit in self._units:
-            with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
-                unit.wait()
+        for of_segment in self._by_segment:
+            # its error was raised already, or is due to the exception
+            with contextlib.suppress(Exception):
+                of_segment.wait()
         for gradient, is_new in self.pending.items():
-            gradient.unit.forget_gathered()
+            gradient.of_segment.forget_gathered()
             if is_new:
                 self.exchange.drop([gradient])
             else:
-                gradient.unit.note_dropped()
+                gradient.of_segment.note_dropped()
         self.pending.clear()
         self._seen = []
         self.routes.abandon()
@@ -174,14 +185,17 @@ class GradientStream:
     @property
     def settled(self) -> bool:
         """Whether the engine has no gradients that nobody has asked for, so that anybody may read `.grad`."""
-        return all(unit.state is State.EMPTY for unit in self._units)
+        return all(of_segment.state is State.EMPTY for of_segment in self._by_segment)
 
     def settle(self) -> None:
         """Wait until every gradient has landed and been added."""
-        under_way = [unit for unit in self._units if unit.ticket is not None and unit.state is not State.EMPTY]
-        self._window.stats.host_syncs += bool(under_way)
-        for unit in under_way:
-            unit.wait()
+        waits = False
+        for of_segment in self._by_segment:
+            if of_segment.ticket is not None and of_segment.state is not State.EMPTY:
+                waits = True
+                of_segment.wait()
+        if waits:
+            self._window.stats.host_syncs += 1
 
     def show_all(self) -> None:
         """Make all gradients the masters' `.grad`, but for parts of sums, which another arrangement takes up."""
@@ -197,8 +211,8 @@ class GradientStream:
         """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()
         self.show_all()
-        for unit in self._units:
-            unit.memory = None
+        for of_segment in self._by_segment:
+            of_segment.memory = None
         self.routes.staging.close()
 
 
@@ -206,15 +220,16 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
     """Make the error for a gradient that cannot be sent."""
     if tensor.requires_grad:
         return RuntimeError(
-            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
-            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+            "backward(create_graph=True) would leave a gradient with a graph on weight "
+            f"{weight.name!r}, whose gradient lives on the host. Use torch.autograd.grad(..., "
+            "create_graph=True) for the inner gradient."
         )
     if tensor.layout is not torch.strided:
         return RuntimeError(
-            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or compute it in an "
-            "`nn.Embedding(sparse=True)`, which lives on the device."
+            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or "
+            "compute it in an `nn.Embedding(sparse=True)`, which lives on the device."
         )
     return RuntimeError(
-        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
-        "`overlap_optimizer=False`."
+        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. "
+        "Train with `overlap_optimizer=False`."
     )

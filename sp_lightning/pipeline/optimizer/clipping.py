@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -115,7 +115,7 @@ class Clipping:
 
     def _is_stepped(self, parameter: nn.Parameter) -> bool:
         weight = self._weights.get(id(parameter))
-        return weight is not None and self._stream.of[weight].unit.state is State.CONSUMED
+        return weight is not None and self._stream.of[weight].of_segment.state is State.CONSUMED
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -154,15 +154,15 @@ class Clipping:
                 norms.append(_Norm(gradient_or_tensor.norm, gradient_or_tensor.host, scaling.factors))
             else:
                 norms.append(_Norm(measured[id(gradient_or_tensor)], None))
-        units = {gradient.unit: None for gradient in found.ours}
-        landed = [unit.ticket for unit in units if unit.ticket is not None]
+        by_segment = {gradient.of_segment: None for gradient in found.ours}
+        landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
         ticket = self._backend.work(_ClippingFactor(norms, max_norm, factor), landed)
         clipped = scaling.times(factor)
         for gradient in found.ours:
             gradient.scaling = clipped
             gradient.norm = None
-        for unit in units:
-            unit.ticket = ticket
+        for of_segment in by_segment:
+            of_segment.ticket = ticket
         if found.others:
             ticket.join()
             _multiply(found.others, factor)
@@ -207,7 +207,8 @@ def _overflows(found: _Found) -> bool:
     for tensor, norm in measured:
         assert tensor is not None
         assert norm is not None
-        if not norm.isfinite() and not tensor.isfinite().all():  # a norm may overflow though all elements are finite
+        # a norm may overflow though all elements are finite
+        if not norm.isfinite() and not tensor.isfinite().all():
             return True
     return False
 

@@ -7,13 +7,14 @@ optimizer has now, and nobody looks at gradients in between. Whoever does gets a
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.units.unit import Unit
@@ -31,41 +32,48 @@ class EarlyStep:
     """
 
     def __init__(
-        self, optimizer: Optimizer, plan: Plan, steps: UnitSteps, clamp: float | None, keeps_gradients: bool
+        self,
+        optimizer: Optimizer,
+        plan: Plan,
+        steps: UnitSteps,
+        clamp: float | None,
+        keeps_gradients: bool,
     ) -> None:
         self.optimizer = optimizer
         self.keeps_gradients = keeps_gradients
         self.plan = plan
-        self.stepped: list[UnitGradients] = []
+        self.stepped: list[SegmentGradients] = []
         self._steps = steps
         self._scaling = Scaling(clamp=clamp)
         # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
         self._settings: list[dict[str, Any]] | None = None
         self._shipments: list[Shipment] = []  # of one unit, until all that it waits for are there
         # the gradients of weights whose state this step makes, in this process
-        self._new = [gradient for gradient, number in plan.gradients.items() if self._is_new(gradient, number)]
-        # it stands in the order in which torch would make it
-        optimizer.state.update({gradient.weight.master: {} for gradient in self._new})
-
-    def _is_new(self, gradient: Gradient, number: int) -> bool:
-        master = gradient.weight.master
-        if not master.requires_grad or gradient.weight.unit.is_followed or self.optimizer.state.get(master):
-            return False
-        return makes_state(self.optimizer, self.optimizer.param_groups[number])
+        self._new: list[Gradient] = []
+        for gradient, number in plan.gradients.items():
+            master, is_followed = gradient.weight.master, gradient.weight.unit.is_followed
+            if is_followed or not master.requires_grad or optimizer.state.get(master):
+                continue
+            if makes_state(optimizer, optimizer.param_groups[number]):
+                self._new.append(gradient)
+                optimizer.state[master] = {}  # it stands in the order in which torch would make it
 
     # ------------------------------------------------------------------------------------------------- in backward
 
-    def wants(self, gradients: UnitGradients) -> bool:
+    def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these gradients, which are complete, should go to the optimizer right away."""
-        unit = gradients.unit
+        unit = of_segment.unit
         if unit.resident or unit.apart:  # the latter would have to wait for the step
             return False
-        return all(g in self.plan.gradients and not g.weight.other_twins for g in gradients.trained)
+        for gradient in of_segment.trained:
+            if gradient not in self.plan.gradients or gradient.weight.other_twins:
+                return False
+        return True
 
     def receive(self, shipment: Shipment) -> None:
         """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""
-        unit = shipment.unit.unit
-        if self._shipments and self._shipments[0].unit.unit is not unit:
+        unit = shipment.of_segment.unit
+        if self._shipments and self._shipments[0].of_segment.unit is not unit:
             self.end_unit()  # backward has moved on, and there are few landing buffers
         self._shipments.append(shipment)
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
@@ -76,7 +84,7 @@ class EarlyStep:
         """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
         if not self._shipments:
             return
-        unit = self._shipments[0].unit.unit
+        unit = self._shipments[0].of_segment.unit
         if self._is_complete(unit):
             self._step(unit)
             return
@@ -87,7 +95,8 @@ class EarlyStep:
     def _is_complete(self, unit: Unit) -> bool:
         """Tell whether all trained weights of a unit have their gradients, and no node holds a weight any more."""
         trained = sum(weight.master.requires_grad for weight in unit.weights)
-        return not unit.handles and trained == sum(len(shipment.gradients) for shipment in self._shipments)
+        arrived = sum(len(shipment.gradients) for shipment in self._shipments)
+        return not unit.handles and arrived == trained
 
     def _step(self, unit: Unit) -> None:
         steps = self._steps
@@ -97,11 +106,12 @@ class EarlyStep:
             self._settings = settings_of(self.optimizer, steps.fused)
         used: dict[Gradient, Used] = {}
         unit_awaits_others = False
+        copies = steps.window.copies_of([unit])
         for shipment in shipments:
             for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
                 gradient.scaling = self._scaling
                 used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
-            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.unit, steps.window.copies_of([unit]))
+            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.of_segment, copies)
         if unit.is_followed:
             steps.count(unit, self.plan)
         else:
@@ -109,10 +119,11 @@ class EarlyStep:
             steps.step(unit, Step(self.optimizer, self.plan, self._settings), used, buffers)
         unit.is_ahead = unit_awaits_others
         if not unit_awaits_others and not used.keys().isdisjoint(self._new):
-            steps.finish([unit])  # how state is made depends on torch's default dtype, which may change
+            # how state is made depends on torch's default dtype, which may change
+            steps.finish([unit])
         for shipment in shipments:
-            shipment.unit.consume()
-            self.stepped.append(shipment.unit)
+            shipment.of_segment.consume()
+            self.stepped.append(shipment.of_segment)
             if not self.keeps_gradients:
                 steps.stream.exchange.drop(shipment.gradients)
         steps.window.stats.steps_in_backward += len(unit.parts)
@@ -122,10 +133,10 @@ class EarlyStep:
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         if self._new:  # other processes, which backward could not wait for, have ended theirs
-            self._steps.finish([gradients.unit for gradients in self.stepped])
-        for gradients in self.stepped:
-            gradients.unit.is_ahead = False
-            gradients.acknowledge_step(self.keeps_gradients)
+            self._steps.finish([of_segment.unit for of_segment in self.stepped])
+        for of_segment in self.stepped:
+            of_segment.unit.is_ahead = False
+            of_segment.acknowledge_step(self.keeps_gradients)
         for gradient in self._new:
             if not self.optimizer.state.get(gradient.weight.master):
                 self.optimizer.state.pop(gradient.weight.master, None)  # it got no gradient
@@ -136,12 +147,12 @@ class EarlyStep:
             self._steps.count(unit, self.plan)
         self.acknowledge()
         trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
-        stepped = sum(len(gradients.trained) for gradients in self.stepped)
+        stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
-                f"The exception came while the optimizer was stepping in backward: {stepped} weights have taken this "
-                f"step, {trained - stepped} have not. Continue from a checkpoint, or train with "
-                "`overlap_optimizer=False`.",
+                f"The exception came while the optimizer was stepping in backward: {stepped} "
+                f"weights have taken this step, {trained - stepped} have not. Continue from a "
+                "checkpoint, or train with `overlap_optimizer=False`.",
                 stacklevel=2,
             )
 
@@ -149,10 +160,12 @@ class EarlyStep:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
         name = type(self.optimizer).__name__
         if optimizer is not self.optimizer:
-            if any(gradient in plan.gradients for unit in self.stepped for gradient in unit.trained):
+            stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
+            if not plan.gradients.keys().isdisjoint(stepped):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step weights that another optimizer, {name}, has stepped in "
-                    "backward although its own `step()` was not called yet. Train with `overlap_optimizer=False`."
+                    f"{type(optimizer).__name__} is to step weights that another optimizer, "
+                    f"{name}, has stepped in backward although its own `step()` was not called "
+                    "yet. Train with `overlap_optimizer=False`."
                 )
         elif why_not is not None:
             raise RuntimeError(
@@ -160,7 +173,7 @@ class EarlyStep:
             )
         elif self._settings not in (None, settings_of(optimizer, self._steps.fused)):
             raise RuntimeError(
-                f"{name} has stepped units in backward, and its param groups were changed after that, before `step()`. "
-                "Set learning rates and the like before backward or after the step, or train with "
-                "`overlap_optimizer=False`."
+                f"{name} has stepped units in backward, and its param groups were changed after "
+                "that, before `step()`. Set learning rates and the like before backward or after "
+                "the step, or train with `overlap_optimizer=False`."
             )

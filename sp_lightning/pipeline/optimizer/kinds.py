@@ -43,7 +43,8 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
         return "a GradScaler has left it to the optimizer's own kernel to skip steps"
     if has_foreign_step_hooks(optimizer):
         return f"a step hook may look at everything that {name} steps"
-    if type(optimizer) is ASGD:  # `torch.as_tensor` of its `eta`; Lightning sets this dtype around forwards
+    # `torch.as_tensor` of its `eta`; Lightning sets this dtype around forwards
+    if type(optimizer) is ASGD:
         return "ASGD reads torch's default dtype in each step, which a forward may change meanwhile"
     if type(optimizer) not in BY_ELEMENT + BY_WEIGHT + ON_HOST:
         return f"{name} is not one of torch's optimizers, or of ours, that treat each weight by itself"

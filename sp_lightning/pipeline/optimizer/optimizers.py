@@ -24,14 +24,14 @@ import enum
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
@@ -68,7 +68,8 @@ class Optimizers:
         # optimizers that have stepped weights of the module, with our hooks on them
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
-        self.afterwards = Afterwards.DROPPED  # what becomes of the gradients that the next optimizer step uses
+        # what becomes of the gradients that the next optimizer step uses
+        self.afterwards = Afterwards.DROPPED
         self._kept: list[nn.Parameter] = []
         # what is decided for each, and for which parameters, by their identities
         self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Plan]] = weakref.WeakKeyDictionary()
@@ -107,22 +108,23 @@ class Optimizers:
             for unit in plan.units:
                 if unit.users:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} is to step weights of {unit.name!r} inside of a forward that "
-                        "computes with them, and would go on with the old values. Step it after that forward, in "
-                        "`training_step` for example."
+                        f"{type(optimizer).__name__} is to step weights of {unit.name!r} inside of "
+                        "a forward that computes with them, and would go on with the old values. "
+                        "Step it after that forward, in `training_step` for example."
                     )
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
                 raise ValueError(
-                    f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer step as in plain "
-                    "training."
+                    f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
+                    "step as in plain training."
                 )
             self._steps.window.write_back_all()  # to the masters that are stepped
             if self._early is not None:
                 self._early.check(optimizer, plan, why_not)
             if self._processes is not None:
                 # another process may write to masters; those that are stepped already are sent after that
-                self._steps.window.finish_copies(unit for unit in self._steps.window.units if not unit.is_ahead)
+                window = self._steps.window
+                window.finish_copies(unit for unit in window.units if not unit.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
@@ -135,7 +137,8 @@ class Optimizers:
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
         if optimizer not in self._seen:
-            self._steps.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
+            # another optimizer may wrap it, and copy what it has stepped
+            self._steps.window.suspect_all()
             return
         with self._at_work:
             by_unit = bool(self._taken_out)
@@ -168,16 +171,19 @@ class Optimizers:
             name = getattr(parameter, "twin_of", None)
             if name is not None:  # it has no gradient, so an optimizer would silently skip it
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only "
-                    "while it is used there; the weight itself would never change. The copy was taken from its module "
-                    "in the middle of a forward, as Pyro's parameter store does. Give the optimizer what "
-                    "`module.parameters()` yields outside of the forward; where that is not possible, train without "
+                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on "
+                    "the device only while it is used there; the weight itself would never "
+                    "change. The copy was taken from its module in the middle of a forward, as "
+                    "Pyro's parameter store does. Give the optimizer what `module.parameters()` "
+                    "yields outside of the forward; where that is not possible, train without "
                     "superpipeline (`resident` does not help: such weights have copies, too)."
                 )
-        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parameters]
+        parameters = parameters_of(optimizer)
+        own = [parameter for parameter in parameters if id(parameter) in self._parameters]
         if not own:
             return False
-        self._seen[optimizer] = [  # it steps unit by unit from now on: finish before its state is saved or loaded
+        # it steps unit by unit from now on: finish before its state is saved or loaded
+        self._seen[optimizer] = [
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
@@ -199,7 +205,7 @@ class Optimizers:
         waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight, tensor = gradient.weight, gradient.host
-            if gradient.unit.state is State.CONSUMED:
+            if gradient.of_segment.state is State.CONSUMED:
                 continue
             if tensor is None:
                 tensor = weight.master.grad
@@ -210,7 +216,8 @@ class Optimizers:
             state = optimizer.state.get(weight.master)
             if not state and makes_state(optimizer, settings[number]):
                 state = optimizer.state.setdefault(weight.master, {})
-                waits.add(weight.unit)  # state made in a first step depends on torch's default dtype, for one
+                # state made in a first step depends on torch's default dtype, for one
+                waits.add(weight.unit)
             used[gradient] = tensor, {} if state is None else state
         step = Step(optimizer, plan, settings)
         for unit in plan.units:
@@ -249,7 +256,8 @@ class Optimizers:
             yield
         finally:
             self._steps.stream.early = None
-        if early is not None and not early.stepped:  # after an exception other processes may have stepped some
+        # after an exception other processes may have stepped some
+        if early is not None and not early.stepped:
             self._early = None
             with self._at_work:
                 early.acknowledge()
@@ -262,11 +270,13 @@ class Optimizers:
         if processes is not None and (keeps_gradients or not processes.sums_are_complete):
             return None
         with self._at_work:
-            return EarlyStep(optimizer, self._plan_of(optimizer), self._steps, clamp, keeps_gradients)
+            plan = self._plan_of(optimizer)
+            return EarlyStep(optimizer, plan, self._steps, clamp, keeps_gradients)
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
-        with contextlib.suppress(Exception):  # its error was raised already, or is due to the exception
+        # its error was raised already, or is due to the exception
+        with contextlib.suppress(Exception):
             self._steps.settle()
         self._steps.stream.early = None
         early, self._early = self._early, None
@@ -278,7 +288,10 @@ class Optimizers:
     @property
     def step_by_unit(self) -> bool:
         """Whether an optimizer has stepped, and every one that has steps unit by unit."""
-        return bool(self._seen) and all(why_not_by_unit(optimizer) is None for optimizer in self._seen)
+        for optimizer in self._seen:
+            if why_not_by_unit(optimizer) is not None:
+                return False
+        return len(self._seen) > 0
 
     def move_state(self, parameters: Collection[nn.Parameter]) -> None:
         """Move the state of parameters to where these have been moved."""
@@ -287,10 +300,13 @@ class Optimizers:
 
     def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the optimizers' state of parameters takes."""
+        nbytes = 0
         with without_torch_function():
-            states = [optimizer.state.get(p, {}) for p in parameters for optimizer in self._seen]
-        # lists, because the thread that steps may add state at the same time
-        return sum(value.nbytes for state in states for value in list(state.values()) if isinstance(value, Tensor))
+            for parameter, optimizer in product(parameters, self._seen):
+                # a list, because the thread that steps may add state at the same time
+                for value in list(optimizer.state.get(parameter, {}).values()):
+                    nbytes += value.nbytes if isinstance(value, Tensor) else 0
+        return nbytes
 
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
@@ -307,7 +323,8 @@ class Optimizers:
 def _move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Move the optimizer's state of parameters to their device, as `Optimizer.load_state_dict` does."""
     moving = set(map(id, parameters))
-    with without_torch_function():  # looking state up by a guarded weight would wait for its gradient
+    # looking state up by a guarded weight would wait for its gradient
+    with without_torch_function():
         for group in optimizer.param_groups:
             counts_on_device = group.get("fused") or group.get("capturable")
             for parameter in [p for p in group["params"] if id(p) in moving]:

@@ -36,7 +36,8 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     together: list[Update] = []
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
-    numbers: dict[Any, rules.Scaling | None] = {}  # those of a scaling are shared: each look at a factor takes time
+    # those of a scaling are shared: each look at a factor takes time
+    numbers: dict[Any, rules.Scaling | None] = {}
     for work, scaling in updates:
         known = scaling, work.weight.dtype
         if known not in numbers:

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.unit_step import Update, update_weights
 from sp_lightning.pipeline.processes.box import SharedMemory
@@ -36,7 +36,8 @@ class Plan:
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
-        self.others: list[list[nn.Parameter]] = []  # for each param group, the parameters that are no weights of ours
+        # for each param group, the parameters that are no weights of ours
+        self.others: list[list[nn.Parameter]] = []
         for number, param_group in enumerate(optimizer.param_groups):
             self.others.append([])
             for parameter in param_group["params"]:
@@ -106,14 +107,19 @@ class UnitSteps:
         self.fused = window.backend.device.type != "cpu"
 
     def step(
-        self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used], buffers: Sequence[LandingBuffer] = ()
+        self,
+        unit: Unit,
+        step: Step,
+        gradients: Mapping[Gradient, Used],
+        buffers: Sequence[LandingBuffer] = (),
     ) -> None:
         """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
 
         Weights without a gradient stay as they are.
         """
         updates: dict[int, list[Update]] = {}
-        tickets: dict[Weight, Ticket | None] = {}  # of the weights that are stepped, what brings their gradients
+        # of the weights that are stepped, what brings their gradients
+        tickets: dict[Weight, Ticket | None] = {}
         moved = 0
         numbers = step.plan.gradients
         for segment in unit.segments:
@@ -124,12 +130,13 @@ class UnitSteps:
                 tensor, state = gradients[gradient]
                 work = Work(weight.master.data, tensor, state, copy)
                 updates.setdefault(numbers[gradient], []).append((work, gradient.scaling))
-                tickets[weight] = gradient.unit.ticket
+                tickets[weight] = gradient.of_segment.ticket
                 moved += 2 * weight.home.nbytes + tensor.nbytes
         if not tickets:
             self.count(unit, step.plan)
             return
-        job = _StepOfUnit(unit, step, updates, tickets.keys(), self._next_generations(unit, step.plan), buffers)
+        generations = self._next_generations(unit, step.plan)
+        job = _StepOfUnit(unit, step, updates, tickets.keys(), generations, buffers)
         landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
         self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
         self.window.stats.overlapped_steps += len(unit.parts)
@@ -175,7 +182,9 @@ class UnitSteps:
             return generations
         for segment in unit.segments:
             memory = segment.memory.shared
-            if memory is not None and any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
+            if memory is None:
+                continue
+            if any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
                 memory.generation += 1
                 generations.append(_Generation(memory, memory.generation))
         return generations

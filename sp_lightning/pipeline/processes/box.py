@@ -46,7 +46,8 @@ class Box:
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
         # what of the others' memory was opened, with its number in the system
         self._opened: dict[tuple[int, int], tuple[int, Tensor]] = {}
-        self.passes = 0  # number of backward passes of all that this process has begun; and what each tells of that
+        # number of backward passes of all that this process has begun; and what each tells of that
+        self.passes = 0
         self._begun = self.share(self.count * torch.int64.itemsize, ["passes"]).bytes.view(torch.int64)
 
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
@@ -75,19 +76,21 @@ class Box:
         for index, (others, others_size, _, _) in enumerate(everyones):
             if (others, others_size) != (wanted, size_there):
                 raise RuntimeError(
-                    f"Processes 0 and {index} of this machine arrange their weights differently: {wanted[:1]} and "
-                    f"{others[:1]} come next. Freeze, add or convert the same weights in all processes."
+                    f"Processes 0 and {index} of this machine arrange their weights differently: "
+                    f"{wanted[:1]} and {others[:1]} come next. Freeze, add or convert the same "
+                    "weights in all processes."
                 )
         try:
             memory = _open(place, size)
         except RuntimeError as error:
             raise OSError(
-                "The processes of this machine cannot share memory: they have to run in one container, as one user, or "
-                f"as machines of one device each (`num_nodes`). {error}"
+                "The processes of this machine cannot share memory: they have to run in one "
+                f"container, as one user, or as machines of one device each (`num_nodes`). {error}"
             ) from error
         self._close_file()
         self._open = file
-        return SharedMemory(self, names, memory[:nbytes], memory[-_COUNTER_BYTES:][:8].view(torch.int64))
+        counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
+        return SharedMemory(self, names, memory[:nbytes], counter)
 
     def offer(self, nbytes: int) -> tuple[Tensor, int]:
         """Return new memory of this process, and the number of its file, by which the others can look into it.
@@ -114,7 +117,7 @@ class Box:
 
     def begun_by_others(self, number: int) -> list[Ticket]:
         """Return tickets that are done when processes of higher ranks have begun a pass, too."""
-        return [_Reached(self, self._begun[rank], number) for rank in range(self.rank + 1, self.count)]
+        return [_Reached(self, begun, number) for begun in self._begun[self.rank + 1 :].unbind()]
 
     def meet(self, steps: int = 0) -> None:
         """Wait until all processes have come here.
@@ -126,8 +129,9 @@ class Box:
         self._close_file()  # all have opened it
         if len(set(everyones)) > 1:
             raise RuntimeError(
-                f"The processes of this machine have taken different numbers of optimizer steps ({everyones}). Each "
-                "has to run backward and step equally often: `training_step` may not return None in some of them only."
+                "The processes of this machine have taken different numbers of optimizer steps "
+                f"({everyones}). Each has to run backward and step equally often: `training_step` "
+                "may not return None in some of them only."
             )
 
     def _close_file(self) -> None:
@@ -159,8 +163,9 @@ class Box:
             self._check_alive()
         if now > since + self._timeout:
             self.failure = RuntimeError(
-                f"Process {self.rank} of this machine has waited for the others for {self._timeout:.0f} s. One of "
-                "them hangs, or runs backward or steps less often than this one; see the strategy's `timeout`."
+                f"Process {self.rank} of this machine has waited for the others for "
+                f"{self._timeout:.0f} s. One of them hangs, or runs backward or steps less often "
+                "than this one; see the strategy's `timeout`."
             )
         time.sleep(_PAUSE)
 
@@ -169,7 +174,8 @@ def _new_file(nbytes: int) -> int:
     """Make a file of memory without a name."""
     file = os.memfd_create("superpipeline", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(file, 0, nbytes)  # now: a page that cannot be had later would end the process
+        # now: a page that cannot be had later would end the process
+        os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         os.close(file)
         raise OSError(f"{readable_bytes(nbytes)} of memory to share: {error}") from error

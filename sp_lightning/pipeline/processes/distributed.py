@@ -50,7 +50,8 @@ class Processes:
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
         self.passes = 0  # number of backward passes of all processes
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
-        self.bytes_to_other_machines = 0  # sums of gradients that this process has added up with theirs
+        # sums of gradients that this process has added up with theirs
+        self.bytes_to_other_machines = 0
 
     @property
     def sums_are_complete(self) -> bool:
@@ -74,9 +75,9 @@ class Processes:
             for ours, theirs in zip_longest(everyones[0], others):
                 if ours != theirs:
                     raise ValueError(
-                        f"Processes 0 and {rank} have built different models; the first difference is in "
-                        f"{(ours or theirs)[0]!r} (names, shapes and dtypes are compared). Build the same model in "
-                        "all processes."
+                        f"Processes 0 and {rank} have built different models; the first difference "
+                        f"is in {(ours or theirs)[0]!r} (names, shapes and dtypes are compared). "
+                        "Build the same model in all processes."
                     )
         self.broadcast(module.buffers())
         if self.box.is_keeper and self.machines > 1:
@@ -101,13 +102,14 @@ class Processes:
         name = type(optimizer).__name__
         if not self.trains:
             raise RuntimeError(
-                f"{name} is to step weights in an evaluation step, which is each process's own, but the processes of "
-                "this machine share them. Do so with `Trainer(devices=1)`."
+                f"{name} is to step weights in an evaluation step, which is each process's own, "
+                "but the processes of this machine share them. Do so with `Trainer(devices=1)`."
             )
         if isinstance(optimizer, _NOT_SHARED):
             raise ValueError(
-                f"{name} keeps or sends weights in a way of its own, and the processes of this machine share theirs, "
-                "as one of them steps for all. Use another optimizer, or `Trainer(devices=1)`."
+                f"{name} keeps or sends weights in a way of its own, and the processes of this "
+                "machine share theirs, as one of them steps for all. Use another optimizer, or "
+                "`Trainer(devices=1)`."
             )
         self.box.meet(self.steps)
 
@@ -122,7 +124,10 @@ class Processes:
         """
         if not parameters:
             return
-        own = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        own: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                own[name] = parameter.grad
         for name in self._names_of_all(own, self._everyone):
             parameter = parameters[name]
             if name not in own:
@@ -154,12 +159,13 @@ class Processes:
     def _names_of_all(self, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[str]:
         """Return the names of the weights that any process has a gradient of, in the same order in all of them."""
         sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        steps, are_sparse, names = zip(*_gather((self.steps, sparse, list(gradients)), group), strict=True)
+        everyones = _gather((self.steps, sparse, list(gradients)), group)
+        steps, are_sparse, names = zip(*everyones, strict=True)
         if len(set(steps)) > 1:
             raise RuntimeError(
-                f"The processes have taken different numbers of optimizer steps ({list(steps)}) when they average "
-                "gradients. Every process has to run backward equally often between two steps: `training_step` "
-                "may not return None in some of them only."
+                f"The processes have taken different numbers of optimizer steps ({list(steps)}) "
+                "when they average gradients. Every process has to run backward equally often "
+                "between two steps: `training_step` may not return None in some of them only."
             )
         if any(are_sparse):
             raise RuntimeError("Sparse gradients are not averaged over processes. Let the layer have `sparse=False`.")
@@ -179,6 +185,7 @@ def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     values = tensor.detach().reshape(-1).contiguous()
-    dist.broadcast(values.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype
+    # as bytes: groups cannot send every dtype
+    dist.broadcast(values.view(torch.uint8), 0, group=group)
     if dist.get_rank() != 0:
         tensor.copy_(values.view(tensor.shape))

@@ -47,13 +47,16 @@ class SharedSums:
         self.places = [tensor_in(memory.bytes, at, weight.layout, weight.dtype) for at, weight in lying]
         self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
         self._norms = tensor_in(memory.bytes, at_norms, norms, torch.float32)
-        self._dropped = tensor_in(memory.bytes, at_dropped, dropped, torch.bool)  # by each process, since the last pass
+        # by each process, since the last pass
+        self._dropped = tensor_in(memory.bytes, at_dropped, dropped, torch.bool)
         self._places = set(map(id, self.places))
         self._begun = -1  # the last pass that has begun
-        self._forgotten: list[int] = []  # the numbers of weights whose sums this process has dropped since then
+        # the numbers of weights whose sums this process has dropped since then
+        self._forgotten: list[int] = []
         self.names = [weight.name for weight in weights]
         self.index = {weight: number for number, weight in enumerate(weights)}
-        self.is_over = False  # whether this process's turn in the present pass is over, or will be after its last job
+        # whether this process's turn in the present pass is over, or will be after its last job
+        self.is_over = False
 
     def present(self) -> dict[Weight, tuple[Tensor, Tensor | None]]:
         """Return the sums that there are, each with its norm if that was measured."""
@@ -132,8 +135,8 @@ class SharedSums:
                 self._present[each] = False
             elif is_present and is_partial and dropped[each]:
                 raise RuntimeError(
-                    f"The gradient of weight {self.names[each]!r} was dropped or hooked between micro-batches in some "
-                    "of the processes of this machine. Do so in all of them."
+                    f"The gradient of weight {self.names[each]!r} was dropped or hooked between "
+                    "micro-batches in some of the processes of this machine. Do so in all of them."
                 )
             elif is_present and not is_partial and having != everyone:
                 self.places[each].mul_(having / everyone)

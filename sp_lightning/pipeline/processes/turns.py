@@ -18,7 +18,7 @@ from sp_lightning.pipeline.gradients.buffers import LandingBuffer, LandingBuffer
 from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.unit_gradients import Gradient, State, UnitGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, State
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.processes.distributed import Processes
@@ -31,9 +31,10 @@ class _Turn:
     """A job: this process's turn to add to the sums of a unit."""
 
     turns: Turns
-    unit: UnitGradients
+    of_segment: SegmentGradients
     sums: SharedSums
-    own: Sequence[tuple[Tensor, Tensor]]  # gradients that somebody sees here: where they go, and where they land
+    # gradients that somebody sees here: where they go, and where they land
+    own: Sequence[tuple[Tensor, Tensor]]
     parts: Mapping[int, Tensor]  # the others, by the numbers of their weights
     buffer: LandingBuffer | None  # which they may be left in
     is_over: bool  # whether the turn ends with it
@@ -50,8 +51,10 @@ class _Turn:
         try:
             with without_torch_function(), torch.no_grad(), torch.inference_mode(False):
                 self._add()
-        except BaseException as error:  # the turn will not end, so nothing that comes after it may be waited for
-            words = f"The gradients of {self.unit.unit.name!r} could not be added up: {error!r}"
+        except BaseException as error:
+            # the turn will not end, so nothing that comes after it may be waited for
+            name = self.of_segment.unit.name
+            words = f"The gradients of {name!r} could not be added up: {error!r}"
             self.turns.processes.box.failure = RuntimeError(words)
             raise
         if self.is_over:
@@ -81,36 +84,38 @@ class Turns(Exchange):
 
     def __init__(
         self,
-        units: Sequence[UnitGradients],
+        by_segment: Sequence[SegmentGradients],
         backend: Backend,
         landing: LandingBuffers,
         processes: Processes,
         is_summed: bool,
     ) -> None:
-        self._units = units
+        self._by_segment = by_segment
         self._backend = backend
         self.landing = landing
         self.processes = processes
         self._is_summed = is_summed
         self._has_begun = False  # whether a pass of all processes is under way
-        self._waits: list[Ticket] = []  # done when it has begun, here and in processes of higher ranks
-        self._looks: dict[Gradient, Tensor] = {}  # what the user was shown of sums that are not complete
-        self._sums: dict[UnitGradients, SharedSums] = {}
-        for unit in units:
-            segment = unit.segment
+        # done when it has begun, here and in processes of higher ranks
+        self._waits: list[Ticket] = []
+        # what the user was shown of sums that are not complete
+        self._looks: dict[Gradient, Tensor] = {}
+        self._sums: dict[SegmentGradients, SharedSums] = {}
+        for of_segment in by_segment:
+            segment = of_segment.segment
             if is_summed and segment.weights[0].master.requires_grad:
-                self._sums[unit] = SharedSums(segment.weights, segment.memory)
-                self._take_up(unit, self._sums[unit])
+                self._sums[of_segment] = SharedSums(segment.weights, segment.memory)
+                self._take_up(of_segment, self._sums[of_segment])
 
-    def _take_up(self, unit: UnitGradients, sums: SharedSums) -> None:
+    def _take_up(self, of_segment: SegmentGradients, sums: SharedSums) -> None:
         """Take up sums where an earlier arrangement has left them."""
         present = sums.present() if sums.is_partial else {}
-        for gradient in unit.gradients:
+        for gradient in of_segment.gradients:
             if not sums.is_partial:
                 sums.forget(gradient.weight)
             elif gradient.weight in present:
                 gradient.host, _ = present[gradient.weight]
-                unit.hold()
+                of_segment.hold()
 
     # ------------------------------------------------------------------------------------------ in a backward pass
 
@@ -124,14 +129,16 @@ class Turns(Exchange):
         self._take_looks_back()
         if self._has_begun or not self.processes.trains:
             return
-        reading: list[Ticket] = []  # of clips, which look at sums, and of passes that are not complete
+        # of clips, which look at sums, and of passes that are not complete
+        reading: list[Ticket] = []
         dropped: list[tuple[SharedSums, list[int]]] = []
-        for unit, sums in self._sums.items():
-            for gradient in unit.gradients:
-                if gradient.host is not None and (gradient.scaling is not NO_SCALING or gradient.is_seen):
+        for of_segment, sums in self._sums.items():
+            for gradient in of_segment.gradients:
+                is_the_users = gradient.scaling is not NO_SCALING or gradient.is_seen
+                if gradient.host is not None and is_the_users:
                     self.show(gradient)
-            if unit.ticket is not None:
-                reading.append(unit.ticket)
+            if of_segment.ticket is not None:
+                reading.append(of_segment.ticket)
             dropped.append((sums, sums.take_forgotten()))
         self._has_begun = True
         box = self.processes.box
@@ -147,21 +154,21 @@ class Turns(Exchange):
 
     @override
     def adds_up(self, shipment: Shipment) -> bool:
-        sums = self._sums.get(shipment.unit)
+        sums = self._sums.get(shipment.of_segment)
         for gradient in shipment.gradients:
             if self.processes.trains:
                 _check_part(gradient, sums)
             elif sums is not None and gradient.host is not None and sums.has(gradient.host):
                 raise RuntimeError(
-                    f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while those of a training "
-                    "step are added up. Take it by `torch.autograd.grad`."
+                    f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while "
+                    "those of a training step are added up. Take it by `torch.autograd.grad`."
                 )
         return self.processes.trains
 
     @override
     def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
-        unit = shipment.unit
-        sums = self._sums[unit]
+        of_segment = shipment.of_segment
+        sums = self._sums[of_segment]
         own: list[tuple[Tensor, Tensor]] = []
         parts: dict[int, Tensor] = {}
         for gradient, landed in zip(shipment.gradients, shipment.tensors, strict=True):
@@ -172,33 +179,34 @@ class Turns(Exchange):
             else:
                 gradient.host = sums.places[number]
                 parts[number] = landed
-        turn = _Turn(self, unit, sums, own, parts, shipment.buffer, is_over, measures_norms)
+        turn = _Turn(self, of_segment, sums, own, parts, shipment.buffer, is_over, measures_norms)
         shipment.ticket = self._take(turn, shipment.ticket)
         shipment.tensors = [sums.places[number] for number in parts]
         shipment.buffer = None
 
     @override
-    def pass_on(self, unit: UnitGradients, after: Sequence[Ticket]) -> bool:
-        sums = self._sums.get(unit)
+    def pass_on(self, of_segment: SegmentGradients, after: Sequence[Ticket]) -> bool:
+        sums = self._sums.get(of_segment)
         if sums is None:
             return False
         sums.is_over = True
-        assert unit.ticket is not None
-        self._backend.work(partial(sums.pass_on, sums.number), [unit.ticket, *after])
-        unit.ticket = sums.complete()
+        assert of_segment.ticket is not None
+        self._backend.work(partial(sums.pass_on, sums.number), [of_segment.ticket, *after])
+        of_segment.ticket = sums.complete()
         return True
 
     def _take(self, turn: _Turn, landed: Ticket | None = None) -> Ticket:
         """Have the thread take a turn when it comes, and the gradients have landed."""
-        unit, buffer = turn.unit, turn.buffer
+        of_segment, buffer = turn.of_segment, turn.buffer
         turn.sums.is_over = turn.is_over
         self._waits = [ticket for ticket in self._waits if not ticket.done]
-        earlier = [ticket for ticket in (unit.ticket, landed) if ticket is not None]
+        earlier = [ticket for ticket in (of_segment.ticket, landed) if ticket is not None]
         moved = 0 if turn.leaves else 2 * sum(part.nbytes for part in turn.parts.values())
         release = None if buffer is None else buffer.release
         after = [turn.sums.turn(), *self._waits, *earlier]
-        ticket = self._backend.trace.work(Kind.ADD, unit.unit.name, turn, after, moved, release)
-        unit.ticket = ticket
+        name, trace = of_segment.unit.name, self._backend.trace
+        ticket = trace.work(Kind.ADD, name, turn, after, moved, release)
+        of_segment.ticket = ticket
         return ticket
 
     @override
@@ -209,18 +217,18 @@ class Turns(Exchange):
         If it `averages`, the sums are complete with it, and what everybody has.
         """
         self.begin_pass()
-        for unit, sums in self._sums.items():
+        for of_segment, sums in self._sums.items():
             if not sums.is_over:
-                parts: dict[int, Tensor] = {}  # what the user has as `.grad` is one when the sums are complete
+                # what the user has as `.grad` is one when the sums are complete
+                parts: dict[int, Tensor] = {}
                 for weight, number in sums.index.items() if averages else ():
                     if weight.master.grad is not None:
                         parts[number] = weight.master.grad
-                turn = _Turn(self, unit, sums, [], parts, None, is_over=True, measures_norms=measures_norms)
-                self._take(turn)
-        for unit, sums in self._sums.items():
-            if averages and unit.state is not State.CONSUMED:
-                unit.wait()  # raises what has gone wrong here
-            unit.ticket = sums.complete()
+                self._take(_Turn(self, of_segment, sums, [], parts, None, True, measures_norms))
+        for of_segment, sums in self._sums.items():
+            if averages and of_segment.state is not State.CONSUMED:
+                of_segment.wait()  # raises what has gone wrong here
+            of_segment.ticket = sums.complete()
             sums.end_pass(is_partial=not averages)
         self._has_begun = False
         if averages:
@@ -228,21 +236,23 @@ class Turns(Exchange):
 
     def _adopt_sums(self, measures_norms: bool) -> None:
         """Take the sums, which are complete, for the gradients of units that were not stepped with them."""
-        waiting = {unit: sums for unit, sums in self._sums.items() if unit.state is not State.CONSUMED}
-        for unit in waiting:
-            unit.wait()
+        waiting: dict[SegmentGradients, SharedSums] = {}
+        for of_segment, sums in self._sums.items():
+            if of_segment.state is not State.CONSUMED:
+                waiting[of_segment] = sums
+                of_segment.wait()
         self._add_up_machines(measures_norms)
-        for unit, sums in waiting.items():
+        for of_segment, sums in waiting.items():
             present = sums.present()
-            for gradient in unit.gradients:
+            for gradient in of_segment.gradients:
                 if gradient.weight not in present:
                     continue
-                unit.hold()
+                of_segment.hold()
                 gradient.host, norm = present[gradient.weight]
                 gradient.norm = norm if measures_norms else None
                 if gradient.is_seen:
                     self.show(gradient)
-            unit.note_dropped()
+            of_segment.note_dropped()
 
     def _add_up_machines(self, measures_norms: bool) -> None:
         """Add the sums up with those of other machines, if there are any, in one process of each."""
@@ -273,19 +283,22 @@ class Turns(Exchange):
     def lacks_sums(self) -> bool:
         if not self._is_summed:
             return False
-        summed = {weight for sums in self._sums.values() for weight in sums.index}
-        weights = [gradient.weight for unit in self._units for gradient in unit.gradients]
-        return any(weight.master.requires_grad and weight not in summed for weight in weights)
+        for of_segment in self._by_segment:
+            sums = self._sums.get(of_segment)
+            for weight in of_segment.segment.weights:
+                if weight.master.requires_grad and (sums is None or weight not in sums.index):
+                    return True
+        return False
 
     @override
     def show(self, gradient: Gradient) -> None:
         """Show a gradient; of a sum that is not complete, a copy to look at."""
         if gradient in self._looks:
             return
-        if gradient.host is None or gradient.is_seen or not self._is_partial(gradient.unit):
+        if gradient.host is None or gradient.is_seen or not self._is_partial(gradient.of_segment):
             super().show(gradient)
             return
-        gradient.unit.wait()
+        gradient.of_segment.wait()
         with torch.inference_mode(False), torch.no_grad():
             look = gradient.host.clone(memory_format=torch.preserve_format)
         self._looks[gradient] = look
@@ -295,20 +308,22 @@ class Turns(Exchange):
     def show_all(self, gradients: Iterable[Gradient]) -> None:
         """Show gradients, but for parts of sums, which another arrangement takes up."""
         self._take_looks_back()
-        super().show_all(gradient for gradient in gradients if not self._is_partial(gradient.unit))
+        for gradient in gradients:
+            if not self._is_partial(gradient.of_segment):
+                self.show(gradient)
 
     @override
     def drop(self, gradients: Collection[Gradient]) -> None:
         for gradient in gradients:
-            sums = self._sums.get(gradient.unit)
+            sums = self._sums.get(gradient.of_segment)
             # not what somebody sees, and this process alone has
             if sums is not None and (gradient.host is None or sums.has(gradient.host)):
                 sums.forget(gradient.weight)
         super().drop(gradients)
 
-    def _is_partial(self, unit: UnitGradients) -> bool:
+    def _is_partial(self, of_segment: SegmentGradients) -> bool:
         """Tell whether more is added to the sums of a unit before they are complete."""
-        return unit in self._sums and self._sums[unit].is_partial
+        return of_segment in self._sums and self._sums[of_segment].is_partial
 
     def _take_looks_back(self) -> None:
         """Take back what was shown of sums that are not complete.
@@ -323,8 +338,9 @@ class Turns(Exchange):
                 continue
             if master.grad is not look or look._version:
                 raise RuntimeError(
-                    f"The gradient of weight {gradient.weight.name!r} was changed before the last micro-batch of a "
-                    "step, while the processes of this machine add it up. Change it after that."
+                    f"The gradient of weight {gradient.weight.name!r} was changed before the last "
+                    "micro-batch of a step, while the processes of this machine add it up. Change "
+                    "it after that."
                 )
             master.grad = None
 
@@ -333,12 +349,14 @@ def _check_part(gradient: Gradient, sums: SharedSums | None) -> None:
     """Check that a gradient that has come may be a part of sums."""
     if sums is None or gradient.weight not in sums.index:
         raise RuntimeError(
-            f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of this machine "
-            "last met. Thaw weights between two steps of the optimizer, and before the next begins, as in "
-            "`on_train_batch_start`; in a loop of your own, before `meet_processes()`."
+            f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of "
+            "this machine last met. Thaw weights between two steps of the optimizer, and before "
+            "the next begins, as in `on_train_batch_start`; in a loop of your own, before "
+            "`meet_processes()`."
         )
     if sums.is_over:
         raise RuntimeError(
-            f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when the processes of "
-            "this machine had added up the first. Let checkpoints around its module have `use_reentrant=False`."
+            f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when "
+            "the processes of this machine had added up the first. Let checkpoints around its "
+            "module have `use_reentrant=False`."
         )

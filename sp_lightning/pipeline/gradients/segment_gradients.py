@@ -1,4 +1,4 @@
-"""The gradients of one unit: the state that they are in, and the host memory that they stay in until somebody asks.
+"""The gradients of one segment: the state that they are in, and the host memory that they stay in until asked for.
 
 [Note: what you look at is yours]
 The gradients that backward has brought belong to the engine: they may still be on their way, in a lower dtype than
@@ -24,7 +24,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class State(enum.Enum):
-    """Where the gradients of a unit are."""
+    """Where the gradients of a segment are."""
 
     EMPTY = enum.auto()
     """The engine has none."""
@@ -39,11 +39,11 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("host", "norm", "scaling", "unit", "weight")
+    __slots__ = ("host", "norm", "of_segment", "scaling", "weight")
 
-    def __init__(self, weight: Weight, unit: UnitGradients) -> None:
+    def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
-        self.unit = unit
+        self.of_segment = of_segment
         # what the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
         self.host: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that; None if it is not known
@@ -58,7 +58,7 @@ class Gradient:
         return master.grad is not None
 
 
-class UnitGradients:
+class SegmentGradients:
     """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
     Attributes:
@@ -71,17 +71,20 @@ class UnitGradients:
     def __init__(self, unit: Unit, segment: Segment) -> None:
         self.unit = unit
         self.segment = segment
-        self.gradients = [Gradient(weight, self) for weight in segment.weights]  # that of each weight
-        self.trained: list[Gradient] = []  # those of weights that require one, in this backward pass
+        self.gradients = [Gradient(weight, self) for weight in segment.weights]
+        # those of weights that require one, in this backward pass
+        self.trained: list[Gradient] = []
         self._laid_out: list[Gradient] = []  # those that `layout` is of
         self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
         self.state = State.EMPTY
-        self.gathered: dict[Gradient, Tensor] = {}  # what backward has brought, as long as it has not left the device
+        # what backward has brought, as long as it has not left the device
+        self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
         self.is_watched = False  # whether somebody would see how one of these is added up
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
-        self.memory: GradientMemory | None = None  # the host memory that they stay in; None if there is none yet
+        # the host memory that they stay in; None if there is none yet
+        self.memory: GradientMemory | None = None
         self.expect()
 
     # ------------------------------------------------------------------------------------------------ their state
