@@ -38,8 +38,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.units.moving import HOST, move_all_but_parameters, move_parameters
-from sp_lightning.pipeline.units.tree import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import HOST, move_all_but_parameters, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned

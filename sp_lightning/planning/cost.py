@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena, travel_together
 
 UNITS_THAT_STAY = 1  # units before the turn for which sending activations gains nothing: backward needs them at once

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.gradient_layout import gradient_bytes
+from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.window.places import sent_bytes
 from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload, peak
 

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
 from sp_lightning.pipeline.gradients.segment_gradients import State
-from sp_lightning.pipeline.lanes.at_work import optimizer_steps
-from sp_lightning.pipeline.lanes.forks import FORKED
+from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, sees_torch_functions, without_torch_function
 from sp_lightning.pipeline.units.unit import Member, Residency

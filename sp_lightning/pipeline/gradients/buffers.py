@@ -19,7 +19,7 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
-from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS, GradientLayout, gradient_bytes
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, GradientLayout, gradient_bytes
 
 _UNITS_PER_BUFFER = 5  # landing buffers limit how far the optimizer may fall behind
 _PAUSE = 1e-3  # seconds between two looks whether others have read what was left to them

@@ -28,7 +28,7 @@ from sp_lightning.pipeline.gradients.buffers import (
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
+from sp_lightning.pipeline.weights.segment import GradientLayout
 from sp_lightning.pipeline.window.window import Window
 
 

@@ -18,8 +18,7 @@ from sp_lightning.pipeline.gradients.buffers import GradientMemory
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
-from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
 

@@ -1,14 +1,55 @@
-"""Who is at work: the engine, one thread at a time, or an optimizer's step. The guard of weights lets both pass."""
+"""Who is at work: the engine, one thread at a time, or an optimizer's step; and that neither is in a fork.
+
+The guard of weights lets both pass.
+
+[Note: forks]
+A forked process, as a loader's worker is one, has the thread that forked it and no other, and locks that our threads
+held at that moment. Whatever waits there for one of ours would wait forever. So it reads a weight whose value is there,
+and gets an error for all else.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
-from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
 from sp_lightning.pipeline.torch_private import without_torch_function
+
+FORKED = (
+    "This process was forked from the one in which superpipeline streams the model, and has "
+    "neither its threads nor its device: it can read weights that are streamed on the CPU, unless "
+    "they were being stepped, and do nothing else with the model. Give it a copy that is made "
+    "before, such as `copy.deepcopy(module)`, or start it with 'spawn'."
+)
+
+
+class OfOneProcess:
+    """What does nothing in a fork of the process that it was made in."""
+
+    is_forked = False  # whether this is such a fork
+
+    def __init__(self) -> None:
+        _of_this_process.add(self)
+
+    def note_fork(self) -> None:
+        """Note, in the fork, that this is one."""
+        self.is_forked = True
+
+
+_of_this_process: WeakSet[OfOneProcess] = WeakSet()
+
+
+def _note_fork() -> None:
+    for made_before in _of_this_process:
+        made_before.note_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 class EngineAtWork(OfOneProcess):

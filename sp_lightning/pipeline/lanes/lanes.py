@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from sp_lightning.pipeline.lanes.forks import FORKED, OfOneProcess
+from sp_lightning.pipeline.lanes.at_work import FORKED, OfOneProcess
 
 
 class Lane(enum.Enum):

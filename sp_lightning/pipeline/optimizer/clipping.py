@@ -22,7 +22,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
-from sp_lightning.pipeline.weights.gradient_layout import MEASURED
+from sp_lightning.pipeline.weights.segment import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
 

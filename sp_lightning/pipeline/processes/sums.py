@@ -21,7 +21,7 @@ from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
-from sp_lightning.pipeline.weights.gradient_layout import GradientLayout
+from sp_lightning.pipeline.weights.segment import GradientLayout
 from sp_lightning.pipeline.weights.weight import Weight
 
 

@@ -1,5 +1,7 @@
 """Segments: host memory of the weights of a unit that are sent in one copy, its frozen ones or its trained ones.
 
+Their gradients are sent in one copy, too (`GradientLayout`).
+
 A segment goes to the device in one copy, so everything that it sends lies together. Weights that are sent in the dtype
 in which they are kept are sent from where their masters lie. Of a segment that autocast lowers, copies in the dtype
 that is sent lie together beside the masters, written once per change of these.
@@ -12,7 +14,7 @@ that are stepped, a frozen base that still lies there is not sent again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out,
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
+STAGING_BUFFERS = 2  # one is filled while the other leaves
+MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 _SAMPLED = 224  # words of a segment: each costs a cache miss
 _LEAST_SAMPLED = 4  # of a weight
 _WORD = 4  # bytes
@@ -239,6 +243,38 @@ class HostMemory:
         if self._box is not None and self._is_new:
             self._box.meet()
         self._is_new = False
+
+
+class GradientLayout:
+    """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
+
+    Attributes:
+        norms_at: Offset of the norms, in bytes.
+        nbytes: Bytes in all.
+    """
+
+    def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
+        self.dtypes = list(dtypes)
+        self._like = [weight.host for weight in weights]
+        sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
+        offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
+        *self._offsets, self.norms_at = offsets
+        # the dtype in which torch would compute norms, that of the masters; None if it is not one that norms travel in
+        masters = {weight.dtype for weight in weights}
+        self.norm_dtype = masters.pop() if len(masters) == 1 and masters <= MEASURED else None
+
+    def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return bytes of `memory` as the gradients, and as their norms."""
+        lying = zip(self._offsets, self._like, self.dtypes, strict=True)
+        norms = torch.empty(len(self.dtypes), device="meta")
+        gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
+        return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
+
+
+def gradient_bytes(weights: Iterable[Weight]) -> int:
+    """Return the bytes of the gradients of a unit's weights, as they are sent to the host, with their norms."""
+    trained = [weight for weight in weights if weight.master.requires_grad]
+    return GradientLayout(trained, [weight.gradient_dtype for weight in trained]).nbytes
 
 
 def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from sp_lightning.pipeline.options import PipelineOptions, Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.units.unit import Division, Unit
 from sp_lightning.pipeline.weights.buffers import lay_out
-from sp_lightning.pipeline.weights.gradient_layout import STAGING_BUFFERS, gradient_bytes
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 _Neighbor = TypeVar("_Neighbor")  # a unit, or what a planner knows of one

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.units.moving import move_all_but_parameters
+from sp_lightning.pipeline.units.tree import move_all_but_parameters
 
 from ...zoo.quantized import Int8Linear
 
