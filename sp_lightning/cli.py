@@ -61,7 +61,8 @@ def main() -> int:
     """Run `sp-lightning`, and return its status: 0, 2 if an argument is wrong, or 1 if the extra is not installed."""
     if find_spec("jsonargparse") is None:
         return _fail("the command line needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
-    if os.getcwd() not in sys.path:  # unlike `python -m`, a console script does not import from the current folder
+    # unlike `python -m`, a console script does not import from the current folder
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     command, arguments = sys.argv[1:2], sys.argv[2:]
     if not command or not (command[0].startswith("-") or command[0] in COMMANDS):
@@ -103,7 +104,8 @@ def _run_in(name: str) -> None:
             **raises,
             **{command: dict(raises) for command in RUNS},
         },
-        save_config_kwargs={"overwrite": True},  # without a logger it is written to the same place in each run
+        # without a logger it is written to the same place in each run
+        save_config_kwargs={"overwrite": True},
     )
 
 
@@ -177,10 +179,12 @@ def _module(class_path: str, arguments: list[str]) -> nn.Module:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(found, "model", fail_untyped=False)
     options = parser.parse_args(arguments)
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
+    # renamed in jsonargparse 4.49
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     with torch.device("meta"):
         module: nn.Module = instantiate(options).model
-        configure_model = getattr(module, "configure_model", None)  # LightningModules may build their layers there
+        # LightningModules may build their layers there
+        configure_model = getattr(module, "configure_model", None)
         if configure_model is not None:
             configure_model()
     return module

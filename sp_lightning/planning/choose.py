@@ -33,9 +33,12 @@ _SHARES = 12  # numbers of units on the device to try, evenly apart
 _SPLITS = 4  # splits of the budget between activations and weights to try
 _K_PRIMES = (1, 2, 4)
 _LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
-_MARGIN = 1.02  # a window that fetches nothing ahead, or units on the device, have to be faster by this factor
-_NEARLY = 1.01  # of choices that are slower than the fastest one by at most this factor, the laziest wins
-_MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
+# a window that fetches nothing ahead, or units on the device, have to be faster by this factor
+_MARGIN = 1.02
+# of choices that are slower than the fastest one by at most this factor, the laziest wins
+_NEARLY = 1.01
+# far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
+_MOST_STATES = 256
 
 
 class TooLittleMemory(ValueError):

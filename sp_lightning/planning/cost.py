@@ -22,7 +22,8 @@ from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena, travel_together
 
-UNITS_THAT_STAY = 1  # units before the turn for which sending activations gains nothing: backward needs them at once
+# units before the turn for which sending activations gains nothing: backward needs them at once
+UNITS_THAT_STAY = 1
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
@@ -50,12 +51,16 @@ class UnitWork:
     weight_bytes: int  # sent to the device; 0 if it lives there
     gradient_bytes: int = 0  # sent back; 0 for a frozen unit
     step_bytes: int = 0  # of host memory that its optimizer step reads and writes
-    forward_seconds: float = 0.0  # on the device, with what is computed between it and the next unit
+    # on the device, with what is computed between it and the next unit
+    forward_seconds: float = 0.0
     backward_seconds: float = 0.0  # on the device, without recomputing
-    ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)  # for its activations, by preference
-    bytes_on_device: int = 0  # with gradients and optimizer state, if it lives there; 0 if it may not
+    # for its activations, by preference
+    ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)
+    # with gradients and optimizer state, if it lives there; 0 if it may not
+    bytes_on_device: int = 0
     host_bytes: int = 0  # for weights, the copies that are sent, and optimizer state
-    bytes_after_step: int = 0  # sent to the device after a step, if weights that are not stepped still lie there
+    # sent to the device after a step, if weights that are not stepped still lie there
+    bytes_after_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,16 +68,21 @@ class Workload:
     """The work of a step of a model, by its units in the order of the forward."""
 
     units: tuple[UnitWork, ...]
-    resident: UnitWork = UnitWork("resident", 0)  # what is never streamed, as if it were one unit; it computes nothing
+    # what is never streamed, as if it were one unit; it computes nothing
+    resident: UnitWork = UnitWork("resident", 0)
     trains: bool = True  # whether there is a backward
     stepping: Stepping | None = "in backward"  # None in inference, or with everything frozen
-    micro_steps: int = 1  # forwards and backwards for each step of the optimizer: gradient accumulation
+    # forwards and backwards for each step of the optimizer: gradient accumulation
+    micro_steps: int = 1
     add_seconds: float = 0.0  # on the host, for adding up gradients, in each of these but the first
     rest_seconds: float = 0.0  # between the end of a step and the beginning of the next one
-    turn_bytes: int = 0  # taken after the last unit, by a head or a loss, and freed when its backward begins
+    # taken after the last unit, by a head or a loss, and freed when its backward begins
+    turn_bytes: int = 0
     outside_bytes: int = 0  # saved outside of units elsewhere
-    reserve_bytes: int = 0  # of the device that must stay free beside weights, gradients and activations
-    on_device_bytes: int = 0  # of the units that live on the device, with gradients and optimizer state
+    # of the device that must stay free beside weights, gradients and activations
+    reserve_bytes: int = 0
+    # of the units that live on the device, with gradients and optimizer state
+    on_device_bytes: int = 0
     sum_bytes: int = 0  # of the host, in which several devices add gradients up
 
     @property
@@ -119,8 +129,10 @@ class Choice:
     k: int  # units on the device at once, not counting those in `kept` and `on_device`
     k_prime: int = 1  # units moved together
     kept: tuple[int, ...] = ()  # units that have a place of their own and are never evicted
-    ways: tuple[Way, ...] = ()  # what becomes of each unit's activations; if empty, the first of each unit's ways
-    on_device: tuple[int, ...] = ()  # units that live on the device with their gradients and optimizer state
+    # what becomes of each unit's activations; if empty, the first of each unit's ways
+    ways: tuple[Way, ...] = ()
+    # units that live on the device with their gradients and optimizer state
+    on_device: tuple[int, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -176,7 +188,8 @@ def _joined(units: Sequence[UnitWork]) -> UnitWork:
     return UnitWork(
         units[0].name,
         weight_bytes=sum(unit.weight_bytes for unit in units),
-        gradient_bytes=units[0].gradient_bytes,  # which leave last: each one's leave with a copy of their own
+        # which leave last: each one's leave with a copy of their own
+        gradient_bytes=units[0].gradient_bytes,
         step_bytes=sum(unit.step_bytes for unit in units),
         forward_seconds=sum(unit.forward_seconds for unit in units),
         backward_seconds=sum(unit.backward_seconds for unit in units),

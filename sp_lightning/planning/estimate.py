@@ -185,7 +185,8 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     to_device, to_host = (min(link * 1e9, host / given.devices) for link in (given.to_device, given.to_host))
     machine = Machine(to_device, to_host, host)
     vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
-    last = given if given.activations == "auto" else replace(given, activations="keep")  # which backward begins with
+    # which backward begins with
+    last = given if given.activations == "auto" else replace(given, activations="keep")
     units = tuple(
         _work(unit, last if unit is division.units[-1] else given, machine, vocabulary) for unit in division.units
     )
@@ -197,7 +198,8 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         resident=_work(division.resident, given, machine, vocabulary),
         stepping="in backward" if any(unit.step_bytes for unit in units) else None,
         sum_bytes=sum(w.nbytes for w in weights if w.master.requires_grad) if given.devices > 1 else 0,
-        outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),  # and gradients
+        # and gradients
+        outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),
     )
     return workload, machine
 

@@ -24,8 +24,10 @@ from sp_lightning.pipeline.window.places import sent_bytes
 from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload, peak
 
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
-_HIDDEN_COST = 0.1  # the part of its time that a copy of activations costs even if computing hides it
-_HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
+# the part of its time that a copy of activations costs even if computing hides it
+_HIDDEN_COST = 0.1
+# offload only if the host has this many times as much memory free as would be offloaded
+_HOST_ROOM = 2
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
@@ -65,7 +67,8 @@ class FirstSteps:
         self.trains = trains  # whether the steps have a backward
         self.recording = Recording()  # of what the lanes did
         self.activation_peak = 0
-        self.reserve_bytes = 0  # of the device that must stay free beside weights, gradients and activations
+        # of the device that must stay free beside weights, gradients and activations
+        self.reserve_bytes = 0
         self.optimizer_steps = self.steps_in_backward = 0  # since the recording has begun
         self._engine = engine
         self._waits = waits
@@ -117,7 +120,8 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     arrangement, auto, recording = engine.arrangement, engine.activations.auto, measured.recording
     names = {unit.name for unit in arrangement.units}
     steps = [_Step(recording.spans, begin, end, names) for begin, end in recording.steps]
-    steps = [step for step in steps if step.has_backward] or steps  # a step that returns no loss has none
+    # a step that returns no loss has none
+    steps = [step for step in steps if step.has_backward] or steps
     added = sum(span.end - span.begin for span in recording.spans if span.kind is Kind.ADD)
     stepping: Stepping = "in backward" if measured.steps_in_backward else "under forward"
     if not measured.steps_in_backward and all(step.waits_for_all_gradients for step in steps):
@@ -227,7 +231,8 @@ def _with_ways(units: Sequence[UnitWork], calls: Sequence[Sequence[Footprint]], 
     result = []
     for number, (unit, of_unit) in enumerate(zip(units, calls, strict=True)):
         if of_unit:
-            again = unit.ways[0].repeating or unit.forward_seconds  # as the first one, if no second one was recorded
+            # as the first one, if no second one was recorded
+            again = unit.ways[0].repeating or unit.forward_seconds
             copies = None if no_copies or number >= len(units) - UNITS_THAT_STAY else machine
             unit = replace(unit, ways=ways_of(unit, of_unit, again, copies, inputs_stay=number == 0))
         result.append(unit)

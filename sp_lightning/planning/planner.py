@@ -67,14 +67,16 @@ class AutoPlanner(Planner):
         if planned is not self._planned:
             self._planned = planned
             self.abandon()
-        if builds_graph != self._trains:  # a validation step: its times would falsify the measurement
+        # a validation step: its times would falsify the measurement
+        if builds_graph != self._trains:
             self.abandon()
             return planned.plan
         size = _input_bytes(engine)
         if size > _MUCH_LARGER * planned.window_size:
             self._measure(engine, planned)
         if planned.measured is not None and planned.plan is not None and planned.plan.policies and size > planned.size:
-            planned.plan, planned.size = self._plan(engine, planned.measured), size  # in the times that were measured
+            # in the times that were measured
+            planned.plan, planned.size = self._plan(engine, planned.measured), size
         return planned.plan
 
     @override

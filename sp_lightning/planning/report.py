@@ -33,7 +33,8 @@ class Rung:
     given: Assumptions
     host_bytes: int
     seconds: float
-    clipped_bytes: int  # of host memory if gradients are clipped by norm, and so wait there for each other
+    # of host memory if gradients are clipped by norm, and so wait there for each other
+    clipped_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class Report:
     given: Assumptions
     parameters: int  # elements of all weights
     workload: Workload
-    rows: Sequence[Prediction]  # for each k that fits, with `k_prime=1` and no unit kept on the device
+    # for each k that fits, with `k_prime=1` and no unit kept on the device
+    rows: Sequence[Prediction]
     best: Prediction | None  # the choice with the fastest step; None if nothing fits
     last_row: str  # what the table says of the first k that does not fit
-    ladder: Sequence[Rung]  # of host memory, with the best choice: from what is assumed to the most compact
+    # of host memory, with the best choice: from what is assumed to the most compact
+    ladder: Sequence[Rung]
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and names only, for JSON."""

@@ -67,7 +67,8 @@ class _Phase:
     def __init__(self, machine: Machine, first: float = 0.0, last: float = 0.0) -> None:
         self.busy = dict.fromkeys(Lane, 0.0)
         self.copied = dict.fromkeys(Lane, 0)
-        self.held_up = 0.0  # seconds that computing waits for copies of activations, of units that are uneven
+        # seconds that computing waits for copies of activations, of units that are uneven
+        self.held_up = 0.0
         self._machine = machine
         self._first = first
         self._last = last
@@ -114,7 +115,8 @@ class _Step:
         self._forward = _Phase(machine, first.forward_seconds, last.forward_seconds)
         self._backward = _Phase(machine, last.backward_seconds, first.backward_seconds)
         self._turn = _Phase(machine)
-        self._optimizer = _Phase(machine)  # once for all micro-steps; what of it sticks out is part of the turn
+        # once for all micro-steps; what of it sticks out is part of the turn
+        self._optimizer = _Phase(machine)
         self._add_computing(ways)
         self._add_loads()
         if workload.trains:

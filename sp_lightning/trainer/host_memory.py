@@ -16,7 +16,8 @@ from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, more_com
 from sp_lightning.trainer import Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
-_PASSING = 0.2  # the part of all gradients that lies on the host at once, if each is stepped as it comes
+# the part of all gradients that lies on the host at once, if each is stepped as it comes
+_PASSING = 0.2
 
 
 def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
@@ -34,9 +35,9 @@ def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
         reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
         if not callable(reset):
             raise lightning.misconfiguration(
-                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the meta device and no "
-                "`reset_parameters()` to fill them. Define that method, or build this module without "
-                "`torch.device('meta')`."
+                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
+                "meta device and no `reset_parameters()` to fill them. Define that method, or "
+                "build this module without `torch.device('meta')`."
             )
         for tensor in tensors:
             memory = torch.empty_like(tensor, device="cpu")
@@ -46,7 +47,8 @@ def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
             torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
         reset()
         for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
-            parameter.data = torch.empty_like(parameter)  # which takes nothing before it is written to
+            # which takes nothing before it is written to
+            parameter.data = torch.empty_like(parameter)
 
 
 def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightning: Namespace) -> None:
@@ -58,10 +60,12 @@ def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightnin
         chosen = callback._device
         lightning.check(
             chosen is None or torch.device(chosen).type == "cpu",
-            f"`{type(callback).__name__}(device={chosen!r})` keeps a second copy of the whole model on the device, "
+            f"`{type(callback).__name__}(device={chosen!r})` keeps a second copy of the whole "
+            "model on the device, "
             "but `strategy='superpipeline'` keeps weights in host memory. Leave `device` out, or set it to 'cpu'.",
         )
-        callback._device = torch.device("cpu")  # Lightning would take the module's `device`, where no weight is
+        # Lightning would take the module's `device`, where no weight is
+        callback._device = torch.device("cpu")
         if isinstance(callback, lightning.swa):
             if follows:
                 callback.transfer_weights = lambda *_: None  # it steers epochs as well, so it stays

@@ -105,7 +105,8 @@ class Twin:
 
         with without_torch_function():
             if self.parameter.requires_grad:
-                self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
+                # it runs before the accumulation, which would complain of shapes
+                self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 class Weight:
@@ -192,7 +193,8 @@ class Weight:
     @property
     def is_converted(self) -> bool:
         """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
-        return self.master.data_ptr() != self.home.data_ptr() and _form(self.master) != _form(self.home)
+        has_moved = self.master.data_ptr() != self.home.data_ptr()
+        return has_moved and _form(self.master) != _form(self.home)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

@@ -134,8 +134,8 @@ class Window:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
         if unit.residency is not Residency.ABSENT:
             return False
-        in_the_way = [other for other in unit.conflicts & self._lying if other.residency is not Residency.ABSENT]
-        return any(other.users for other in in_the_way)
+        in_the_way = unit.conflicts & self._lying
+        return any(other.users and other.residency is not Residency.ABSENT for other in in_the_way)
 
     def bring(self, unit: Unit) -> None:
         """Make the unit's weights readable for everything that is launched on the device from now on."""
@@ -247,7 +247,8 @@ class Window:
         """Treat what the device has of a unit as gone."""
         if unit.residency is Residency.READABLE:
             self.write_back(unit.weights)
-        elif unit.residency is Residency.COMING:  # nobody has waited, and copies need not keep their order
+        # nobody has waited for what is coming, and copies need not keep their order
+        elif unit.residency is Residency.COMING:
             for ticket in unit.uploads:
                 self.backend.trace.wait(ticket, "weights")
         unit.residency = Residency.ABSENT
