@@ -30,7 +30,7 @@ class GradientMemory:
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
-        # of a staging buffer, the last copy out of it; None if there was none
+        # done when what was put into it last has been copied, or added up by another process; None if nobody else reads
         self.ticket: Ticket | None = None
         self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
 
@@ -93,13 +93,12 @@ class LandingBuffer(GradientMemory):
         super().__init__(self._host.bytes)
         # whether nothing is on its way into it, or waits in it to be read by this process
         self._is_free = False
-        self._left: Ticket | None = None  # done when another process has read it
         self._released = released
 
     @property
     def is_left(self) -> bool:
         """Whether another process has still to read it."""
-        return self._left is not None and not self._left.done
+        return self.ticket is not None and not self.ticket.done
 
     @property
     def is_free(self) -> bool:
@@ -108,11 +107,8 @@ class LandingBuffer(GradientMemory):
 
     def use(self) -> None:
         """Take it for other gradients."""
-        self._is_free, self._left = False, None
-
-    def leave(self, until: Ticket) -> None:
-        """Leave what lies in it to another process, which has read it when this is done."""
-        self._left = until
+        self._is_free = False
+        self.ticket = None
 
     def release(self) -> None:
         """Free it, as its gradients have been read, or left to another process."""

@@ -111,7 +111,8 @@ class Routes:
 
     def keep(self, shipment: Shipment) -> None:
         """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
-        of_segment, layout = shipment.of_segment, shipment.layout
+        of_segment = shipment.of_segment
+        layout = shipment.layout
         of_segment.wait()  # for what was there
         memory = of_segment.own()
         has_norms = self.measures_norms and layout.norm_dtype is not None
@@ -134,7 +135,8 @@ class Routes:
 
     def add(self, shipment: Shipment, measures_norms: bool) -> None:
         """Have the thread for work on host memory add gradients that land in a buffer to those that are there."""
-        of_segment, buffer = shipment.of_segment, shipment.buffer
+        of_segment = shipment.of_segment
+        buffer = shipment.buffer
         assert buffer is not None
         norm_dtype = of_segment.layout.norm_dtype if measures_norms else None
         sums: list[_Sum] = []
@@ -151,20 +153,23 @@ class Routes:
         after = [shipment.ticket]
         if of_segment.ticket is not None:
             after.append(of_segment.ticket)
-        name, addition = of_segment.unit.name, _Addition(sums, norm_dtype)
+        name = of_segment.unit.name
+        addition = _Addition(sums, norm_dtype)
         trace = self._backend.trace
         shipment.ticket = trace.work(Kind.ADD, name, addition, after, moved, buffer.release)
         shipment.buffer = None
 
     def _download(self, shipment: Shipment, memory: GradientMemory, has_norms: bool = False) -> None:
         """Copy gradients to the host, and with them their norms where they land in memory of their own."""
-        layout, staging = shipment.layout, shipment.staging
+        layout = shipment.layout
+        staging = shipment.staging
         nbytes = layout.norms_at
         if has_norms:
             tensors, norms = staging.views(layout)
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
-        target, source = memory.bytes[:nbytes], staging.bytes[:nbytes]
+        target = memory.bytes[:nbytes]
+        source = staging.bytes[:nbytes]
         name = shipment.of_segment.unit.name
         ticket = self._backend.trace.download(Kind.GRADIENTS, name, target, source)
         shipment.ticket = staging.ticket = ticket

@@ -186,4 +186,5 @@ class SegmentGradients:
         """Let go of the memory; what lies in it keeps it."""
         self.wait()
         self.segment.memory.release_beside("gradients")
-        self.memory, self.kept_as = None, self.layout
+        self.memory = None
+        self.kept_as = self.layout

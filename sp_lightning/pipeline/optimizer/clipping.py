@@ -37,16 +37,15 @@ class _Found:
 
 @dataclass(eq=False)
 class _Norm:
-    """The norm of one gradient: known, or what it is the norm of, which may be on its way."""
+    """The norm of one gradient, which may be on its way."""
 
-    norm: Tensor | None
-    gradient: Tensor | None
+    gradient: Tensor
+    norm: Tensor | None  # None if it is still to be measured
     factors: Sequence[float | Tensor] = ()  # what the gradient is still to be multiplied by
 
     def measure(self, dtype: torch.dtype) -> Tensor:
         norm = self.norm
         if norm is None:
-            assert self.gradient is not None
             norm = torch.linalg.vector_norm(self.gradient, dtype=dtype)
         norm = norm.to(dtype)
         for factor in self.factors:
@@ -65,7 +64,8 @@ class _ClippingFactor:
     def __call__(self) -> None:
         dtype = self.factor.dtype
         with torch.inference_mode(False), torch.no_grad():
-            total = torch.linalg.vector_norm(torch.stack([norm.measure(dtype) for norm in self.norms]))
+            norms = torch.stack([norm.measure(dtype) for norm in self.norms])
+            total = torch.linalg.vector_norm(norms)
             torch.clamp(self.max_norm / (total + 1e-6), max=1.0, out=self.factor)
 
 
@@ -138,7 +138,8 @@ class Clipping:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
         if found is None:
             return False
-        dtypes = {gradient.weight.dtype for gradient in found.ours} | {other.dtype for other in found.others}
+        dtypes = {gradient.weight.dtype for gradient in found.ours}
+        dtypes.update(other.dtype for other in found.others)
         scaling = found.ours[0].scaling if found.ours else NO_SCALING
         if len(dtypes) != 1 or not dtypes <= MEASURED or not self._scales_norms(scaling):
             return False
@@ -147,16 +148,9 @@ class Clipping:
         dtype = dtypes.pop()
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
-        measured = dict(zip(map(id, found.others), _norms(found.others, dtype), strict=True))
-        norms: list[_Norm] = []
-        for gradient_or_tensor in found.in_order:
-            if isinstance(gradient_or_tensor, Gradient):
-                norms.append(_Norm(gradient_or_tensor.norm, gradient_or_tensor.host, scaling.factors))
-            else:
-                norms.append(_Norm(measured[id(gradient_or_tensor)], None))
         by_segment = {gradient.of_segment: None for gradient in found.ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
-        ticket = self._backend.work(_ClippingFactor(norms, max_norm, factor), landed)
+        ticket = self._backend.work(_ClippingFactor(_norms(found, dtype), max_norm, factor), landed)
         clipped = scaling.times(factor)
         for gradient in found.ours:
             gradient.scaling = clipped
@@ -202,20 +196,25 @@ class Clipping:
 
 def _overflows(found: _Found) -> bool:
     """Tell whether a gradient is not finite, all of which bring their norms."""
-    measured = [(gradient.host, gradient.norm) for gradient in found.ours]
-    measured += zip(found.others, _norms(found.others, torch.float32), strict=True)
-    for tensor, norm in measured:
-        assert tensor is not None
-        assert norm is not None
+    for norm in _norms(found, torch.float32):
         # a norm may overflow though all elements are finite
-        if not norm.isfinite() and not tensor.isfinite().all():
+        if not norm.measure(torch.float32).isfinite() and not norm.gradient.isfinite().all():
             return True
     return False
 
 
-def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the norms of gradients that do not stream; the host waits for them."""
-    return [norm.cpu() for norm in torch._foreach_norm(gradients, 2, dtype)] if gradients else []
+def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
+    """Return norms in the order of parameters; the host waits for those of gradients that do not stream."""
+    of_others = torch._foreach_norm(found.others, 2, dtype) if found.others else ()
+    measured = {id(other): norm.cpu() for other, norm in zip(found.others, of_others, strict=True)}
+    norms: list[_Norm] = []
+    for gradient in found.in_order:
+        if isinstance(gradient, Tensor):
+            norms.append(_Norm(gradient, measured[id(gradient)]))
+        else:
+            assert gradient.host is not None
+            norms.append(_Norm(gradient.host, gradient.norm, gradient.scaling.factors))
+    return norms
 
 
 def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:

@@ -51,7 +51,8 @@ class EarlyStep:
         # the gradients of weights whose state this step makes, in this process
         self._new: list[Gradient] = []
         for gradient, number in plan.gradients.items():
-            master, is_followed = gradient.weight.master, gradient.weight.unit.is_followed
+            master = gradient.weight.master
+            is_followed = gradient.weight.unit.is_followed
             if is_followed or not master.requires_grad or optimizer.state.get(master):
                 continue
             if makes_state(optimizer, optimizer.param_groups[number]):

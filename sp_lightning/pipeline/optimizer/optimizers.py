@@ -204,7 +204,8 @@ class Optimizers:
         used: dict[Gradient, Used] = {}
         waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
-            weight, tensor = gradient.weight, gradient.host
+            weight = gradient.weight
+            tensor = gradient.host
             if gradient.of_segment.state is State.CONSUMED:
                 continue
             if tensor is None:
@@ -264,7 +265,8 @@ class Optimizers:
 
     def _early_step(self, optimizer: Optimizer, clamp: float | None) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
-        processes, keeps_gradients = self._processes, self.afterwards is not Afterwards.DROPPED
+        processes = self._processes
+        keeps_gradients = self.afterwards is not Afterwards.DROPPED
         if self._overlaps is False or why_not_by_unit(optimizer) is not None:
             return None
         if processes is not None and (keeps_gradients or not processes.sums_are_complete):
@@ -279,7 +281,8 @@ class Optimizers:
         with contextlib.suppress(Exception):
             self._steps.settle()
         self._steps.stream.early = None
-        early, self._early = self._early, None
+        early = self._early
+        self._early = None
         if early is not None:
             early.abandon()
 
@@ -312,7 +315,8 @@ class Optimizers:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
         self.restore_param_groups()
         self._plans.clear()  # they would hold memory for state that lies elsewhere by now
-        self._weights, self._early = {}, None
+        self._weights = {}
+        self._early = None
 
     def close(self) -> None:
         """Remove all hooks from optimizers."""

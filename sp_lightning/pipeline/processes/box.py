@@ -34,7 +34,8 @@ class Box:
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         if sys.platform != "linux":
             raise OSError("Several processes share the model's memory in a way that only Linux has. Use one device.")
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
         self.is_keeper = self.rank == 0
         self.is_last = self.rank == self.count - 1
         self._group = group
@@ -60,7 +61,8 @@ class Box:
             RuntimeError: If another process asks for other memory.
         """
         size = (-(-nbytes // _COUNTER_BYTES) + 1) * _COUNTER_BYTES
-        place, file, failed = "", None, ""
+        place = failed = ""
+        file = None
         if self.is_keeper:
             try:
                 file = _new_file(size)

@@ -81,8 +81,9 @@ class Processes:
                     )
         self.broadcast(module.buffers())
         if self.box.is_keeper and self.machines > 1:
-            for part in [part for weight in module.parameters() for part in parts_of(weight)]:
-                _broadcast(part, self._first_ones)
+            for weight in module.parameters():
+                for part in parts_of(weight):
+                    _broadcast(part, self._first_ones)
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

@@ -28,27 +28,28 @@ from sp_lightning.pipeline.weights.weight import Weight
 class SharedSums:
     """The sums of the gradients of weights whose masters lie together in shared memory."""
 
-    def __init__(self, weights: Sequence[Weight], masters: HostBuffer) -> None:
+    def __init__(self, weights: Sequence[Weight], masters: HostBuffer, everyone: int) -> None:
         assert masters.shared is not None
-        flags = torch.empty(len(weights), dtype=torch.bool, device="meta")
-        norms = torch.empty(len(weights), dtype=torch.float32, device="meta")
-        left = torch.empty(masters.shared.box.count, dtype=torch.int64, device="meta")
-        dropped = torch.empty(len(left), len(weights), dtype=torch.bool, device="meta")
-        sizes = [*(weight.nbytes for weight in weights), flags.nbytes, norms.nbytes, dropped.nbytes, left.nbytes]
-        (*offsets, at_flags, at_norms, at_dropped, at_left), nbytes = lay_out(sizes)
+        count = masters.shared.box.count
+        with torch.device("meta"):
+            present = torch.empty(len(weights), dtype=torch.bool)
+            norms = torch.empty(len(weights), dtype=torch.float32)
+            dropped = torch.empty(count, len(weights), dtype=torch.bool)
+            left = torch.empty(count, dtype=torch.int64)
+        like = [*(weight.host for weight in weights), present, norms, dropped, left]
+        offsets, nbytes = lay_out([tensor.nbytes for tensor in like])
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)
         assert memory.shared is not None
         self._memory = memory.shared
+        self._everyone = everyone  # how many processes there are on all machines
         self.box = memory.shared.box
-        # the numbers, from one on, of files in which each process has left gradients; 0 if there are none to add
-        self._left = tensor_in(memory.bytes, at_left, left, torch.int64)
+        tensors = []
+        for offset, tensor in zip(offsets, like, strict=True):
+            tensors.append(tensor_in(memory.bytes, offset, tensor, tensor.dtype))
+        # the sums; which there are; their norms; which were dropped by each process since the last pass; and the
+        # numbers, from one on, of files in which each process has left gradients; 0 if there are none to add
+        *self.places, self._present, self._norms, self._dropped, self._left = tensors
         self._left_as = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
-        lying = zip(offsets, weights, strict=True)
-        self.places = [tensor_in(memory.bytes, at, weight.layout, weight.dtype) for at, weight in lying]
-        self._present = tensor_in(memory.bytes, at_flags, flags, torch.bool)
-        self._norms = tensor_in(memory.bytes, at_norms, norms, torch.float32)
-        # by each process, since the last pass
-        self._dropped = tensor_in(memory.bytes, at_dropped, dropped, torch.bool)
         self._places = set(map(id, self.places))
         self._begun = -1  # the last pass that has begun
         # the numbers of weights whose sums this process has dropped since then
@@ -60,12 +61,13 @@ class SharedSums:
 
     def present(self) -> dict[Weight, tuple[Tensor, Tensor | None]]:
         """Return the sums that there are, each with its norm if that was measured."""
-        found: dict[Weight, tuple[Tensor, Tensor | None]] = {}
-        known = zip(self.index, self.places, self._norms.unbind(), self._present.tolist(), strict=True)
-        for (weight, place, norm, is_present), is_unknown in zip(known, self._norms.isnan().tolist(), strict=True):
-            if is_present:
-                found[weight] = place, None if is_unknown else norm
-        return found
+        sums: dict[Weight, tuple[Tensor, Tensor | None]] = {}
+        are_present, are_unknown = self._present.tolist(), self._norms.isnan().tolist()
+        for weight, number in self.index.items():
+            if are_present[number]:
+                norm = None if are_unknown[number] else self._norms[number]
+                sums[weight] = self.places[number], norm
+        return sums
 
     def has(self, gradient: Tensor) -> bool:
         """Tell whether a gradient is one of the sums, and not one that this process alone has."""
@@ -115,11 +117,10 @@ class SharedSums:
         for number in numbers:
             self._dropped[self.box.rank, number] = True
 
-    def begin(self, number: int, is_partial: bool, everyone: int) -> None:
+    def begin(self, number: int, is_partial: bool) -> None:
         """Begin a pass, in its first turn: what is there from earlier ones counts for the processes that still have it.
 
-        `everyone` is how many there are on all machines. The others have dropped it, or as `.grad` they have what it
-        was, which is a part of theirs then.
+        The others have dropped it, or as `.grad` they have what it was, which is a part of theirs then.
 
         Raises:
             RuntimeError: Some have dropped a sum that is not complete, in which their parts cannot be told apart.
@@ -129,49 +130,51 @@ class SharedSums:
         self._begun = number
         dropped = self._dropped.sum(0).tolist()
         self._dropped.zero_()
-        for each, is_present in enumerate(self._present.tolist()):
-            having = self.box.count - dropped[each]
+        for index, is_present in enumerate(self._present.tolist()):
+            having = self.box.count - dropped[index]
             if not having:
-                self._present[each] = False
-            elif is_present and is_partial and dropped[each]:
+                self._present[index] = False
+            elif is_present and is_partial and dropped[index]:
                 raise RuntimeError(
-                    f"The gradient of weight {self.names[each]!r} was dropped or hooked between "
+                    f"The gradient of weight {self.names[index]!r} was dropped or hooked between "
                     "micro-batches in some of the processes of this machine. Do so in all of them."
                 )
-            elif is_present and not is_partial and having != everyone:
-                self.places[each].mul_(having / everyone)
+            elif is_present and not is_partial and having != self._everyone:
+                self.places[index].mul_(having / self._everyone)
 
     def can_leave(self, gradients: Mapping[int, Tensor]) -> bool:
         """Tell whether gradients, by the numbers of their weights, lie as others expect of those that are left."""
-        dtypes = [gradient.dtype for gradient in gradients.values()]
-        return (
-            not self.box.is_last and list(gradients) == list(range(len(self.places))) and dtypes == self._left_as.dtypes
-        )
+        if self.box.is_last or list(gradients) != list(range(len(self.places))):
+            return False
+        return [gradient.dtype for gradient in gradients.values()] == self._left_as.dtypes
 
     def leave(self, buffer: LandingBuffer, until: Ticket) -> bool:
         """Leave this process's part to others, in its turn, until the pass is complete; tell whether it was left."""
         if self._left[self.box.rank]:  # it was left, and has been followed by more
             return False
         self._left[self.box.rank] = buffer.file + 1
-        buffer.leave(until)
+        buffer.ticket = until
         return True
 
-    def add(self, gradients: Mapping[int, Tensor], share: float) -> None:
+    def add(self, gradients: Mapping[int, Tensor]) -> None:
         """Add this process's part, by the numbers of weights, after those that others have left; in its turn."""
-        files = {rank: file - 1 for rank, file in enumerate(self._left.tolist()) if file}
-        left = [self._left_as.views(self.box.look_into(rank, file))[0] for rank, file in files.items()]
-        for number, place in enumerate(self.places):
+        left: list[Sequence[Tensor]] = []
+        for rank, file in enumerate(self._left.tolist()):
+            if file:
+                memory = self.box.look_into(rank, file - 1)
+                left.append(self._left_as.views(memory)[0])
+        for number in range(len(self.places)):
             added = [of_rank[number] for of_rank in left]
             if number in gradients:
                 added.append(gradients[number])
             if added:
-                self._add_up(number, place, added, share)
-        for rank in files:
-            self._left[rank] = 0
+                self._add_up(number, added)
+        self._left.zero_()
 
-    def _add_up(self, number: int, place: Tensor, gradients: Sequence[Tensor], share: float) -> None:
+    def _add_up(self, number: int, gradients: Sequence[Tensor]) -> None:
+        share = 1 / self._everyone
         is_first = not self._present[number]
-        for total, *parts in pieces(place, *gradients):
+        for total, *parts in pieces(self.places[number], *gradients):
             if is_first:
                 total.copy_(parts.pop(0)).mul_(share)
             for part in parts:
@@ -180,8 +183,10 @@ class SharedSums:
 
     def measure_norms(self, is_wanted: bool) -> None:
         """Measure the norms of the sums, which have all their parts now, or forget those of earlier ones."""
-        for norm, place, is_present in zip(self._norms, self.places, self._present.tolist(), strict=True):
-            norm.fill_(torch.linalg.vector_norm(place, dtype=place.dtype) if is_wanted and is_present else torch.nan)
+        self._norms.fill_(torch.nan)
+        for number, is_present in enumerate(self._present.tolist()):
+            if is_wanted and is_present:
+                self._norms[number] = torch.linalg.vector_norm(self.places[number])
 
     def note_present(self, names: Iterable[str]) -> None:
         """Note that there are sums for these weights now, from other machines."""

@@ -30,7 +30,7 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 class _Turn:
     """A job: this process's turn to add to the sums of a unit."""
 
-    turns: Turns
+    landing: LandingBuffers
     of_segment: SegmentGradients
     sums: SharedSums
     # gradients that somebody sees here: where they go, and where they land
@@ -45,7 +45,8 @@ class _Turn:
         self._number = self.sums.number
         self._is_partial = self.sums.is_partial
         self._complete = self.sums.complete()
-        self.leaves = self.buffer is not None and not self.own and self.sums.can_leave(self.parts)
+        # in which the parts may be left to a process whose turn comes later; None if they have to be added
+        self.offered = None if self.own or not self.sums.can_leave(self.parts) else self.buffer
 
     def __call__(self) -> None:
         try:
@@ -55,28 +56,27 @@ class _Turn:
             # the turn will not end, so nothing that comes after it may be waited for
             name = self.of_segment.unit.name
             words = f"The gradients of {name!r} could not be added up: {error!r}"
-            self.turns.processes.box.failure = RuntimeError(words)
+            self.sums.box.failure = RuntimeError(words)
             raise
         if self.is_over:
             self.sums.pass_on(self._number)
 
     def _add(self) -> None:
-        sums, everyone = self.sums, self.turns.processes.count
+        sums = self.sums
         for target, landed in self.own:
             target.copy_(landed)
         if sums.box.is_keeper:
-            sums.begin(self._number, self._is_partial, everyone)
+            sums.begin(self._number, self._is_partial)
         if not self._leave():
-            sums.add(self.parts, 1 / everyone)
+            sums.add(self.parts)
         if self.is_over and sums.box.is_last:
             sums.measure_norms(self.measures_norms)
 
     def _leave(self) -> bool:
         """Leave gradients where they have landed to a process whose turn comes later, if possible; tell whether."""
-        if not self.leaves or not self.turns.landing.may_leave_one:
+        if self.offered is None or not self.landing.may_leave_one:
             return False
-        assert self.buffer is not None
-        return self.sums.leave(self.buffer, self._complete)
+        return self.sums.leave(self.offered, self._complete)
 
 
 class Turns(Exchange):
@@ -92,8 +92,8 @@ class Turns(Exchange):
     ) -> None:
         self._by_segment = by_segment
         self._backend = backend
-        self.landing = landing
-        self.processes = processes
+        self._landing = landing
+        self._processes = processes
         self._is_summed = is_summed
         self._has_begun = False  # whether a pass of all processes is under way
         # done when it has begun, here and in processes of higher ranks
@@ -104,7 +104,7 @@ class Turns(Exchange):
         for of_segment in by_segment:
             segment = of_segment.segment
             if is_summed and segment.weights[0].master.requires_grad:
-                self._sums[of_segment] = SharedSums(segment.weights, segment.memory)
+                self._sums[of_segment] = SharedSums(segment.weights, segment.memory, processes.count)
                 self._take_up(of_segment, self._sums[of_segment])
 
     def _take_up(self, of_segment: SegmentGradients, sums: SharedSums) -> None:
@@ -127,7 +127,7 @@ class Turns(Exchange):
         may write to them. What the user still has of it is copied before.
         """
         self._take_looks_back()
-        if self._has_begun or not self.processes.trains:
+        if self._has_begun or not self._processes.trains:
             return
         # of clips, which look at sums, and of passes that are not complete
         reading: list[Ticket] = []
@@ -141,7 +141,7 @@ class Turns(Exchange):
                 reading.append(of_segment.ticket)
             dropped.append((sums, sums.take_forgotten()))
         self._has_begun = True
-        box = self.processes.box
+        box = self._processes.box
         box.passes += 1
         number = box.passes
 
@@ -156,14 +156,14 @@ class Turns(Exchange):
     def adds_up(self, shipment: Shipment) -> bool:
         sums = self._sums.get(shipment.of_segment)
         for gradient in shipment.gradients:
-            if self.processes.trains:
+            if self._processes.trains:
                 _check_part(gradient, sums)
             elif sums is not None and gradient.host is not None and sums.has(gradient.host):
                 raise RuntimeError(
                     f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while "
                     "those of a training step are added up. Take it by `torch.autograd.grad`."
                 )
-        return self.processes.trains
+        return self._processes.trains
 
     @override
     def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
@@ -179,7 +179,7 @@ class Turns(Exchange):
             else:
                 gradient.host = sums.places[number]
                 parts[number] = landed
-        turn = _Turn(self, of_segment, sums, own, parts, shipment.buffer, is_over, measures_norms)
+        turn = _Turn(self._landing, of_segment, sums, own, parts, shipment.buffer, is_over, measures_norms)
         shipment.ticket = self._take(turn, shipment.ticket)
         shipment.tensors = [sums.places[number] for number in parts]
         shipment.buffer = None
@@ -197,15 +197,15 @@ class Turns(Exchange):
 
     def _take(self, turn: _Turn, landed: Ticket | None = None) -> Ticket:
         """Have the thread take a turn when it comes, and the gradients have landed."""
-        of_segment, buffer = turn.of_segment, turn.buffer
+        of_segment = turn.of_segment
         turn.sums.is_over = turn.is_over
         self._waits = [ticket for ticket in self._waits if not ticket.done]
         earlier = [ticket for ticket in (of_segment.ticket, landed) if ticket is not None]
-        moved = 0 if turn.leaves else 2 * sum(part.nbytes for part in turn.parts.values())
-        release = None if buffer is None else buffer.release
+        moved = 2 * sum(part.nbytes for part in turn.parts.values()) if turn.offered is None else 0
+        release = None if turn.buffer is None else turn.buffer.release
         after = [turn.sums.turn(), *self._waits, *earlier]
-        name, trace = of_segment.unit.name, self._backend.trace
-        ticket = trace.work(Kind.ADD, name, turn, after, moved, release)
+        trace = self._backend.trace
+        ticket = trace.work(Kind.ADD, of_segment.unit.name, turn, after, moved, release)
         of_segment.ticket = ticket
         return ticket
 
@@ -224,7 +224,8 @@ class Turns(Exchange):
                 for weight, number in sums.index.items() if averages else ():
                     if weight.master.grad is not None:
                         parts[number] = weight.master.grad
-                self._take(_Turn(self, of_segment, sums, [], parts, None, True, measures_norms))
+                turn = _Turn(self._landing, of_segment, sums, [], parts, None, True, measures_norms)
+                self._take(turn)
         for of_segment, sums in self._sums.items():
             if averages and of_segment.state is not State.CONSUMED:
                 of_segment.wait()  # raises what has gone wrong here
@@ -256,7 +257,7 @@ class Turns(Exchange):
 
     def _add_up_machines(self, measures_norms: bool) -> None:
         """Add the sums up with those of other machines, if there are any, in one process of each."""
-        processes = self.processes
+        processes = self._processes
         if processes.machines == 1:
             return
         if processes.box.is_keeper:
@@ -273,7 +274,7 @@ class Turns(Exchange):
 
     @override
     def abandon_pass(self) -> None:
-        if self.processes.trains:
+        if self._processes.trains:
             self.end_pass(averages=False, measures_norms=False)
 
     # ------------------------------------------------------------------- between one backward pass and the next

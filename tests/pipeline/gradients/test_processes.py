@@ -336,7 +336,7 @@ def test_what_is_left_to_other_processes_lies_there_until_their_pass_is_complete
     buffers.serve(units=0, together=1)
     left, passing = buffers.take(8), buffers.take(8)
     assert buffers.may_leave_one
-    left.leave(complete)
+    left.ticket = complete
     left.release()
     passing.release()
     assert not buffers.may_leave_one
