@@ -103,6 +103,9 @@ class GradientStream:
         self._window.finish_optimizer(of_segment.unit)  # it may still read what was there
         shipment = self.routes.pack(of_segment)
         is_final = is_last and shipment.layout is of_segment.layout and not shipment.is_watched
+        for gradient in shipment.gradients:
+            # leaves of other casts of a weight bring gradients of their own
+            is_final &= not gradient.weight.other_twins
         early = self.early if is_final else None
         if early is not None and not early.wants(of_segment):
             early = None

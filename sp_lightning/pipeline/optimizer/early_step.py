@@ -66,10 +66,7 @@ class EarlyStep:
         unit = of_segment.unit
         if unit.resident or unit.apart:  # the latter would have to wait for the step
             return False
-        for gradient in of_segment.trained:
-            if gradient not in self.plan.gradients or gradient.weight.other_twins:
-                return False
-        return True
+        return all(gradient in self.plan.gradients for gradient in of_segment.trained)
 
     def receive(self, shipment: Shipment) -> None:
         """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""
