@@ -192,3 +192,24 @@ class SharedSums:
         """Note that there are sums for these weights now, from other machines."""
         for name in names:
             self._present[self.names.index(name)] = True
+
+
+def check_part(weight: Weight, sums: SharedSums | None) -> None:
+    """Check that a gradient of a weight that has come may be a part of sums.
+
+    Raises:
+        RuntimeError: It may not.
+    """
+    if sums is None or weight not in sums.index:
+        raise RuntimeError(
+            f"Weight {weight.name!r} got a gradient, and was frozen when the processes of "
+            "this machine last met. Thaw weights between two steps of the optimizer, and before "
+            "the next begins, as in `on_train_batch_start`; in a loop of your own, before "
+            "`meet_processes()`."
+        )
+    if sums.is_over:
+        raise RuntimeError(
+            f"Weight {weight.name!r} got a second gradient in this backward pass, when "
+            "the processes of this machine had added up the first. Let checkpoints around its "
+            "module have `use_reentrant=False`."
+        )

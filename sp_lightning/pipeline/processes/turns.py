@@ -22,7 +22,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentG
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.processes.sums import SharedSums
+from sp_lightning.pipeline.processes.sums import SharedSums, check_part
 from sp_lightning.pipeline.torch_private import without_torch_function
 
 
@@ -157,7 +157,7 @@ class Turns(Exchange):
         sums = self._sums.get(shipment.of_segment)
         for gradient in shipment.gradients:
             if self._processes.trains:
-                _check_part(gradient, sums)
+                check_part(gradient.weight, sums)
             elif sums is not None and gradient.host is not None and sums.has(gradient.host):
                 raise RuntimeError(
                     f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while "
@@ -344,20 +344,3 @@ class Turns(Exchange):
                     "it after that."
                 )
             master.grad = None
-
-
-def _check_part(gradient: Gradient, sums: SharedSums | None) -> None:
-    """Check that a gradient that has come may be a part of sums."""
-    if sums is None or gradient.weight not in sums.index:
-        raise RuntimeError(
-            f"Weight {gradient.weight.name!r} got a gradient, and was frozen when the processes of "
-            "this machine last met. Thaw weights between two steps of the optimizer, and before "
-            "the next begins, as in `on_train_batch_start`; in a loop of your own, before "
-            "`meet_processes()`."
-        )
-    if sums.is_over:
-        raise RuntimeError(
-            f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when "
-            "the processes of this machine had added up the first. Let checkpoints around its "
-            "module have `use_reentrant=False`."
-        )
