@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Shipment
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Ticket
 
 

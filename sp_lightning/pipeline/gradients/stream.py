@@ -18,8 +18,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes, Shipment
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, State
+from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit

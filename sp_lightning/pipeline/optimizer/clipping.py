@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps

@@ -13,8 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
-from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.units.unit import Unit

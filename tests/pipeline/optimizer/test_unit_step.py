@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.host import Work
-from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.gradients.segment_gradients import Scaling
 from sp_lightning.pipeline.optimizer import unit_step
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
-from sp_lightning.pipeline.optimizer.unit_step import update_weights
+from sp_lightning.pipeline.optimizer.unit_steps import update_weights
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 SHAPES = [(64, 64), (64,), (7, 3), (128, 96), (128,), (), (5, 64)]
