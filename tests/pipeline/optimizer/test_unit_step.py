@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.host import Work
 from sp_lightning.pipeline.gradients.segment_gradients import Scaling
-from sp_lightning.pipeline.optimizer import unit_step
+from sp_lightning.pipeline.optimizer import unit_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from sp_lightning.pipeline.optimizer.unit_steps import update_weights
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
@@ -78,7 +78,7 @@ class Both:
 @pytest.fixture(autouse=True, params=[1 << 10, 1 << 16])
 def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some weights are stepped by themselves."""
-    monkeypatch.setattr(unit_step, "_ALONE", request.param)
+    monkeypatch.setattr(unit_steps, "_ALONE", request.param)
 
 
 @pytest.mark.parametrize("scaling", [None, Scaling((0.5,), clamp=0.7)], ids=["plain", "scaled"])
