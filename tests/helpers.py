@@ -500,8 +500,8 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def is_on_host(self, address: int) -> bool:
-        units = self.pipe._engine.stream._units
-        homes = [buffer.bytes for unit in units if (buffer := unit.memory) is not None]
+        by_segment = self.pipe._engine.stream._by_segment
+        homes = [gradients.memory.bytes for gradients in by_segment if gradients.memory is not None]
         lent = [buffer.bytes for buffer in self.pipe._engine.offloader.pool._buffers]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + lent)
 
