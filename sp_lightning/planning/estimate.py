@@ -39,7 +39,7 @@ STATE = {
 COMPACT = ("AdamW", "Adam", "SGD", "Lion")
 """Optimizers that `sp_lightning.optim` has, too."""
 
-_LADDER: tuple[tuple[Master, Moments], ...] = (
+_MORE_COMPACT: tuple[tuple[Master, Moments], ...] = (
     ("split", "fp32"),
     ("split", "bf16"),
     ("split", "int8"),
@@ -158,10 +158,15 @@ class Assumptions:
         return int(numbers * (_LOW_BYTES[self.master] + STATE[self.optimizer] * _MOMENT_BYTES[self.moments]))
 
 
-def more_compact(given: Assumptions) -> Iterator[Assumptions]:
-    """Yield the ways of `sp_lightning.optim` to keep masters and moments, if torch's is given, most exact first."""
+def ladder(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways to keep masters and moments: what is given, then those of `sp_lightning.optim`, if torch's is.
+
+    Each takes less host memory than the one before it. This is what `plan` shows, what a run that will not fit is
+    advised to take, and what the callback names where the optimizer is what a step waits for.
+    """
+    yield given
     if given.optimizer in COMPACT and not given.is_compact:
-        for master, moments in _LADDER:
+        for master, moments in _MORE_COMPACT:
             yield replace(given, precision="bf16-true", master=master, moments=moments)
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Choice, Prediction, Workload, landing_bytes
-from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
+from sp_lightning.planning.cost import Choice, Prediction, Workload
+from sp_lightning.planning.estimate import Assumptions, estimate, ladder
 from sp_lightning.planning.step import predict
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -124,16 +124,14 @@ def _as_row(label: str, row: Prediction) -> str:
     return f"{label:>4} {''.join(f'{column:>11}' for column in columns)}  {row.bottleneck.value}"
 
 
-def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]:
-    """Return the ways to keep masters and moments that the optimizer has, from what is assumed to the most compact."""
-    rungs = []
-    for way in [given, *more_compact(given)]:
-        workload, machine = estimate(module, way)
-        predicted = predict(workload, machine, choice)
-        clipped = replace(workload, stepping="after backward" if workload.stepping else None)
-        waiting = landing_bytes(clipped, choice.k_prime) - landing_bytes(workload, choice.k_prime)
-        rungs.append(Rung(way, predicted.host_bytes, predicted.seconds, predicted.host_bytes + waiting))
-    return rungs
+def _rung(module: nn.Module, given: Assumptions, choice: Choice) -> Rung:
+    """Return what a step takes with a way to keep masters and moments."""
+    workload, machine = estimate(module, given)
+    predicted = predict(workload, machine, choice)
+    clipped = predicted
+    if workload.stepping is not None:
+        clipped = predict(replace(workload, stepping="after backward"), machine, choice)
+    return Rung(given, predicted.host_bytes, predicted.seconds, clipped.host_bytes)
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -167,8 +165,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
             break
     best = choose(workload, machine, budget) if rows else None
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    ladder = _ladder(module, given, best.choice) if best is not None else []
-    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, ladder)
+    rungs = [] if best is None else [_rung(module, way, best.choice) for way in ladder(given)]
+    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, rungs)
 
 
 def readable_seconds(seconds: float) -> str:
