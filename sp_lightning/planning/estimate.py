@@ -21,8 +21,8 @@ from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.cost import Machine, UnitWork, Workload
-from sp_lightning.planning.measure import bytes_of, ways_of
+from sp_lightning.planning.cost import Machine, UnitWork, Workload, ways_of
+from sp_lightning.planning.measure import bytes_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
