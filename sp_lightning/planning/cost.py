@@ -99,7 +99,13 @@ class Workload:
         units, nbytes = list(self.units), self.on_device_bytes
         for number in there:
             unit = self.units[number]
-            units[number] = UnitWork(unit.name, 0, 0, 0, unit.forward_seconds, unit.backward_seconds, unit.ways)
+            units[number] = UnitWork(
+                unit.name,
+                weight_bytes=0,
+                forward_seconds=unit.forward_seconds,
+                backward_seconds=unit.backward_seconds,
+                ways=unit.ways,
+            )
             nbytes += unit.bytes_on_device
         return replace(self, units=tuple(units), on_device_bytes=nbytes)
 
@@ -265,7 +271,8 @@ def ways_of(
     for policy in policies:
         if machine is None and policy in OFFLOADING:
             continue
-        members = [_way_of(call, policy, inputs_stay and number == 0) for number, call in enumerate(calls)]
+        members = [_way_of(calls[0], policy, inputs_stay)]
+        members += [_way_of(call, policy, inputs_stay=False) for call in calls[1:]]
         held = sum(way.held for way in members)
         leaving = sum(way.leaving for way in members)
         repeats = any(way.policy in RECOMPUTING for way in members)

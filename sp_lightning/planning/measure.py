@@ -212,7 +212,8 @@ class _Step:
         return seconds
 
     def _without_stalls(self, begin: float, end: float) -> float:
-        return end - begin - _seconds([stall for stall in self._stalls if begin <= stall.begin < end])
+        stalls = [stall for stall in self._stalls if begin <= stall.begin < end]
+        return end - begin - _seconds(stalls)
 
 
 def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]:

@@ -76,14 +76,15 @@ class Report:
             f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
             *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
             "",
-            f"   k {''.join(f'{column:>11}' for column in columns)}  bottleneck",
+            f"   k {_in_columns(columns)}  bottleneck",
             *(_as_row(str(row.choice.k), row) for row in self.rows),
             *([self.last_row] if self.last_row else []),
         ]
         if self.best is None:
             return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
         chosen = _as_dict(self.best)
-        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")} | chosen["activations"]
+        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")}
+        counts |= chosen["activations"]
         words = ", ".join(f"{name} {count}" for name, count in counts.items())
         busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
         lines += [_as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"]
@@ -93,10 +94,11 @@ class Report:
         hosts = _HOSTS if self.given.host_bytes is None else (self.given.host_bytes,)
         rows = [("on the host", ["memory", "clipped", "step", *map(readable_bytes, hosts)])]
         for rung in self.ladder:
-            columns = [*map(readable_bytes, (rung.host_bytes, rung.clipped_bytes)), readable_seconds(rung.seconds)]
+            columns = [readable_bytes(rung.host_bytes), readable_bytes(rung.clipped_bytes)]
+            columns.append(readable_seconds(rung.seconds))
             columns += ["fits" if rung.host_bytes + _SYSTEM_BYTES <= size else "-" for size in hosts]
             rows.append((f"{rung.given.optimizer_words}, {rung.given.precision}", columns))
-        lines = [f"{label:<55} {''.join(f'{column:>11}' for column in columns)}" for label, columns in rows]
+        lines = [f"{label:<55} {_in_columns(columns)}" for label, columns in rows]
         return [*lines, "clipped: with gradient_clip_val, for which all gradients wait on the host"]
 
 
@@ -121,7 +123,11 @@ def _as_dict(row: Prediction) -> dict[str, Any]:
 def _as_row(label: str, row: Prediction) -> str:
     sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
     columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
-    return f"{label:>4} {''.join(f'{column:>11}' for column in columns)}  {row.bottleneck.value}"
+    return f"{label:>4} {_in_columns(columns)}  {row.bottleneck.value}"
+
+
+def _in_columns(texts: Sequence[str]) -> str:
+    return "".join(f"{text:>11}" for text in texts)
 
 
 def _rung(module: nn.Module, given: Assumptions, choice: Choice) -> Rung:

@@ -194,8 +194,11 @@ class _Step:
             turn = max(gone + stepped, others_sent) + sent
             forward = self._forward.seconds(self._slots)
         device = forward + backward + max(turn, workload.rest_seconds)
-        begins = backward + gone if workload.stepping == "after backward" else self._first_gradients()
-        host = begins + workload.add_seconds + self._optimizer.busy[Lane.HOST] + self._last_forward()
+        begins = self._first_gradients()
+        if workload.stepping == "after backward":
+            begins = backward + gone
+        stepping = workload.add_seconds + self._optimizer.busy[Lane.HOST]
+        host = begins + stepping + self._last_forward()
         return max(device, host) + (workload.micro_steps - 1) * max(micro_step, workload.add_seconds)
 
     def _first_gradients(self) -> float:
