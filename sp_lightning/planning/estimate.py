@@ -236,8 +236,11 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _matrices(unit: Unit) -> list[torch.Size]:
     """Return the shapes of all weights that a unit multiplies with; tables are looked up."""
     modules = [module for member in unit.members for module in member.module.modules()]
-    computing = [module for module in modules if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    return [p.shape for module in computing for p in module.parameters(recurse=False) if p.dim() > 1]
+    shapes = []
+    for module in modules:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            shapes += [weight.shape for weight in module.parameters(recurse=False)]
+    return [shape for shape in shapes if len(shape) > 1]
 
 
 def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collection[int]) -> UnitWork:

@@ -86,7 +86,8 @@ class Report:
         counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")}
         counts |= chosen["activations"]
         words = ", ".join(f"{name} {count}" for name, count in counts.items())
-        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
+        lanes = self.best.lanes.items()
+        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in lanes)
         lines += [_as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"]
         return "\n".join([*lines, "", *self._ladder_lines()])
 

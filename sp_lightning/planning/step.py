@@ -164,14 +164,17 @@ class _Step:
         """Return the seconds of work in each lane."""
         phases = (self._forward, self._backward, self._turn)
         times = self._workload.micro_steps
-        lanes = {lane: times * sum(phase.busy[lane] for phase in phases) + self._optimizer.busy[lane] for lane in Lane}
+        lanes = dict(self._optimizer.busy)
+        for lane in Lane:
+            lanes[lane] += times * sum(phase.busy[lane] for phase in phases)
         lanes[Lane.HOST] += (times - 1) * self._workload.add_seconds
         return lanes
 
     def copied(self, lane: Lane) -> int:
         """Return the bytes of all copies in a lane."""
         phases = (self._forward, self._backward, self._turn)
-        return self._workload.micro_steps * sum(phase.copied[lane] for phase in phases) + self._optimizer.copied[lane]
+        copied = sum(phase.copied[lane] for phase in phases)
+        return self._workload.micro_steps * copied + self._optimizer.copied[lane]
 
     def seconds(self) -> float:
         """Return how long it takes."""
