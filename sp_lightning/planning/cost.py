@@ -1,4 +1,4 @@
-"""The work of a step, and the memory that it takes with a given choice.
+"""The work of a step, the memory that it takes with a given choice, and the ways that activations can go.
 
 [Note: the peak]
 From its forward to its backward a unit holds something: all that it saved, or its inputs alone, or next to nothing if
@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
@@ -24,6 +26,8 @@ from sp_lightning.pipeline.window.places import place_in_arena, travel_together
 
 # units before the turn for which sending activations gains nothing: backward needs them at once
 UNITS_THAT_STAY = 1
+# the part of its time that a copy of activations costs even if computing hides it
+_HIDDEN_COST = 0.1
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
@@ -95,7 +99,13 @@ class Workload:
         units, nbytes = list(self.units), self.on_device_bytes
         for number in there:
             unit = self.units[number]
-            units[number] = UnitWork(unit.name, 0, 0, 0, unit.forward_seconds, unit.backward_seconds, unit.ways)
+            units[number] = UnitWork(
+                unit.name,
+                weight_bytes=0,
+                forward_seconds=unit.forward_seconds,
+                backward_seconds=unit.backward_seconds,
+                ways=unit.ways,
+            )
             nbytes += unit.bytes_on_device
         return replace(self, units=tuple(units), on_device_bytes=nbytes)
 
@@ -242,3 +252,63 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
 def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
     return place_in_arena(sizes, slots)[1]
+
+
+def ways_of(
+    unit: UnitWork,
+    calls: Sequence[Footprint],
+    second_forward: float,
+    machine: Machine | None,
+    inputs_stay: bool = False,
+) -> tuple[Way, ...]:
+    """Return the ways of a unit's activations, by preference: one policy for all members, as far as they can follow.
+
+    Its second forward takes so many seconds. Without a machine, whose copies cost something, nothing can be offloaded.
+    If `inputs_stay`, those of the first member are the batch, which whoever runs the step holds.
+    """
+    policies: tuple[Policy, ...] = get_args(Policy)
+    ways: dict[tuple[int, int], Way] = {}
+    for policy in policies:
+        if machine is None and policy in OFFLOADING:
+            continue
+        members = [_way_of(calls[0], policy, inputs_stay)]
+        members += [_way_of(call, policy, inputs_stay=False) for call in calls[1:]]
+        held = sum(way.held for way in members)
+        leaving = sum(way.leaving for way in members)
+        repeats = any(way.policy in RECOMPUTING for way in members)
+        repeating = second_forward if repeats else 0.0
+        seconds = repeating
+        if machine is not None and leaving:
+            seconds += _offload_seconds(machine, unit, leaving, repeating)
+        under_way = members[-1].under_way
+        way = Way(policy, held, peak(members), seconds, leaving, under_way, repeating)
+        ways.setdefault((held, leaving), way)
+    return tuple(ways.values())
+
+
+def _offload_seconds(machine: Machine, unit: UnitWork, nbytes: int, repeating: float) -> float:
+    """Return what it costs to have so many bytes of a unit's activations wait on the host.
+
+    Its forward hides their way out. Its backward, in which it computes for so many more seconds if its forward runs
+    again, hides the way back of them and of its weights.
+    """
+    backward = unit.backward_seconds + repeating
+    sending = max(0.0, machine.down(nbytes) - unit.forward_seconds)
+    waiting_anyway = max(0.0, machine.up(unit.weight_bytes) - backward)
+    fetching = max(0.0, machine.up(unit.weight_bytes + nbytes) - backward) - waiting_anyway
+    return sending + fetching + _HIDDEN_COST * (machine.up(nbytes) + machine.down(nbytes))
+
+
+def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:
+    """Return the way of a member's activations, without what it costs."""
+    followed = policy if call.repeatable else WITHOUT_RECOMPUTING.get(policy, policy)
+    inputs = 0 if inputs_stay else call.held
+    held = call.held
+    if followed not in RECOMPUTING:
+        held += call.saved
+    leaving = 0
+    if followed == "offload":
+        leaving = min(call.large, inputs + call.saved)
+    elif followed == "recompute_offload":
+        leaving = inputs
+    return Way(followed, held - leaving, call.working, 0.0, leaving, under_way=leaving)

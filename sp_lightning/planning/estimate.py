@@ -21,8 +21,8 @@ from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.cost import Machine, UnitWork, Workload
-from sp_lightning.planning.measure import bytes_of, ways_of
+from sp_lightning.planning.cost import Machine, UnitWork, Workload, ways_of
+from sp_lightning.planning.measure import bytes_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -39,7 +39,7 @@ STATE = {
 COMPACT = ("AdamW", "Adam", "SGD", "Lion")
 """Optimizers that `sp_lightning.optim` has, too."""
 
-_LADDER: tuple[tuple[Master, Moments], ...] = (
+_MORE_COMPACT: tuple[tuple[Master, Moments], ...] = (
     ("split", "fp32"),
     ("split", "bf16"),
     ("split", "int8"),
@@ -54,7 +54,12 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "master": (None, *get_args(Master)),
     "moments": get_args(Moments),
 }
-_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_HALF = {
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
 _DEVICE_MEMORY = 24 * 2**30  # if the user gives none, and there is no device
 _LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
 _SAVED = 1.5  # bytes that a unit saves for each one that its matrices read or write
@@ -130,7 +135,9 @@ class Assumptions:
         """Bytes of device memory; 0 if `device_memory` is not an amount."""
         if self.device_memory is not None:
             return _bytes_in(self.device_memory)
-        return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _DEVICE_MEMORY
+        if not torch.cuda.is_available():
+            return _DEVICE_MEMORY
+        return int(torch.cuda.get_device_properties(0).total_memory)
 
     @property
     def host_bytes(self) -> int | None:
@@ -155,13 +162,19 @@ class Assumptions:
             return int(self.optimizer * numbers)
         if not self.is_compact:
             return STATE[self.optimizer] * nbytes
-        return int(numbers * (_LOW_BYTES[self.master] + STATE[self.optimizer] * _MOMENT_BYTES[self.moments]))
+        moments = STATE[self.optimizer] * _MOMENT_BYTES[self.moments]
+        return int(numbers * (_LOW_BYTES[self.master] + moments))
 
 
-def more_compact(given: Assumptions) -> Iterator[Assumptions]:
-    """Yield the ways of `sp_lightning.optim` to keep masters and moments, if torch's is given, most exact first."""
+def ladder(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways to keep masters and moments: what is given, then those of `sp_lightning.optim`, if torch's is.
+
+    Each takes less host memory than the one before it. This is what `plan` shows, what a run that will not fit is
+    advised to take, and what the callback names where the optimizer is what a step waits for.
+    """
+    yield given
     if given.optimizer in COMPACT and not given.is_compact:
-        for master, moments in _LADDER:
+        for master, moments in _MORE_COMPACT:
             yield replace(given, precision="bf16-true", master=master, moments=moments)
 
 
@@ -179,25 +192,30 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     division = find_units(module, given.units, given.resident, given.device_bytes)
     if is_mixed and dtype is not None:
         cast = weights_of_cast_layers(module)
-        for weight in [weight for unit in division.units for weight in unit.weights if id(weight.master) in cast]:
-            weight.compute_dtype = dtype
+        for unit in division.units:
+            for weight in unit.weights:
+                if id(weight.master) in cast:
+                    weight.compute_dtype = dtype
     host = given.host_bandwidth * 1e9
-    to_device, to_host = (min(link * 1e9, host / given.devices) for link in (given.to_device, given.to_host))
-    machine = Machine(to_device, to_host, host)
-    vocabulary = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
+    share = host / given.devices
+    machine = Machine(min(given.to_device * 1e9, share), min(given.to_host * 1e9, share), host)
+    tables = [child for child in module.modules() if isinstance(child, nn.Embedding)]
+    vocabulary = {table.num_embeddings for table in tables}
     # which backward begins with
     last = given if given.activations == "auto" else replace(given, activations="keep")
-    units = tuple(
-        _work(unit, last if unit is division.units[-1] else given, machine, vocabulary) for unit in division.units
-    )
+    units = [_work(unit, given, machine, vocabulary) for unit in division.units[:-1]]
+    units.append(_work(division.units[-1], last, machine, vocabulary))
     weights = [weight for unit in division.all_units() for weight in unit.weights]
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
+    sum_bytes = 0
+    if given.devices > 1:
+        sum_bytes = sum(weight.nbytes for weight in weights if weight.master.requires_grad)
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
     workload = Workload(
-        units=units,
+        units=tuple(units),
         resident=_work(division.resident, given, machine, vocabulary),
         stepping="in backward" if any(unit.step_bytes for unit in units) else None,
-        sum_bytes=sum(w.nbytes for w in weights if w.master.requires_grad) if given.devices > 1 else 0,
+        sum_bytes=sum_bytes,
         # and gradients
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),
     )
@@ -218,21 +236,28 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _matrices(unit: Unit) -> list[torch.Size]:
     """Return the shapes of all weights that a unit multiplies with; tables are looked up."""
     modules = [module for member in unit.members for module in member.module.modules()]
-    computing = [module for module in modules if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    return [p.shape for module in computing for p in module.parameters(recurse=False) if p.dim() > 1]
+    shapes = []
+    for module in modules:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            shapes += [weight.shape for weight in module.parameters(recurse=False)]
+    return [shape for shape in shapes if len(shape) > 1]
 
 
 def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collection[int]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
-    matrices, work = _matrices(unit), bytes_of(unit)
+    matrices = _matrices(unit)
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
-    weights, masters = (sum(weight.nbytes for weight in some) for some in (unit.weights, trained))
-    copies, stepped = (sum(w.compute_bytes for w in some if w.lowered) for some in (unit.weights, trained))
+    weights = sum(weight.nbytes for weight in unit.weights)
+    masters = sum(weight.nbytes for weight in trained)
+    copies = sum(weight.compute_bytes for weight in unit.weights if weight.lowered)
+    stepped = sum(weight.compute_bytes for weight in trained if weight.lowered)
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
     # of several devices, gradients are added up in one pass, in the masters' dtype, and that is what the step reads
-    added = given.devices * gradients + 2 * masters - gradients if given.devices > 1 else 0
+    added = 0
+    if given.devices > 1:
+        added = given.devices * gradients + 2 * masters - gradients
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))
@@ -240,12 +265,16 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     inputs = nbytes * matrices[0][-1] if matrices else 0
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
-    work = replace(work, forward_seconds=forward, backward_seconds=backward)
-    ways = ways_of(work, [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)], forward, machine)
+    work = replace(bytes_of(unit), forward_seconds=forward, backward_seconds=backward)
+    call = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
+    ways = ways_of(work, [call], forward, machine)
+    bytes_on_device = 0
+    if given.resident_optimizer and trained:
+        bytes_on_device = weights + masters + state + copies
     return replace(
         work,
         step_bytes=2 * (masters + state) + gradients + stepped + added,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
-        bytes_on_device=weights + masters + state + copies if given.resident_optimizer and trained else 0,
+        bytes_on_device=bytes_on_device,
         host_bytes=weights + state + copies,
     )

@@ -17,6 +17,7 @@ from functools import partial
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.cost import UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
@@ -108,19 +109,23 @@ class AutoPlanner(Planner):
         except TooLittleMemory as error:
             self._tell(f"Superpipeline: {error} Use smaller batches, or a larger `memory_budget`.")
             prediction = search(budget + error.missing)
-        choice, names = prediction.choice, [unit.name for unit in workload.units]
-        policies = [way.policy for way in choice.ways]
+        choice = prediction.choice
+        names = [unit.name for unit in workload.units]
+        on_device = [workload.units[number] for number in choice.on_device]
+        policies: dict[str, Policy] = {}
+        if engine.activations.auto is not None:
+            policies = {name: way.policy for name, way in zip(names, choice.ways, strict=True)}
         plan = WindowPlan(
             k=choice.k,
             k_prime=choice.k_prime,
             kept=tuple(names[number] for number in choice.kept),
-            on_device=tuple(names[number] for number in choice.on_device),
-            on_device_bytes=sum(workload.units[number].bytes_on_device for number in choice.on_device),
+            on_device=tuple(unit.name for unit in on_device),
+            on_device_bytes=sum(unit.bytes_on_device for unit in on_device),
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,
             activation_bytes=activation_bytes(workload, choice.ways),
-            policies={} if engine.activations.auto is None else dict(zip(names, policies, strict=True)),
+            policies=policies,
         )
         self._tell(plan)
         return plan

@@ -16,8 +16,8 @@ from torch import nn
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Choice, Prediction, Workload, landing_bytes
-from sp_lightning.planning.estimate import Assumptions, estimate, more_compact
+from sp_lightning.planning.cost import Choice, Prediction, Workload
+from sp_lightning.planning.estimate import Assumptions, estimate, ladder
 from sp_lightning.planning.step import predict
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -76,16 +76,18 @@ class Report:
             f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
             *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
             "",
-            f"   k {''.join(f'{column:>11}' for column in columns)}  bottleneck",
+            f"   k {_in_columns(columns)}  bottleneck",
             *(_as_row(str(row.choice.k), row) for row in self.rows),
             *([self.last_row] if self.last_row else []),
         ]
         if self.best is None:
             return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
         chosen = _as_dict(self.best)
-        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")} | chosen["activations"]
+        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")}
+        counts |= chosen["activations"]
         words = ", ".join(f"{name} {count}" for name, count in counts.items())
-        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
+        lanes = self.best.lanes.items()
+        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in lanes)
         lines += [_as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"]
         return "\n".join([*lines, "", *self._ladder_lines()])
 
@@ -93,10 +95,11 @@ class Report:
         hosts = _HOSTS if self.given.host_bytes is None else (self.given.host_bytes,)
         rows = [("on the host", ["memory", "clipped", "step", *map(readable_bytes, hosts)])]
         for rung in self.ladder:
-            columns = [*map(readable_bytes, (rung.host_bytes, rung.clipped_bytes)), readable_seconds(rung.seconds)]
+            columns = [readable_bytes(rung.host_bytes), readable_bytes(rung.clipped_bytes)]
+            columns.append(readable_seconds(rung.seconds))
             columns += ["fits" if rung.host_bytes + _SYSTEM_BYTES <= size else "-" for size in hosts]
             rows.append((f"{rung.given.optimizer_words}, {rung.given.precision}", columns))
-        lines = [f"{label:<55} {''.join(f'{column:>11}' for column in columns)}" for label, columns in rows]
+        lines = [f"{label:<55} {_in_columns(columns)}" for label, columns in rows]
         return [*lines, "clipped: with gradient_clip_val, for which all gradients wait on the host"]
 
 
@@ -121,19 +124,21 @@ def _as_dict(row: Prediction) -> dict[str, Any]:
 def _as_row(label: str, row: Prediction) -> str:
     sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
     columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
-    return f"{label:>4} {''.join(f'{column:>11}' for column in columns)}  {row.bottleneck.value}"
+    return f"{label:>4} {_in_columns(columns)}  {row.bottleneck.value}"
 
 
-def _ladder(module: nn.Module, given: Assumptions, choice: Choice) -> list[Rung]:
-    """Return the ways to keep masters and moments that the optimizer has, from what is assumed to the most compact."""
-    rungs = []
-    for way in [given, *more_compact(given)]:
-        workload, machine = estimate(module, way)
-        predicted = predict(workload, machine, choice)
-        clipped = replace(workload, stepping="after backward" if workload.stepping else None)
-        waiting = landing_bytes(clipped, choice.k_prime) - landing_bytes(workload, choice.k_prime)
-        rungs.append(Rung(way, predicted.host_bytes, predicted.seconds, predicted.host_bytes + waiting))
-    return rungs
+def _in_columns(texts: Sequence[str]) -> str:
+    return "".join(f"{text:>11}" for text in texts)
+
+
+def _rung(module: nn.Module, given: Assumptions, choice: Choice) -> Rung:
+    """Return what a step takes with a way to keep masters and moments."""
+    workload, machine = estimate(module, given)
+    predicted = predict(workload, machine, choice)
+    clipped = predicted
+    if workload.stepping is not None:
+        clipped = predict(replace(workload, stepping="after backward"), machine, choice)
+    return Rung(given, predicted.host_bytes, predicted.seconds, clipped.host_bytes)
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -167,8 +172,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
             break
     best = choose(workload, machine, budget) if rows else None
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    ladder = _ladder(module, given, best.choice) if best is not None else []
-    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, ladder)
+    rungs = [] if best is None else [_rung(module, way, best.choice) for way in ladder(given)]
+    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, rungs)
 
 
 def readable_seconds(seconds: float) -> str:

@@ -164,14 +164,17 @@ class _Step:
         """Return the seconds of work in each lane."""
         phases = (self._forward, self._backward, self._turn)
         times = self._workload.micro_steps
-        lanes = {lane: times * sum(phase.busy[lane] for phase in phases) + self._optimizer.busy[lane] for lane in Lane}
+        lanes = dict(self._optimizer.busy)
+        for lane in Lane:
+            lanes[lane] += times * sum(phase.busy[lane] for phase in phases)
         lanes[Lane.HOST] += (times - 1) * self._workload.add_seconds
         return lanes
 
     def copied(self, lane: Lane) -> int:
         """Return the bytes of all copies in a lane."""
         phases = (self._forward, self._backward, self._turn)
-        return self._workload.micro_steps * sum(phase.copied[lane] for phase in phases) + self._optimizer.copied[lane]
+        copied = sum(phase.copied[lane] for phase in phases)
+        return self._workload.micro_steps * copied + self._optimizer.copied[lane]
 
     def seconds(self) -> float:
         """Return how long it takes."""
@@ -194,8 +197,11 @@ class _Step:
             turn = max(gone + stepped, others_sent) + sent
             forward = self._forward.seconds(self._slots)
         device = forward + backward + max(turn, workload.rest_seconds)
-        begins = backward + gone if workload.stepping == "after backward" else self._first_gradients()
-        host = begins + workload.add_seconds + self._optimizer.busy[Lane.HOST] + self._last_forward()
+        begins = self._first_gradients()
+        if workload.stepping == "after backward":
+            begins = backward + gone
+        stepping = workload.add_seconds + self._optimizer.busy[Lane.HOST]
+        host = begins + stepping + self._last_forward()
         return max(device, host) + (workload.micro_steps - 1) * max(micro_step, workload.add_seconds)
 
     def _first_gradients(self) -> float:

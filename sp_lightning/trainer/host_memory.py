@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.host import HostOptimizer
 from sp_lightning.pipeline import available_host_memory, readable_bytes
-from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, more_compact
+from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, ladder
 from sp_lightning.trainer import Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
@@ -112,44 +112,45 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool
     """
     free = available_host_memory()
     share = _PASSING if gradients_pass else 1.0
-    trained = sum(_trained_bytes(group) for optimizer in optimizers for group in optimizer.param_groups)
-    gradients = int(share * trained)
+    trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
+    gradients = int(share * _nbytes(trained))
     state = sum(map(_state_bytes, optimizers))
     if free is None or not state or gradients + state <= free:
         return
-    names = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
-    if len(names) == 1:
-        advice = _next_rung(names[0], optimizers, share, free) or advice
+    numbers = sum(weight.numel() for weight in trained)
+    for way in _more_compact(optimizers):
+        # weights and gradients in bf16
+        needed = int((1 + share) * torch.bfloat16.itemsize * numbers) + way.state_bytes(numbers, _nbytes(trained))
+        if needed <= free + _nbytes(trained):
+            advice = (
+                f"`precision='bf16-true'` with `sp_lightning.optim.{way.optimizer_words}` takes "
+                f"{readable_bytes(needed)} in all, weights included, and fits."
+            )
+            break
     raise lightning.misconfiguration(
-        f"{' and '.join(names)} would keep {readable_bytes(state)} of state in host memory, beside "
+        f"{names} would keep {readable_bytes(state)} of state in host memory, beside "
         f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. {advice}"
     )
 
 
-def _next_rung(name: str, optimizers: Sequence[Optimizer], share: float, free: int) -> str | None:
-    """Name the most exact way to keep masters and moments that fits, if there is one."""
-    trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
-    numbers, masters = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
-    for way in more_compact(Assumptions(optimizer=name)):
-        weights_and_gradients = int((1 + share) * torch.bfloat16.itemsize * numbers)
-        needed = weights_and_gradients + way.state_bytes(numbers, masters)
-        if needed <= free + masters:
-            return (
-                f"`precision='bf16-true'` with `sp_lightning.optim.{way.optimizer_words}` takes "
-                f"{readable_bytes(needed)} in all, weights included, and fits."
-            )
+def name_more_compact(optimizers: Sequence[Optimizer]) -> str | None:
+    """Say what steps with half the traffic of these optimizers, if they are torch's and there is such a thing."""
+    if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
+        return None
+    for way in _more_compact(optimizers):
+        if way.moments == "int8":
+            return f"`sp_lightning.optim.{way.optimizer_words}` under `precision='bf16-true'`"
     return None
 
 
-def name_more_compact(optimizers: Sequence[Optimizer]) -> str | None:
-    """Say what steps with half the traffic of these optimizers, if they are torch's and there is such a thing."""
-    kinds = {type(optimizer) for optimizer in optimizers}
-    name = kinds.pop().__name__ if len(kinds) == 1 else ""
-    if name not in COMPACT or type(optimizers[0]) is not getattr(torch.optim, name, None):
-        return None
-    way = Assumptions(precision="bf16-true", optimizer=name, master="split", moments="int8")
-    return f"`sp_lightning.optim.{way.optimizer_words}` under `precision='bf16-true'`"
+def _more_compact(optimizers: Sequence[Optimizer]) -> list[Assumptions]:
+    """Return what `sp_lightning.optim` has in place of these optimizers, most exact first; nothing if they differ."""
+    names = {type(optimizer).__name__ for optimizer in optimizers}
+    if len(names) != 1 or not names.issubset(COMPACT):
+        return []
+    return list(ladder(Assumptions(optimizer=names.pop())))[1:]
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
@@ -159,12 +160,19 @@ def _state_bytes(optimizer: Optimizer) -> int:
         return 0
     if isinstance(optimizer, HostOptimizer):
         return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
-    return sum(
-        (STATE[name] + (name in _MAY_HAVE_MOMENTUM and group["momentum"] != 0)) * _trained_bytes(group)
-        for group in optimizer.param_groups
-    )
+    nbytes = 0
+    for group in optimizer.param_groups:
+        elements = STATE[name]
+        if name in _MAY_HAVE_MOMENTUM and group["momentum"] != 0:
+            elements += 1
+        nbytes += elements * _nbytes(_trained(group))
+    return nbytes
 
 
-def _trained_bytes(group: dict[str, Any]) -> int:
-    parameters = [parameter for parameter in group["params"] if parameter.requires_grad]
-    return sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
+def _trained(group: dict[str, Any]) -> list[Tensor]:
+    """Return the weights of a group that have gradients and state in host memory."""
+    return [weight for weight in group["params"] if weight.requires_grad and weight.device.type == "cpu"]
+
+
+def _nbytes(weights: Sequence[Tensor]) -> int:
+    return sum(weight.nbytes for weight in weights)
