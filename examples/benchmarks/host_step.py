@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
-from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.optimizer.unit_step import Work, update_weights
+from sp_lightning.pipeline.gradients.segment_gradients import Scaling
+from sp_lightning.pipeline.optimizer.unit_steps import Work, update_weights
 
 FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value
 
