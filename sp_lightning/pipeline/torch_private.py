@@ -83,7 +83,7 @@ def is_capturing() -> bool:
     Torch's own question about the latter three logs a warning each time.
     """
     fx: Any = _symbolic_trace
-    # of torch 2.9
+    # the flag is that of torch 2.9
     by_fx = fx._get_is_fx_tracing() if hasattr(fx, "_get_is_fx_tracing") else fx._is_fx_tracing_flag
     return bool(torch._C._is_tracing() or by_fx)
 

@@ -91,6 +91,7 @@ class Calls:
         if engine.backward.running or self._inside:
             self.abandon()  # a backward outside of any scope ended with an exception
         goes_on = goes_on or engine.graphs.waiting()  # this is the backward of the previous step
+        engine.graphs.has_served = False
         engine.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
             engine.stats.steps += 1
@@ -248,7 +249,7 @@ class Calls:
                 engine.backend.trace.end()
             for entry in member.entries:
                 twin = entry.weight.twin
-                # if the forward has changed that
+                # the forward has frozen or thawed it
                 if twin.parameter.requires_grad != twin.required_gradient:
                     entry.weight.master.requires_grad_(twin.parameter.requires_grad)
                     backward.follow_requires_grad(twin)

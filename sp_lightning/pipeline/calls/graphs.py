@@ -65,8 +65,7 @@ class Graphs:
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
-        has_served, self.has_served = self.has_served, False
-        return has_served or any(not graph.done for graph in self._earlier)
+        return self.has_served or any(not graph.done for graph in self._earlier)
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:

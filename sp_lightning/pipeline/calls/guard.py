@@ -169,7 +169,7 @@ class Guard:
                 window.finish_optimizer(unit)
                 window.finish_copies([unit])
                 window.write_back([weight])
-            # or gets an alias to write to: what is on the device is checked before next use
+            # who gets an alias may write to it later: what is on the device is checked before next use
             if writes:
                 for copied_from in {unit, weight.twin.unit}:
                     window.note_write(copied_from)
@@ -235,7 +235,7 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
-            # but in another model's: no step of this one's looks for changes from now on
+            # in the step of another model: no step of this one's looks for changes from now on
             if not self.in_step:
                 for segment in unit.segments:
                     segment.take_sample()

@@ -250,6 +250,24 @@ def seen_by_one() -> None:
                 torch.testing.assert_close(weight.grad, alone.grad / dist.get_world_size())
 
 
+def looked_at_twice() -> None:
+    """What is shown of a sum that is not complete is a copy, which is taken back when more is added."""
+    torch.manual_seed(0)
+    model = chain(2)
+    plain = copy.deepcopy(model)
+    weight = model[0].up.weight
+    torch.manual_seed(dist.get_rank())
+    with attached(model, on_a_machine=2) as pipeline:
+        for pipeline.processes.averages in (False, False, True):
+            x = torch.randn(5, WIDTH)
+            for each in (model, plain):
+                each(x).square().mean().backward()
+            assert [weight.grad is not None for _ in range(2)] == [True, True]
+        for ours, alone in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(alone.grad)
+            torch.testing.assert_close(ours.grad, alone.grad / dist.get_world_size())
+
+
 def a_pass_of_one_process_alone() -> None:
     """As in evaluation: it is not averaged, nobody waits for it, and hooks see it."""
     torch.manual_seed(0)
@@ -316,6 +334,7 @@ def test_single_things() -> None:
             parameters_that_stay_on_the_device,
             hooks_on_weights,
             seen_by_one,
+            looked_at_twice,
             in_backward,
             under_another_default_dtype,
             a_pass_of_one_process_alone,
