@@ -21,8 +21,8 @@ from sp_lightning.optim.layout import (
     moment_in,
     read_master,
 )
-from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import NO_SCALING, Memory, Rule, Scaling
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import NO_SCALING, Memory, Pass, Rule, Scaling
 
 COMPACT = "compact"
 """The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""

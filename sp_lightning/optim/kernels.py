@@ -39,12 +39,10 @@ from sp_lightning.optim.codecs import (
     store_weight,
     write,
 )
-from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.layout import GROUP, LANES
 from sp_lightning.optim.rules import ADAM, LION, NESTEROV, NO_SCALING, Kind, Memory, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
-LANES = 8
-"""Torch's fused kernels work on so many elements at once, in bf16 on twice as many."""
 
 
 # --------------------------------------------------------------------------------------------------- rules of updates

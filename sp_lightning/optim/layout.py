@@ -20,6 +20,8 @@ GROUP = 128
 """So many elements of a moment in 8 bits share a scale."""
 BLOCK = 8 * GROUP
 """Work is shared among threads in multiples of so many."""
+LANES = 8
+"""Torch's fused CPU kernels work on so many elements at once, in bf16 on twice as many."""
 
 State = dict[str, Any]
 _LOW = {"auto": torch.uint16, "split": torch.uint16, "split24": torch.uint8}

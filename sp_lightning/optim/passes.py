@@ -12,34 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, fills_memory
-from sp_lightning.optim.rules import MOMENTUM, NO_SCALING, Kind, Memory, Rule, Scaling
+from sp_lightning.optim.rules import MOMENTUM, Kind, Memory, Pass, Rule, Scaling
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
-
-
-class Pass(NamedTuple):
-    """The update of one weight, whose tensors all lie alike in memory."""
-
-    rule: Rule
-    memory: Memory
-    scaling: Scaling = NO_SCALING
-    seed: int | None = None  # of random rounding; None for rounding to the nearest
-
-    @property
-    def kind(self) -> Kind:
-        """What kernel it takes."""
-        widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
-        is_penalized, is_random = bool(self.rule.penalty != 0), self.seed is not None
-        return Kind(self.rule.update, is_penalized, self.scaling.operations, is_random, *widths)
 
 
 def run(passes: Sequence[Pass]) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import GROUP, read_master
-from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import MOMENTUM, Memory, Rule
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import MOMENTUM, Memory, Pass, Rule
 
 pytest.importorskip("numba")
 HALF = 1 << 16
