@@ -85,6 +85,8 @@ class Workload:
     outside_bytes: int = 0  # saved outside of units elsewhere
     # of the device that must stay free beside weights, gradients and activations
     reserve_bytes: int = 0
+    # whether either everything lives on the device or nothing: the optimizer looks at weights together
+    lives_whole: bool = False
     # of the units that live on the device, with gradients and optimizer state
     on_device_bytes: int = 0
     sum_bytes: int = 0  # of the host, in which several devices add gradients up
