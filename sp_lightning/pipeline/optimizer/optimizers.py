@@ -367,7 +367,7 @@ class Optimizers:
     def bytes_of_visit(self, unit: Unit) -> tuple[int, int]:
         """Return the bytes that go up and come down if a unit visits to be stepped; zeros if it may not."""
         trained = [weight for weight in unit.every_weight if weight.master.requires_grad]
-        if not trained or self._processes is not None or not self.step_by_unit:
+        if not trained or self._processes is not None or self.look_at_weights_together:
             return 0, 0
         for optimizer in self._seen:
             for settings in settings_of(optimizer, self._steps.fused):
