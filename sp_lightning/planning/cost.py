@@ -11,6 +11,7 @@ units hold and what is taken after them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,6 +63,10 @@ class UnitWork:
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)
     # with gradients and optimizer state, if it lives there; 0 if it may not
     bytes_on_device: int = 0
+    # state, masters and new weights that a visit sends up and down; 0 if it may not visit
+    visit_up: int = 0
+    visit_down: int = 0
+    visit_piece: int = 0  # of the device, for one piece of its visit
     host_bytes: int = 0  # for weights, the copies that are sent, and optimizer state
     # sent to the device after a step, if weights that are not stepped still lie there
     bytes_after_step: int = 0
@@ -85,8 +90,11 @@ class Workload:
     outside_bytes: int = 0  # saved outside of units elsewhere
     # of the device that must stay free beside weights, gradients and activations
     reserve_bytes: int = 0
+    # whether either everything lives on the device or nothing: the optimizer looks at weights together
+    lives_whole: bool = False
     # of the units that live on the device, with gradients and optimizer state
     on_device_bytes: int = 0
+    on_device_step_bytes: int = 0  # which the steps of these read and write there
     sum_bytes: int = 0  # of the host, in which several devices add gradients up
 
     @property
@@ -95,19 +103,25 @@ class Workload:
         return (*self.units, self.resident)
 
     def with_on_device(self, there: Collection[int]) -> Workload:
-        """Return the work that is left if the units with these numbers live on the device: they only compute."""
-        units, nbytes = list(self.units), self.on_device_bytes
+        """Return the work that is left if these numbers of `everything` live on the device: they only compute."""
+        everything = list(self.everything)
         for number in there:
-            unit = self.units[number]
-            units[number] = UnitWork(
+            unit = everything[number]
+            everything[number] = UnitWork(
                 unit.name,
                 weight_bytes=0,
                 forward_seconds=unit.forward_seconds,
                 backward_seconds=unit.backward_seconds,
                 ways=unit.ways,
             )
-            nbytes += unit.bytes_on_device
-        return replace(self, units=tuple(units), on_device_bytes=nbytes)
+        living = [self.everything[number] for number in there]
+        return replace(
+            self,
+            units=tuple(everything[:-1]),
+            resident=everything[-1],
+            on_device_bytes=self.on_device_bytes + sum(unit.bytes_on_device for unit in living),
+            on_device_step_bytes=self.on_device_step_bytes + sum(unit.step_bytes for unit in living),
+        )
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,9 @@ class Machine:
     to_host: float
     host: float  # of optimizer steps, for the host memory that they read and write
     copy_seconds: float = 0.0  # what each copy costs, whatever its size
+    both: float = math.inf  # of copies up and down together
+    device: float = math.inf  # of optimizer steps on the device, for the same bytes as on the host
+    host_memory: float = math.inf  # which copies and the host's steps share
 
     def up(self, nbytes: int) -> float:
         """Return the seconds of a copy to the device."""
@@ -141,8 +158,10 @@ class Choice:
     kept: tuple[int, ...] = ()  # units that have a place of their own and are never evicted
     # what becomes of each unit's activations; if empty, the first of each unit's ways
     ways: tuple[Way, ...] = ()
-    # units that live on the device with their gradients and optimizer state
+    # units that live on the device with their gradients and optimizer state; see `Workload.everything`
     on_device: tuple[int, ...] = ()
+    # units that are stepped on the device, where their state comes for that
+    visiting: tuple[int, ...] = ()
 
     @property
     def slots(self) -> int:

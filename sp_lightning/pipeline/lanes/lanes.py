@@ -1,8 +1,9 @@
 """Lanes: what each was busy with, tickets for what is under way, and a thread that works on host memory.
 
     compute     forward and backward of units, and stalls, in which computing waits for a copy
-    to device   weights, and activations that come back
-    to host     gradients, and activations that leave
+    to device   weights, activations that come back, and optimizer state that visits
+    to host     gradients, activations that leave, and that state when it is stepped
+    visits      optimizer steps on the device, beside computing
     host        optimizer steps of units, and accumulation of gradients
 
 Timeline, planner and callback read a `Recording`, which `Trace` in backend.py makes on request.
@@ -34,6 +35,7 @@ class Lane(enum.Enum):
     COMPUTE = "compute"
     TO_DEVICE = "to device"
     TO_HOST = "to host"
+    VISIT = "visits"
     HOST = "host"
 
 
@@ -47,6 +49,9 @@ class Kind(enum.Enum):
     FETCH = "fetch", Lane.TO_DEVICE
     GRADIENTS = "gradients", Lane.TO_HOST
     OFFLOAD = "offload", Lane.TO_HOST
+    STATE_UP = "state up", Lane.TO_DEVICE
+    STATE_DOWN = "state down", Lane.TO_HOST
+    VISIT = "visit", Lane.VISIT
     STEP = "step", Lane.HOST
     ADD = "add", Lane.HOST
 
@@ -114,6 +119,10 @@ class Ticket(ABC):
         """Return when it began and ended, in seconds since the origin; of a copy, if it was timed (`Backend.timed`)."""
         raise NotImplementedError
 
+    def asked(self) -> Ticket:
+        """Return the ticket of what was asked of a device, for which computing can wait; block until it was asked."""
+        return self
+
 
 class Job(Ticket):
     """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
@@ -176,6 +185,33 @@ class Job(Ticket):
         self.after = ()
         self.done = True
         self.under_way.release()
+
+
+class Later(Ticket):
+    """The ticket of what a job asks of a device, before that job has run."""
+
+    ticket: Ticket  # there once the job is done
+
+    def __init__(self) -> None:
+        self.job: Ticket
+
+    @override
+    def join(self) -> None:
+        self.asked().join()
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self.job.done and self.ticket.done
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        return self.asked().interval(origin)
+
+    @override
+    def asked(self) -> Ticket:
+        self.job.join()
+        return self.ticket
 
 
 def use_threads(count: int | None) -> None:
