@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from sp_lightning.optim.layout import GROUP, State
 from sp_lightning.optim.rules import INFINITY, Kind, Memory, Scaling
 
 # ------------------------------------------------------------------------------------------ gradients and masters
@@ -28,26 +29,26 @@ def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
     return g
 
 
-def load_weight(kind: Kind, memory: Memory, ties: Tensor | None) -> Tensor:
+def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tensor:
     """Return the master, where it lies or as a copy; the sign of `ties` tells how a tie was rounded, up without it."""
-    if kind.low == 4:
-        master: Tensor = memory.low
-        return master
-    p: Tensor = memory.weight.float()
-    if kind.low == 0:
-        return p
-    bits = p.view(torch.int32)
-    low = memory.low.view(torch.int16) if kind.low == 2 else _widened(memory.low)
+    if low is None:
+        return weight.float()
+    if low.dtype == torch.float32:
+        return low
+    # the lower half, as a number with a sign: negative if the upper one was rounded up
+    lower = low.view(torch.int16) if low.itemsize == 2 else low.view(torch.int8).to(torch.int16).mul_(256)
+    master = weight.float()
+    bits = master.view(torch.int32)
     if ties is None:
-        bits.add_(low)
-    else:
-        at_tie = ties.view(torch.int32) >= 0
-        bits.add_(low.add(at_tie, alpha=-1)).add_(at_tie)  # negative if it was rounded up
-    return p
+        return bits.add_(lower).view(torch.float32)
+    at_tie = ties.signbit().logical_not_()
+    return bits.add_(lower.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
 
 
-def _widened(low: Tensor) -> Tensor:
-    return low.view(torch.int8).to(torch.int16).mul_(256)
+def read_master(p: Tensor, state: State) -> Tensor:
+    """Return the fp32 master of a parameter, with state or without."""
+    low = state.get("master", state.get("low"))
+    return load_weight(p.detach(), low, state.get("exp_avg_sq_with_ties")).clone()
 
 
 def store_weight(kind: Kind, memory: Memory, p: Tensor, has_sign: bool, seed: int, begin: int) -> Tensor | None:
@@ -114,7 +115,7 @@ def store_moment(moment: Tensor, value: Tensor, seed: int | None, begin: int) ->
 
 
 def unpack(moment: Tensor, scales: Tensor) -> Tensor:
-    """Undo what `pack` does."""
+    """Return a flat moment that lies in codes, of whole groups, or of what is no whole group, in fp32."""
     value = moment.float()
     rows = value.view(len(scales), -1)
     if moment.dtype == torch.uint8:
@@ -126,7 +127,7 @@ def unpack(moment: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -> None:
-    """Write first moments, or the roots of second ones, in codes: whole groups, or what is no whole group by itself."""
+    """Write a moment, or the roots of a second one, in codes: whole groups, or what is no whole group."""
     rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
     if moment.dtype == torch.uint8:
         torch.amax(rows, 1, out=scales)
@@ -138,3 +139,38 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -
         torch.amax(divisor, 1, out=scales)
         divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
         codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
+
+
+def read_moment(moment: Tensor, scales: Tensor) -> Tensor:
+    """Return a whole moment that lies in codes in fp32."""
+    value = torch.empty_like(moment, dtype=torch.float32)
+    codes, numbers = flat(moment), flat(value)
+    for begin, end in whole_and_rest(moment.numel(), GROUP):
+        numbers[begin:end] = unpack(codes[begin:end], scales[groups_in(begin, end)])
+    return value
+
+
+def write_moment(moment: Tensor, scales: Tensor, value: Tensor) -> None:
+    """Write a whole moment in codes, from what lies in memory as they do: itself, or the roots of a second one."""
+    codes, numbers = flat(moment), flat(value)
+    for begin, end in whole_and_rest(moment.numel(), GROUP):
+        pack(codes[begin:end], scales[groups_in(begin, end)], numbers[begin:end], 0, begin)
+
+
+# -------------------------------------------------------------------------------------------------------------- ranges
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor without gaps, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def groups_in(begin: int, end: int) -> slice:
+    """Return the groups of codes in a range, which begins where one does."""
+    return slice(begin // GROUP, math.ceil(end / GROUP))
+
+
+def whole_and_rest(size: int, count: int) -> list[tuple[int, int]]:
+    """Return the range of elements that are whole ones of so many, and that of the rest, if there are any."""
+    rest = size % count
+    return [(begin, end) for begin, end in ((0, size - rest), (size - rest, size)) if begin < end]

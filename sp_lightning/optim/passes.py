@@ -1,4 +1,4 @@
-"""Passes of the kernels over weights and gradients, shared by several threads.
+"""Passes over weights and gradients; on the CPU several threads share those of the kernels.
 
 The threads are numba's, not Python's: each of those would need Python's lock to begin, beside a thread that hardly ever
 gives it away. On a machine with 16 cores that took a third of the time of a step.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, fills_memory
+from sp_lightning.optim.on_device import step_on_device
 from sp_lightning.optim.rules import MOMENTUM, Kind, Memory, Pass, Rule, Scaling
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
@@ -26,7 +27,19 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def run(passes: Sequence[Pass]) -> None:
-    """Update weights, on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
+    """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
+    on_host: list[Pass] = []
+    for step in passes:
+        if step.memory.weight.device.type == "cpu":
+            on_host.append(step)
+        else:
+            step_on_device(step)
+    if on_host:
+        _run_kernels(on_host)
+
+
+def _run_kernels(passes: Sequence[Pass]) -> None:
+    """Update weights on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
     from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
 
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}
