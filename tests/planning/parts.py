@@ -91,7 +91,7 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of units kept on the device, and of those that live on the device.
+        windows: k, k_prime, the numbers of units kept on the device, of those that live there, and of those that visit.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
@@ -104,12 +104,14 @@ class Fixed(Planner):
         self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = engine.arrangement.units
-        kept, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
+        numbers = [*chosen, (), (), ()][:3]
+        kept, on_device, visiting = ([units[n] for n in group if n < len(units)] for group in numbers)
         return WindowPlan(
             k,
             k_prime,
             kept=tuple(unit.name for unit in kept),
             on_device=tuple(unit.name for unit in on_device),
+            visiting=tuple(unit.name for unit in visiting),
             on_device_bytes=sum(bytes_on_device(engine, unit) for unit in on_device),
         )
 
