@@ -22,14 +22,13 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena, travel_together
 
 # units before the turn for which sending activations gains nothing: backward needs them at once
 UNITS_THAT_STAY = 1
-# pieces of a visit that are on the device at once: one of them goes up, or comes down, while another one is stepped
-PIECES_AT_ONCE = 2
 # the part of its time that a copy of activations costs even if computing hides it
 _HIDDEN_COST = 0.1
 

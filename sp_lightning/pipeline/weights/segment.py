@@ -15,6 +15,7 @@ that are stepped, a frozen base that still lies there is not sent again.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -130,11 +131,14 @@ class Segment:
         self.epoch += 1
         self._sample = None
 
-    def note_stepped(self) -> None:
-        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them."""
+    def note_stepped(self, has_values: bool = True) -> None:
+        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them.
+
+        If it does not have the values yet, they are on their way from the device.
+        """
         self._look()
         self._copied_epoch = self.epoch
-        self._sample = self._words.take(self._sampled)
+        self._sample = self._words.take(self._sampled) if has_values else None
 
     def take_sample(self) -> None:
         """Remember some of the masters' elements, so that a change which torch does not count shows."""
@@ -199,6 +203,10 @@ class HostMemory:
         # by the identities of the masters in them
         self._buffers: dict[tuple[int, ...], HostBuffer] = {}
         self._is_new = False  # whether some of it was made since values were waited for
+
+    def masters(self) -> set[int]:
+        """Return the identities of masters that there is memory for."""
+        return set(chain.from_iterable(self._buffers))
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""
