@@ -510,11 +510,6 @@ def test_other_numbers_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch,
         trainer("superpipeline", devices=3 - launched)
 
 
-def test_residents_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"`resident_optimizer=True` works on one device only"):
-        trainer(streamed(k="auto", resident_optimizer=True), devices=2)
-
-
 def test_slurm_tasks_that_the_trainer_does_not_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")

@@ -20,11 +20,14 @@ Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
 
 ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 
+OptimizerPlace: TypeAlias = Literal["auto", "host"]
+"""Where weights are stepped, and their state lies: wherever that is fastest, or on the host."""
+
 _CHOICES = {
     "activations": get_args(ActivationPolicy),
     "overlap_optimizer": (True, False, "auto"),
     "pin_memory": (True, False),
-    "resident_optimizer": (True, False),
+    "optimizer_on": get_args(OptimizerPlace),
     "compile": (True, False),
     "debug": (True, False),
 }
@@ -35,7 +38,7 @@ class PipelineOptions:
     """How a module is streamed: arguments of `superpipeline` and of the strategy; every default works.
 
     Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, `activations="auto"` recomputes if
-    there is a budget, and `resident_optimizer=True` leaves no unit on the device.
+    there is a budget, and `optimizer_on="auto"` leaves all state on the host.
 
     Args:
         k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
@@ -53,8 +56,9 @@ class PipelineOptions:
             unit.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
             the result is that of a plain step; `True` makes anything else an error.
-        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
-            `k="auto"` finds memory to spare.
+        optimizer_on: Where weights are stepped. `"auto"` lets units live on the device, with their gradients and
+            optimizer state, where `k="auto"` finds memory to spare and steps are faster. With `"host"` all state lies
+            on the host.
         pin_memory: Whether to page-lock host memory, for fast copies, where the device gains by it.
         host_threads: Number of threads that step the optimizer on the host. `"auto"` uses `OMP_NUM_THREADS` if you set
             it, else three quarters of the cores; on a CPU, torch's number.
@@ -73,7 +77,7 @@ class PipelineOptions:
     resident: Sequence[str] = ()
     activations: ActivationPolicy = "auto"
     overlap_optimizer: bool | Literal["auto"] = "auto"
-    resident_optimizer: bool = False
+    optimizer_on: OptimizerPlace = "auto"
     pin_memory: bool = True
     host_threads: int | Literal["auto"] = "auto"
     compile: bool = False
@@ -88,11 +92,6 @@ class PipelineOptions:
                 f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together "
                 f"must fit among those on the device. Choose 1 <= k_prime <= {self.k}, or a larger "
                 "k."
-            )
-        if self.resident_optimizer is True and self.k != "auto":
-            raise ValueError(
-                f"`resident_optimizer=True` needs `k='auto'`, and not `k={self.k}`: which units "
-                "live on the device is chosen together with `k`."
             )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)

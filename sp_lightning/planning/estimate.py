@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
+from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
@@ -51,6 +51,7 @@ _MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / GROUP}  # with a scal
 _KNOWN: dict[str, tuple[object, ...]] = {
     "precision": get_args(Precision),
     "activations": get_args(ActivationPolicy),
+    "optimizer_on": get_args(OptimizerPlace),
     "master": (None, *get_args(Master)),
     "moments": get_args(Moments),
 }
@@ -84,7 +85,7 @@ class Assumptions:
         activations: The strategy's `activations`.
         units: The strategy's `units`: names of module classes. None finds units automatically.
         resident: The strategy's `resident`.
-        resident_optimizer: The strategy's `resident_optimizer`.
+        optimizer_on: The strategy's `optimizer_on`.
         tokens: Number of tokens (or patches) in a step: how often each weight matrix is applied, on each device.
         devices: Devices of the machine, which share its memory and what can be read of it in a second.
 
@@ -105,7 +106,7 @@ class Assumptions:
     activations: ActivationPolicy = "auto"
     units: str | Sequence[str] | None = None
     resident: Sequence[str] = ()
-    resident_optimizer: bool = False
+    optimizer_on: OptimizerPlace = "host"
     tokens: int = 2048
     devices: int = 1
 
@@ -269,7 +270,7 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     call = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
     ways = ways_of(work, [call], forward, machine)
     bytes_on_device = 0
-    if given.resident_optimizer and trained:
+    if given.optimizer_on == "auto" and trained:
         bytes_on_device = weights + masters + state + copies
     return replace(
         work,

@@ -48,7 +48,9 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
     optimizers = engine.optimizers
     weights = unit.every_weight
     trained = [weight.master for weight in weights if weight.master.requires_grad]
-    if not (engine.options.resident_optimizer and optimizers.step_by_unit and trained):
+    if engine.processes is not None or engine.options.optimizer_on == "host":
+        return 0
+    if not (optimizers.step_by_unit and trained):
         return 0
     masters = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)

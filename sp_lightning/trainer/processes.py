@@ -81,12 +81,6 @@ class ProcessesMixin(StrategyPart):
         )
         if count == 1:
             return
-        self.lightning.check(
-            not self.options.resident_optimizer,
-            "`resident_optimizer=True` works on one device only: which units live on the device "
-            "would differ between "
-            "processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
-        )
         self.local_rank, self.node_rank = environment.local_rank(), environment.node_rank()
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.global_rank, self.world_size = environment.global_rank(), environment.world_size()

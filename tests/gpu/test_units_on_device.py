@@ -50,7 +50,7 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
     expected, _ = train(chain(6, 16, 32).to(device), device, None, fused)
     torch.manual_seed(0)
     model = chain(6, 16, 32)
-    options = PipelineOptions(units=is_block, resident_optimizer=True)
+    options = PipelineOptions(units=is_block)
     pipeline = Pipeline(model, device, options=options, planner=Fixed((2, 1), (2, 1), (2, 1, (), there)))
     actual, optimizer = train(model, device, pipeline, fused)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)

@@ -66,7 +66,7 @@ def model() -> nn.Module:
         ({"k": 0}, "`k=0` must be"),
         ({"units": nn.Tanh()}, "`units=` was given an instance of `Tanh`. Give its class"),
         ({"units": [nn.Tanh()]}, "`units=` was given an instance of `Tanh`. Give its class"),
-        ({"resident_optimizer": True, "k": 3}, "`resident_optimizer=True` needs `k='auto'`, and not `k=3`"),
+        ({"optimizer_on": "device"}, "`optimizer_on='device'` must be one of 'auto', 'host'"),
     ],
     ids=lambda value: re.sub(" at 0x\\w+", "", str(value)),
 )

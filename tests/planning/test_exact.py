@@ -43,7 +43,7 @@ def train(
     pipeline = None
     if planner is not None:
         backend = HostBackend(poison=True, max_delay=0.002)
-        choices = PipelineOptions(units=is_block, resident_optimizer=True, **options)
+        choices = PipelineOptions(units=is_block, **options)
         pipeline = Pipeline(model, "cpu", options=choices, backend=backend, planner=planner)
     trained: Optimizer = OPTIMIZERS[optimizer](model)
     losses = []

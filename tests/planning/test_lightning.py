@@ -44,7 +44,7 @@ def test_units_that_live_on_the_device(
         return planners[-1]
 
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", planner)
-    options = {"k": "auto", "resident_optimizer": True, "activations": activations}
+    options = {"k": "auto", "activations": activations}
     module = partial(Base, blocks=6)
     assert_same_training(module, fit_in_two_parts, lambda: dict(arguments), **options)
     assert [max(on_device for *_, on_device in each.seen) for each in planners] == 4 * [3 * 6]

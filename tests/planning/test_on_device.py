@@ -1,4 +1,4 @@
-"""Units that live on the device (`resident_optimizer=True`): chosen where they make steps faster, and exact."""
+"""Units that live on the device (`optimizer_on="auto"`): chosen where they make steps faster, and exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attach() -> tuple[Chain, Pipeline]:
     """Six blocks, of which two live on the device from the second step on."""
     torch.manual_seed(0)
     model = chain(6, 16, 32)
-    options = PipelineOptions(units=is_block, resident_optimizer=True)
+    options = PipelineOptions(units=is_block)
     backend = HostBackend(poison=True, max_delay=0.002)
     return model, Pipeline(model, "cpu", options=options, backend=backend, planner=Fixed((2, 1), (2, 1, (), (1, 4))))
 
@@ -38,8 +38,8 @@ def take_steps(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 @pytest.mark.parametrize("blocks", [SLOW_HOST, SLOW_COPIES], ids=["slow host", "slow copies"])
 def test_spare_memory_makes_steps_faster(blocks: Blocks) -> None:
     budget = 30 * UNIT_BYTES
-    streamed = blocks.train(AutoPlanner(), memory_budget=budget)
-    there = blocks.train(AutoPlanner(), memory_budget=budget, resident_optimizer=True)
+    streamed = blocks.train(AutoPlanner(), memory_budget=budget, optimizer_on="host")
+    there = blocks.train(AutoPlanner(), memory_budget=budget)
     plan = there.summary.plan
     assert plan is not None
     assert plan.on_device

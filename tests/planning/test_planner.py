@@ -66,7 +66,7 @@ def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, r
     model = build()
     budget = int(share * sum(parameter.nbytes for parameter in model.parameters()))
     backend = SimulatedBackend(rate, rate, 5 * rate)
-    trained = train(model, batch(1), backend, AutoPlanner(), steps=6, memory_budget=budget)
+    trained = train(model, batch(1), backend, AutoPlanner(), steps=6, memory_budget=budget, optimizer_on="host")
     plan = trained.summary.plan
     assert plan is not None
     assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.35 if name == "ResNet" else 0.1)
@@ -80,7 +80,8 @@ def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, r
     ids=["in backward", "under forward", "apart", "accumulation"],
 )
 def test_the_planner_sees_when_the_optimizer_steps(training: dict[str, Any]) -> None:
-    trained = MACHINES[Lane.HOST].train(AutoPlanner(), memory_budget=20 * UNIT_BYTES, **training)
+    options = {"memory_budget": 20 * UNIT_BYTES, "optimizer_on": "host"}
+    trained = MACHINES[Lane.HOST].train(AutoPlanner(), **options, **training)
     assert trained.summary.plan is not None
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.1)
 
