@@ -122,7 +122,32 @@ def test_frozen_weights_have_no_gradients():
     assert trained.backward_seconds == pytest.approx(2 * trained.forward_seconds)
     assert frozen.host_bytes * 3 == pytest.approx(trained.host_bytes, rel=0.01)  # its weight alone
     model.requires_grad_(False)
-    assert plan(model, given).rows[0].bytes_to_host == 0
+    assert plan(model, given).rows[0].plain.bytes_to_host == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "on_device", "up", "down"),
+    [
+        ({"precision": "bf16-mixed"}, 18, 12, 14),  # with the copies that are sent
+        ({"precision": "bf16-true", "master": "split"}, 14, 12, 12),
+        ({"precision": "bf16-true", "master": "split", "moments": "int8"}, 8.0625, 6.0625, 6.0625),
+        ({"precision": "32-true", "optimizer": "Adagrad"}, 12, 0, 0),  # which has no passes over pieces
+        ({"precision": "32-true", "devices": 2}, 16, 0, 0),
+        ({"precision": "32-true", "optimizer_on": "host"}, 0, 0, 0),
+    ],
+    ids=str,
+)
+def test_what_lives_on_the_device_and_what_visits_it(given, on_device, up, down):
+    """Bytes for each parameter, also of what is resident."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))
+    workload, _ = estimate(model, Assumptions(units="Linear", resident=["0"], **given))
+    assert len(workload.units) == 2
+    # what is resident is not lowered
+    for work in workload.units if given["precision"] == "bf16-mixed" else workload.everything:
+        assert (work.bytes_on_device, work.visit_up, work.visit_down) == (on_device * 2**24, up * 2**24, down * 2**24)
+        assert work.visit_piece == work.visit_down // 2
+    frozen = estimate(model.requires_grad_(False), Assumptions(units="Linear", **given))[0].everything
+    assert not any(work.bytes_on_device or work.visit_up or work.visit_down for work in frozen)
 
 
 def test_what_backward_begins_with_is_kept():
@@ -141,7 +166,7 @@ def test_state_of_optimizers(name):
     optimizer.step()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     kept = sum(value.nbytes for value in state if value.numel() > 1)
-    with_it, without = (plan(model, Assumptions(optimizer=each, precision="32-true")).rows[0] for each in (name, 0.0))
+    with_it, without = (plan(model, Assumptions(optimizer=each, precision="32-true")).rows[0].plain for each in (name, 0.0))
     assert with_it.host_bytes - without.host_bytes == kept
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
 
@@ -151,6 +176,8 @@ def test_state_of_optimizers(name):
     [
         ({"device_memory": 0.5}, "`device_memory=0.5` must be an amount"),
         ({"device_memory": "0GB"}, "`device_memory='0GB'` must be an amount"),
+        ({"optimizer_on": "disk"}, "`optimizer_on='disk'` must be one of auto, host"),
+        ({"gradient_clip_val": -1.0}, "`gradient_clip_val=-1.0` must be above zero"),
         ({"to_device": 0.0}, "`to_device=0.0` must be above zero"),
         ({"precision": "8-true"}, "`precision='8-true'` must be one of 32-true"),
         ({"activations": "drop"}, "`activations='drop'` must be one of keep"),
