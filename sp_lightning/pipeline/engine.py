@@ -38,7 +38,13 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.units.tree import HOST, move_all_but_parameters, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.units.tree import (
+    HOST,
+    copy_parameters,
+    move_all_but_parameters,
+    move_parameters,
+    weights_on_accelerators,
+)
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
@@ -102,7 +108,10 @@ class Engine:
 
     def arrange(self, autocast: torch.dtype | None) -> None:
         """Arrange the module's units for what autocast lowers weights to, and take the module over."""
-        self.arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend, autocast)
+        arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend, autocast)
+        self._move(arrangement)
+        arrangement.lay_out(self.memory)
+        self.arrangement = arrangement
         self._install()
         self._is_arranged = True
         self.stats.arrangements += 1
@@ -116,6 +125,23 @@ class Engine:
         self.learned.forget_all_but({id(parameter) for parameter in self.module.parameters()})
         self.arrange(autocast)
 
+    def _move(self, arrangement: Arrangement) -> None:
+        """Move units, with gradients and optimizer state, one after the other; first those that leave the device."""
+        for unit in arrangement.all_units:
+            self._move_to([weight.master for weight in unit.weights], HOST)
+        held = self.memory.masters()
+        for unit in arrangement.all_units:
+            living = [weight.master for weight in unit.weights_on_device]
+            self._move_to(living, self.device)
+            if self.device == HOST:  # the emulated device: there is no other memory, so they are copied
+                copy_parameters([master for master in living if id(master) in held])
+
+    def _move_to(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Move parameters that are elsewhere; their state goes first, so that none is left behind after an error."""
+        moving = [parameter for parameter in parameters if parameter.device != device]
+        self.optimizers.move_state(moving, device)
+        move_parameters(moving, device)
+
     def _install(self) -> None:
         arrangement = self.arrangement
         members = arrangement.streamed_members
@@ -127,13 +153,13 @@ class Engine:
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
         on_device = [*arrangement.parameters_on_device, *arrangement.unmanaged.values()]
-        move_parameters(on_device, self.device)
-        self.optimizers.move_state(arrangement.parameters_on_device)
+        move_parameters(arrangement.unmanaged.values(), self.device)
         self.saved.twins = arrangement.twins
         self.saved.backward = self.backward
         self._names = self._named_parameters()
         weights = {id(weight.master): weight for weight in arrangement.weights}
-        self.optimizers.work_with(self.steps, weights, frozenset(self._names.values()))
+        living = frozenset(map(id, arrangement.parameters_on_device))
+        self.optimizers.work_with(self.steps, weights, living, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
         for twin in arrangement.twins.values():
@@ -174,11 +200,11 @@ class Engine:
         self.backend.drain()
         self.stream.close()
         self.guard.remove()
-        # those of modules that were added meanwhile, too, which plain training needs on the device
-        moving = weights_on_accelerators(self.module)
-        move_parameters(moving, HOST)
-        self.optimizers.move_state(moving)
         arrangement.close()
+
+    def bring_home(self) -> None:
+        """Move to the host what lives on the device, for good."""
+        self._move_to(weights_on_accelerators(self.module), HOST)
 
     @property
     def budget(self) -> int | None:
@@ -210,6 +236,8 @@ class Engine:
             return
         with self.at_work:
             is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
+            # a user has moved the module
+            is_converted |= any(weight.device != self.device for weight in self.arrangement.parameters_on_device)
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         arrangement = self.arrangement

@@ -113,7 +113,8 @@ def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iter
 def _sets_on_device(workload: Workload) -> Iterator[tuple[int, ...]]:
     """Yield units that may live on the device, from none to all in a few steps."""
     able = [number for number, unit in enumerate(workload.units) if unit.bytes_on_device]
-    for count in {*range(0, len(able), max(1, len(able) // _SHARES)), len(able)}:
+    steps = max(1, len(able) if workload.lives_whole else len(able) // _SHARES)
+    for count in {*range(0, len(able), steps), len(able)}:
         yield _spread(count, able)
 
 

@@ -41,21 +41,17 @@ def bytes_of(unit: Unit) -> UnitWork:
 
 
 def bytes_on_device(engine: Engine, unit: Unit) -> int:
-    """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is trained.
-
-    It may if the user allows it and every optimizer steps weight by weight; others look at weights together.
-    """
+    """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped."""
     optimizers = engine.optimizers
     weights = unit.every_weight
-    trained = [weight.master for weight in weights if weight.master.requires_grad]
-    if engine.processes is not None or engine.options.optimizer_on == "host":
+    masters = [weight.master for weight in weights]
+    is_allowed = engine.options.optimizer_on == "auto" and engine.processes is None
+    if not (is_allowed and optimizers.may_live_on_device(masters)):
         return 0
-    if not (optimizers.step_by_unit and trained):
-        return 0
-    masters = sum(weight.nbytes for weight in weights)
+    values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
-    gradients = sum(parameter.nbytes for parameter in trained)
-    return masters + copies + gradients + optimizers.state_bytes(trained)
+    gradients = sum(master.nbytes for master in masters if master.requires_grad)
+    return values + copies + gradients + optimizers.state_bytes_to_come(masters)
 
 
 class FirstSteps:
@@ -142,7 +138,10 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     adding = _seconds(_of_kind(recording.spans, Kind.ADD))
     return Workload(
         units=tuple(units),
-        resident=bytes_of(engine.arrangement.resident),
+        resident=replace(
+            bytes_of(engine.arrangement.resident),
+            bytes_on_device=bytes_on_device(engine, engine.arrangement.resident),
+        ),
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
@@ -151,6 +150,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         turn_bytes=turn_bytes,
         outside_bytes=outside_bytes,
         reserve_bytes=measured.reserve_bytes,
+        lives_whole=engine.optimizers.look_at_weights_together,
     )
 
 

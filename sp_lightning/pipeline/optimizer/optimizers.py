@@ -22,25 +22,35 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
-from sp_lightning.pipeline.optimizer.kinds import makes_state, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import (
+    keeps_all_in_state,
+    makes_state,
+    parameters_of,
+    settings_of,
+    why_not_by_unit,
+)
 from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
+
+# of the length of all weights, beside its history: directions, gradients and weights of a line search
+_VECTORS_OF_LBFGS = 6
 
 
 class Afterwards(enum.Enum):
@@ -63,6 +73,7 @@ class Optimizers:
         self.clipping = Clipping(at_work)
         self._at_work = at_work
         self._weights: Mapping[int, Weight] = {}
+        self._living: Collection[int] = ()
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -76,10 +87,16 @@ class Optimizers:
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight], parameters: Collection[int]) -> None:
-        """Work from now on with these steps, of weights by the identities of masters, among all parameters'."""
+    def work_with(
+        self, steps: UnitSteps, weights: Mapping[int, Weight], living: Collection[int], parameters: Collection[int]
+    ) -> None:
+        """Work from now on with these steps, of weights by the identities of masters.
+
+        Others are `living` on the device; all are among the module's `parameters`.
+        """
         self._steps = steps
         self._weights = weights
+        self._living = living
         self._parameters = parameters
         self.clipping.work_with(steps, weights)
 
@@ -90,6 +107,7 @@ class Optimizers:
                 stream = self._steps.stream
                 weights = [self._weights[id(p)] for p in self._kept if id(p) in self._weights]
                 stream.consume([stream.of[weight] for weight in weights])
+                self._drop_living(self._kept)
             self._kept = []
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
@@ -154,11 +172,18 @@ class Optimizers:
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
                 self._steps.stream.consume(plan.gradients)
+                self._drop_living(chain.from_iterable(plan.others))
             elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
                 self._kept += parameters_of(optimizer)
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
+
+    def _drop_living(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave those parameters without a gradient that live on the device, as a step has used it."""
+        for parameter in parameters:
+            if id(parameter) in self._living:
+                parameter.grad = None
 
     @property
     def _follows(self) -> bool:
@@ -187,7 +212,8 @@ class Optimizers:
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
-        _move_state(optimizer, own)  # the weights may have moved since it was made
+        for device in {parameter.device for parameter in own}:  # they may have moved since it was made
+            _move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
         return True
 
     def _finish_steps(self, *_: object) -> None:
@@ -289,17 +315,29 @@ class Optimizers:
     # ------------------------------------------------------------------------------------------------- beside steps
 
     @property
-    def step_by_unit(self) -> bool:
-        """Whether an optimizer has stepped, and every one that has steps unit by unit."""
-        for optimizer in self._seen:
-            if why_not_by_unit(optimizer) is not None:
-                return False
-        return len(self._seen) > 0
+    def look_at_weights_together(self) -> bool:
+        """Whether an optimizer that has stepped may look at several weights at once, so that these lie together."""
+        return any(why_not_by_unit(optimizer) is not None for optimizer in self._seen)
 
-    def move_state(self, parameters: Collection[nn.Parameter]) -> None:
-        """Move the state of parameters to where these have been moved."""
+    def may_live_on_device(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Tell whether parameters may live on the device: some are stepped, and all that these steps need can be moved.
+
+        If one is trained that nobody has stepped yet, its state would be made there, and nobody knows how large it is.
+        """
+        stepped: set[int] = set()
         for optimizer in self._seen:
-            _move_state(optimizer, parameters)
+            if not keeps_all_in_state(optimizer):
+                return False
+            stepped.update(map(id, parameters_of(optimizer)))
+        own = [parameter for parameter in parameters if id(parameter) in stepped]
+        if not self.look_at_weights_together:
+            own = [parameter for parameter in own if parameter.requires_grad]
+        return len(own) > 0 and all(id(each) in stepped for each in parameters if each.requires_grad)
+
+    def move_state(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
+        """Move the state of parameters to a device."""
+        for optimizer in self._seen if parameters else ():
+            _move_state(optimizer, parameters, device)
 
     def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the optimizers' state of parameters takes."""
@@ -308,7 +346,18 @@ class Optimizers:
             for parameter, optimizer in product(parameters, self._seen):
                 # a list, because the thread that steps may add state at the same time
                 for value in list(optimizer.state.get(parameter, {}).values()):
-                    nbytes += value.nbytes if isinstance(value, Tensor) else 0
+                    nbytes += _nbytes(value)
+        return nbytes
+
+    def state_bytes_to_come(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes that the optimizers' state of parameters takes at most: some keep ever more steps."""
+        nbytes = self.state_bytes(parameters)
+        for optimizer in self._seen:
+            if isinstance(optimizer, LBFGS):
+                (group,) = optimizer.param_groups
+                vectors = 2 * group["history_size"] + _VECTORS_OF_LBFGS
+                own = set(map(id, group["params"]))
+                nbytes += vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own)
         return nbytes
 
     def leave_weights(self) -> None:
@@ -316,6 +365,7 @@ class Optimizers:
         self.restore_param_groups()
         self._plans.clear()  # they would hold memory for state that lies elsewhere by now
         self._weights = {}
+        self._living = ()
         self._early = None
 
     def close(self) -> None:
@@ -324,15 +374,37 @@ class Optimizers:
             hook.remove()
 
 
-def _move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Move the optimizer's state of parameters to their device, as `Optimizer.load_state_dict` does."""
+def _move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move the optimizer's state of parameters to a device, as `Optimizer.load_state_dict` does."""
     moving = set(map(id, parameters))
     # looking state up by a guarded weight would wait for its gradient
     with without_torch_function():
         for group in optimizer.param_groups:
-            counts_on_device = group.get("fused") or group.get("capturable")
+            counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
             for parameter in [p for p in group["params"] if id(p) in moving]:
                 state = optimizer.state.get(parameter, {})
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and (key != "step" or counts_on_device):
-                        state[key] = value.to(parameter.device)
+                    if key != "step" or counts_there:
+                        state[key] = _moved(value, device)
+
+
+def _nbytes(value: Any) -> int:
+    """Return the bytes of all tensors in a piece of state."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_nbytes, value))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a piece of state with all tensors in it on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(each, device) for each in value)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    return value

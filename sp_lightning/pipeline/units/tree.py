@@ -209,3 +209,10 @@ def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) ->
         if parameter.device != device:
             with torch.inference_mode(parameter.is_inference()):
                 move_parameter(parameter, device)
+
+
+def copy_parameters(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters memory of their own, with their values."""
+    for parameter in parameters:
+        for part in parts_of(parameter):
+            part.data = part.data.clone(memory_format=torch.preserve_format)

@@ -245,7 +245,9 @@ class Division:
             unit.weights = []
         if not left:
             return
-        members = [member for unit in self.all_units() for member in unit.members]
+        for weight in left:
+            weight.leave_host()
+        members = [member for unit in (*self.units, self.resident) for member in unit.members]
         for member in [*members, *self.callers]:
             staying = [entry for entry in member.entries if entry.weight in left]
             member.parameters_on_device = [entry.weight.master for entry in staying]

@@ -15,6 +15,7 @@ that are stepped, a frozen base that still lies there is not sent again.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -199,6 +200,10 @@ class HostMemory:
         # by the identities of the masters in them
         self._buffers: dict[tuple[int, ...], HostBuffer] = {}
         self._is_new = False  # whether some of it was made since values were waited for
+
+    def masters(self) -> set[int]:
+        """Return the identities of masters that there is memory for."""
+        return set(chain.from_iterable(self._buffers))
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""

@@ -168,6 +168,10 @@ class Weight:
         self.master.data = host
         self.host = self.home = host
 
+    def leave_host(self) -> None:
+        """Let go of host memory: the weight lives on the device."""
+        self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
+
     def lies_in(self, memory: Tensor) -> bool:
         """Tell whether the master lies just where this tensor does."""
         return self.master.data_ptr() == memory.data_ptr() and _form(self.master) == _form(memory)

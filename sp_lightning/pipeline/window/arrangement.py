@@ -117,7 +117,10 @@ class Learned:
 
 
 class Arrangement:
-    """The layout of a module's weights on host and device. Nothing is changed before everything has been checked."""
+    """The layout of a module's weights on host and device. Nothing is changed before `lay_out`.
+
+    By then everything has been checked, and the weights that live on the device are there, all others on the host.
+    """
 
     def __init__(
         self,
@@ -171,11 +174,10 @@ class Arrangement:
         self.in_window: list[Unit] = []
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
-        self._lay_out(memory)
 
     # --------------------------------------------------------------------------------------------------- how it is made
 
-    def _lay_out(self, memory: HostMemory) -> None:
+    def lay_out(self, memory: HostMemory) -> None:
         """Give each unit of the window its host memory, its place on the device, and its weights' twins there."""
         arena = self._backend.allocate(self.layout.arena_bytes)
         offsets = iter(self.layout.offsets)

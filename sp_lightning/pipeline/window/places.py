@@ -47,7 +47,7 @@ class WindowPlan:
     k_prime: int  # units that travel together
     # names of units that have a place of their own: they are sent only when their weights have changed
     kept: tuple[str, ...] = ()
-    # names of units that live on the device, with their gradients and optimizer state
+    # names of units that live on the device, with their gradients and optimizer state; of what is resident, too
     on_device: tuple[str, ...] = ()
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
@@ -123,7 +123,7 @@ class DeviceLayout:
     def __init__(self, division: Division, window: WindowPlan) -> None:
         self.window = window
         # units that live on the device, with their gradients and optimizer state
-        self.units_on_device = [unit for unit in division.units if unit.name in window.on_device]
+        self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
         # units that have a place of their own: those, what is resident, and those that are never evicted
         self.kept = {unit for unit in division.units if unit.name in window.kept}
         self.kept.update(self.units_on_device, [division.resident])
@@ -132,7 +132,7 @@ class DeviceLayout:
         streamed_bytes = [
             sum(sent_bytes(unit.weights) for unit in part) for part in self.parts if part[0] not in self.kept
         ]
-        if division.resident.weights:
+        if division.resident.weights and division.resident not in self.units_on_device:
             self.parts.append([division.resident])
         # where each part without a place of its own lies in the arena, and the size of that
         slots = max(1, window.k // window.k_prime)
