@@ -105,7 +105,7 @@ def test_the_ladder_of_host_memory():
     assert all(rung["steps"] == {"live": 0, "visit": 0, "host": 34} for rung in rungs)
     alone = planned("Llama-3.1-8B --optimizer_on host --precision bf16-true --master split --moments int8")
     assert [rung["host_bytes"] for rung in alone["ladder"]] == [int8["host_bytes"]]
-    printed = run("sp-lightning plan --device_memory 24GiB --model Llama-3.1-8B --host_memory 112GiB --optimizer_on host")
+    printed = run("sp-lightning plan --device_memory 24GB --model Llama-3.1-8B --optimizer_on host --host_memory 112GiB")
     assert re.search(r"AdamW, bf16-mixed .* -\n.*\n", printed)
     assert re.search(r"AdamW\(master='split24', moments='int8'\), bf16-true .* fits\nclipped", printed)
     assert [rung["clipped_bytes"] - rung["host_bytes"] > 8 * 2**30 for rung in rungs] == [True] * len(rungs)

@@ -166,7 +166,8 @@ def test_state_of_optimizers(name):
     optimizer.step()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     kept = sum(value.nbytes for value in state if value.numel() > 1)
-    with_it, without = (plan(model, Assumptions(optimizer=each, precision="32-true")).rows[0].plain for each in (name, 0.0))
+    plans = [plan(model, Assumptions(optimizer=each, precision="32-true")) for each in (name, 0.0)]
+    with_it, without = (each.rows[0].plain for each in plans)
     assert with_it.host_bytes - without.host_bytes == kept
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
 
