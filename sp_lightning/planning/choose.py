@@ -73,7 +73,7 @@ def choose(
     splits = dict.fromkeys([least, *_splits(workload, activation_bytes(workload, least) + spare)])
     choices: dict[Choice, None] = {}  # a set that keeps the order
     for on_device in _sets_on_device(workload) if fill else [()]:
-        streamed = workload.with_on_device(on_device)
+        streamed = workload.placed(Choice(1, on_device=on_device))
         for window, ways in product(windows, splits):
             choice = replace(window, ways=ways, on_device=on_device)
             if device_bytes(streamed, choice, ways) <= budget_left:

@@ -1,8 +1,9 @@
 """Lanes: what each was busy with, tickets for what is under way, and a thread that works on host memory.
 
     compute     forward and backward of units, and stalls, in which computing waits for a copy
-    to device   weights, and activations that come back
-    to host     gradients, and activations that leave
+    to device   weights, activations that come back, and optimizer state that visits
+    to host     gradients, activations that leave, and that state when it is stepped
+    visits      optimizer steps on the device, beside computing
     host        optimizer steps of units, and accumulation of gradients
 
 Timeline, planner and callback read a `Recording`, which `Trace` in backend.py makes on request.
@@ -34,6 +35,7 @@ class Lane(enum.Enum):
     COMPUTE = "compute"
     TO_DEVICE = "to device"
     TO_HOST = "to host"
+    VISIT = "visits"
     HOST = "host"
 
 
@@ -47,6 +49,9 @@ class Kind(enum.Enum):
     FETCH = "fetch", Lane.TO_DEVICE
     GRADIENTS = "gradients", Lane.TO_HOST
     OFFLOAD = "offload", Lane.TO_HOST
+    STATE_UP = "state up", Lane.TO_DEVICE
+    STATE_DOWN = "state down", Lane.TO_HOST
+    VISIT = "visit", Lane.VISIT
     STEP = "step", Lane.HOST
     ADD = "add", Lane.HOST
 

@@ -49,6 +49,8 @@ class WindowPlan:
     kept: tuple[str, ...] = ()
     # names of units that live on the device, with their gradients and optimizer state; of what is resident, too
     on_device: tuple[str, ...] = ()
+    # names of units whose optimizer steps are made on the device, where their state visits
+    visiting: tuple[str, ...] = ()
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
     bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
@@ -61,7 +63,7 @@ class WindowPlan:
     @property
     def window(self) -> tuple[object, ...]:
         """What units are arranged by."""
-        return self.k, self.k_prime, self.kept, self.on_device
+        return self.k, self.k_prime, self.kept, self.on_device, self.visiting
 
 
 def travel_together(
