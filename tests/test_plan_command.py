@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -23,6 +25,12 @@ from sp_lightning.cli import SHAPES, main
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 SHOWN = re.compile(r"```bash\n(sp-lightning plan [^\n]+)\n```\n\n```text\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(tmp_path, monkeypatch):
+    """What `sp-lightning measure` has kept on the machine of the tests changes no plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Stack(LightningModule):
@@ -105,7 +113,9 @@ def test_the_ladder_of_host_memory():
     assert all(rung["steps"] == {"live": 0, "visit": 0, "host": 34} for rung in rungs)
     alone = planned("Llama-3.1-8B --optimizer_on host --precision bf16-true --master split --moments int8")
     assert [rung["host_bytes"] for rung in alone["ladder"]] == [int8["host_bytes"]]
-    printed = run("sp-lightning plan --device_memory 24GB --model Llama-3.1-8B --optimizer_on host --host_memory 112GiB")
+    printed = run(
+        "sp-lightning plan --device_memory 24GB --model Llama-3.1-8B --optimizer_on host --host_memory 112GiB"
+    )
     assert re.search(r"AdamW, bf16-mixed .* -\n.*\n", printed)
     assert re.search(r"AdamW\(master='split24', moments='int8'\), bf16-true .* fits\nclipped", printed)
     assert [rung["clipped_bytes"] - rung["host_bytes"] > 8 * 2**30 for rung in rungs] == [True] * len(rungs)
@@ -162,5 +172,6 @@ def test_without_transformers(monkeypatch, capsys):
 
 
 if __name__ == "__main__":
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # where nothing is measured
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(SHOWN.sub(lambda match: match[0].replace(f"text\n{match[2]}", f"text\n{run(match[1])}"), text))

@@ -57,17 +57,9 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "moments": get_args(Moments),
 }
 _ABOVE_ZERO = (
-    "to_device",
-    "to_host",
-    "compute",
-    "host_bandwidth",
-    "both_ways",
-    "memory_bandwidth",
-    "device_step",
-    "gradient_clip_val",
-    "tokens",
-    "devices",
-)
+    "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "host_bandwidth_int8", "memory_bandwidth",
+    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "devices",
+)  # fmt: skip
 _HALF = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
@@ -95,11 +87,13 @@ class Assumptions:
         to_host: Bandwidth of copies to the host, in GB/s.
         compute: Speed that the device reaches on such a model, in TFLOP/s: about half of what its maker states.
         host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
+        host_bandwidth_int8: The same with int8 moments, which are computed. None is as `host_bandwidth`.
         both_ways: Bandwidth of copies in both directions at once, in GB/s of both together. None takes 85 % of the sum.
         memory_bandwidth: Bandwidth of host memory for all that asks for it at once, cores and copies, in GB/s. None is
             half as much again as `host_bandwidth`.
         device_step: Bandwidth at which the optimizer steps on the device, in GB/s of what it would read and write on
             the host. None counts nothing: in plain training this is part of what `compute` says.
+        device_step_int8: The same with int8 moments. None is as `device_step`.
         precision: The Trainer's `precision`.
         gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
         host_memory: Host memory that the ladder is for: bytes, or text such as "64GiB". None shows usual amounts.
@@ -123,9 +117,11 @@ class Assumptions:
     to_host: float = 25.0
     compute: float = 80.0
     host_bandwidth: float = 60.0
+    host_bandwidth_int8: float | None = None
     both_ways: float | None = None
     memory_bandwidth: float | None = None
     device_step: float | None = None
+    device_step_int8: float | None = None
     precision: Precision = "bf16-mixed"
     gradient_clip_val: float | None = None
     optimizer: float | str = "AdamW"
@@ -268,18 +264,24 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
 
 def _machine(given: Assumptions) -> Machine:
     """Return the machine as one of its devices sees it, which share what can be read of its memory in a second."""
-    host = given.host_bandwidth * 1e9
-    to_device = min(given.to_device * 1e9, host / given.devices)
-    to_host = min(given.to_host * 1e9, host / given.devices)
-    both = _BOTH_WAYS * (to_device + to_host) if given.both_ways is None else given.both_ways * 1e9
-    if given.devices > 1:
-        return Machine(to_device, to_host, host, both=min(both, host / given.devices), device=_device_step(given))
-    memory = _MEMORY_FOR_ALL * host if given.memory_bandwidth is None else given.memory_bandwidth * 1e9
-    return Machine(to_device, to_host, host, both=both, device=_device_step(given), host_memory=memory)
-
-
-def _device_step(given: Assumptions) -> float:
-    return math.inf if given.device_step is None else given.device_step * 1e9
+    share = given.host_bandwidth * 1e9 / given.devices
+    host, device = given.host_bandwidth, given.device_step
+    if given.moments == "int8":
+        host = given.host_bandwidth_int8 or host
+        device = given.device_step_int8 or device
+    up, down = min(given.to_device * 1e9, share), min(given.to_host * 1e9, share)
+    both = _BOTH_WAYS * (up + down) if given.both_ways is None else given.both_ways * 1e9
+    memory = math.inf  # of several devices, copies have their share
+    if given.devices == 1:
+        memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
+    return Machine(
+        to_device=up,
+        to_host=down,
+        host=host * 1e9,
+        both=both if given.devices == 1 else min(both, share),
+        device=math.inf if device is None else device * 1e9,
+        host_memory=memory,
+    )
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -75,7 +75,7 @@ class Rates:
             "host_bandwidth": self.host_bandwidth,
             "host_bandwidth_int8": self.host_bandwidth_int8,
             "both_ways": self.both_ways,
-            "memory_bandwidth": round(max(self.host_memory, beside), 1),
+            "memory_bandwidth": max(self.host_memory, self.host_bandwidth, round(beside, 1)),
             "device_step": self.device_step,
             "device_step_int8": self.device_step_int8,
         }

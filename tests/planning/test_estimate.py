@@ -100,6 +100,7 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     counted = module.summary
     assert [unit.name for unit in workload.units] == list(counted.unit_names)
     assert [unit.weight_bytes for unit in workload.units] == pytest.approx(counted.unit_bytes, rel=0.05)
+    workload = workload.placed(choice)
     assert weight_bytes(workload, choice) == pytest.approx(counted.device_bytes, rel=0.05)
     assert gradient_bytes(workload) == pytest.approx(counted.gradient_bytes, rel=0.05)
     passing = landing_bytes(workload, choice.k_prime)
