@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
+from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.processes.distributed import Processes
@@ -34,7 +35,11 @@ class Lane(enum.Enum):
     COMPUTE = "compute"
     UP = "H2D"
     DOWN = "D2H"
+    VISIT = "visits"
     HOST = "host"
+
+
+OF_VISITS = {OurLane.TO_DEVICE: Lane.UP, OurLane.VISIT: Lane.VISIT, OurLane.TO_HOST: Lane.DOWN}
 
 
 @dataclass(frozen=True)
@@ -157,12 +162,13 @@ class SimulatedBackend(Backend):
     def __init__(self, up: float, down: float, host: float) -> None:
         super().__init__(torch.device("cpu"), False, Worker("unused"))
         self.downloaded = SimulatedTicket(self, 0.0, 0.0)  # the last copy to the host
-        self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
+        self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.VISIT: math.inf, Lane.HOST: host}
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
         self._work: list[Work] = []
         self._uploads: list[Upload] = []
         self.spans: list[Span] = []
+        self._asked_after: Sequence[Ticket] = ()
 
     @property
     def now(self) -> float:
@@ -190,6 +196,23 @@ class SimulatedBackend(Backend):
         copy_memory(target, source)
         self.downloaded = self._run(Lane.DOWN, source.nbytes / self._rates[Lane.DOWN], [self._free[Lane.COMPUTE]])
         return self.downloaded
+
+    def beside(self, lane: OurLane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+        job()
+        seconds = nbytes / self._rates[OF_VISITS[lane]]
+        return self._run(OF_VISITS[lane], seconds, ends([*after, *self._asked_after]))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy_memory(target, source)
+
+    def computed(self) -> Ticket:
+        return SimulatedTicket(self, self.now, 0.0)
+
+    def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
+        self._asked_after = after
+        ticket = ask()
+        self._asked_after = ()
+        return ticket
 
     def work(
         self,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from sp_lightning.optim.host import HostOptimizer, Work
 from sp_lightning.optim.layout import fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
-from sp_lightning.optim.passes import run
+from sp_lightning.optim.passes import Pass, run
 from sp_lightning.optim.rules import Scaling
 
 _OURS: dict[type[Optimizer], type[HostOptimizer]] = {
@@ -37,6 +37,8 @@ _TRIED: dict[type[Optimizer], list[dict[str, Any]]] = {
         {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {},
     ],
 }  # fmt: skip
+MOST_FACTORS = 2
+"""Of a gradient, that a pass applies: the inverse of a loss scale, and what clips it."""
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
 
 
@@ -55,6 +57,11 @@ class OnePass:
             # torch would run its fused kernel
             self._cls = _OURS.get(self._type)
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can step weights at all."""
+        return self._cls is not None
+
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
         weight, gradient, state, copy, scaling = work
@@ -72,15 +79,19 @@ class OnePass:
         lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
         return lie_alike and has_torchs_bits(self._type, dtype)
 
+    def passes_of(self, works: Sequence[Work]) -> list[Pass]:
+        """Return the passes that step weights, and count the step."""
+        assert self._cls is not None
+        return self._cls.passes_of(self._settings, works)
+
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        assert self._cls is not None
-        run(self._cls.passes_of(self._settings, works))
+        run(self.passes_of(works))
 
 
 def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: torch.dtype) -> Scaling | None:
     """Return what is done to gradients of weights of a dtype: at most two factors, one after the other, and a limit."""
-    if len(factors) > 2:
+    if len(factors) > MOST_FACTORS:
         return None
     scaling = Scaling(*[np.float32(float(factor)) for factor in factors])
     if limit is None:

@@ -30,6 +30,7 @@ class Stats:
     # times that the host waited for an optimizer's step because a weight was accessed
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
+    visits: int = 0  # the part of them that was stepped on the device, where their state visited
     steps_in_backward: int = 0  # the part of them that was stepped before backward had ended
     optimizer_steps: int = 0  # calls of an optimizer's `step`
     arrangements: int = 0  # times that units, host memory and places on the device were laid out

@@ -22,14 +22,13 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena, travel_together
 
 # units before the turn for which sending activations gains nothing: backward needs them at once
 UNITS_THAT_STAY = 1
-# pieces of a visit that are on the device at once: one of them goes up, or comes down, while another one is stepped
-PIECES_AT_ONCE = 2
 # the part of its time that a copy of activations costs even if computing hides it
 _HIDDEN_COST = 0.1
 
@@ -223,13 +222,17 @@ class Window:
 def window_of(workload: Workload, choice: Choice) -> Window:
     """Return the units of a choice as they travel."""
     units = workload.units
-    on_device = {number for number, unit in enumerate(units) if not unit.weight_bytes}
-    alone = on_device.union(choice.kept)
+    alone = _alone(workload, choice)
     parts = travel_together(range(len(units)), choice.k_prime, alone)
     in_order = [_joined([units[number] for number in numbers]) for numbers in parts]
     streams = [numbers[0] not in alone for numbers in parts]
     streamed = [unit for unit, shares in zip(in_order, streams, strict=True) if shares]
     return Window(in_order, streams, streamed, [units[number] for number in choice.kept])
+
+
+def _alone(workload: Workload, choice: Choice) -> set[int]:
+    """Return the numbers of units that do not stream: they live on the device, or are kept there."""
+    return {number for number, unit in enumerate(workload.units) if not unit.weight_bytes}.union(choice.kept)
 
 
 def _joined(units: Sequence[UnitWork]) -> UnitWork:
@@ -259,9 +262,12 @@ def device_bytes(workload: Workload, choice: Choice, ways: Sequence[Way]) -> int
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, for all else of units that live there, and for the pieces of visits."""
-    window = window_of(workload, choice)
-    arena = _arena_bytes(tuple(unit.weight_bytes for unit in window.streamed), choice.slots)
-    own_places = sum(unit.weight_bytes for unit in (*window.kept, workload.resident))
+    sizes = [unit.weight_bytes for unit in workload.units]
+    alone = _alone(workload, choice)
+    parts = travel_together(range(len(sizes)), choice.k_prime, alone)
+    streamed = tuple(sum(sizes[number] for number in part) for part in parts if part[0] not in alone)
+    arena = _arena_bytes(streamed, choice.slots)
+    own_places = workload.resident.weight_bytes + sum(sizes[number] for number in choice.kept)
     pieces = PIECES_AT_ONCE * max(unit.visit_piece for unit in workload.everything)
     return arena + own_places + workload.on_device_bytes + pieces
 

@@ -79,20 +79,20 @@ class _Phase:
         self._machine = machine
 
     def send(self, sizes: Iterable[int]) -> None:
-        for nbytes in sizes:
-            self.busy[Lane.TO_DEVICE] += self._machine.up(nbytes)
-            self.copied[Lane.TO_DEVICE] += nbytes
+        copies = list(sizes)
+        self.busy[Lane.TO_DEVICE] += sum(map(self._machine.up, copies))
+        self.copied[Lane.TO_DEVICE] += sum(copies)
 
     def save(self, sizes: Iterable[int]) -> None:
         """Leave out copies to the device that another phase has."""
-        for nbytes in sizes:
-            self.busy[Lane.TO_DEVICE] -= self._machine.up(nbytes)
-            self.copied[Lane.TO_DEVICE] -= nbytes
+        copies = list(sizes)
+        self.busy[Lane.TO_DEVICE] -= sum(map(self._machine.up, copies))
+        self.copied[Lane.TO_DEVICE] -= sum(copies)
 
     def bring_back(self, sizes: Iterable[int]) -> None:
-        for nbytes in sizes:
-            self.busy[Lane.TO_HOST] += self._machine.down(nbytes)
-            self.copied[Lane.TO_HOST] += nbytes
+        copies = list(sizes)
+        self.busy[Lane.TO_HOST] += sum(map(self._machine.down, copies))
+        self.copied[Lane.TO_HOST] += sum(copies)
 
     def step_on_host(self, unit: UnitWork) -> None:
         self.busy[Lane.HOST] += self._machine.step(unit)
@@ -168,6 +168,8 @@ class _Step:
 
     def _add_activations(self, ways: Sequence[Way]) -> None:
         leaving = [way.leaving for way in ways[:-UNITS_THAT_STAY]]
+        if not any(leaving):
+            return
         self._forward.bring_back(leaving)
         self._backward.send(leaving)
         # a unit does not end before the one before it is rid of its activations, nor before they are back again

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.activations.memory import HostPool
-from sp_lightning.pipeline.lanes.lanes import Job, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import NOTHING, HostMemory
@@ -66,6 +66,15 @@ class RecordingBackend(Backend):
         if after is not None:
             self.calls.append(("after", after))
         return self._copy("upload", target, source)
+
+    @override
+    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+        job()
+        return DoneTicket()
+
+    @override
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._copy("visit", target, source)
 
     @override
     def work(

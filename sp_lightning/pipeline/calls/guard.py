@@ -211,7 +211,7 @@ class Guard:
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         with self._engine.at_work:
-            if gradient.host is not None:
+            if gradient.tensor is not None:
                 self.window.finish_optimizer(weight.unit)
                 stream.exchange.show(gradient)
 

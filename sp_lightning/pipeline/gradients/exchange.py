@@ -64,11 +64,11 @@ class Exchange:
 
     def take(self, gradient: Gradient) -> Tensor | None:
         """Return what has landed of a gradient, which the engine then has no longer; None if there is nothing."""
-        if gradient.host is None:
+        if gradient.tensor is None:
             return None
         gradient.of_segment.wait()
         with torch.inference_mode(False), torch.no_grad():
-            taken = torch.empty_like(gradient.weight.host).copy_(gradient.host)
+            taken = torch.empty_like(gradient.weight.host).copy_(gradient.tensor)
             gradient.scaling.apply_(taken)
         self.drop([gradient])
         return taken
@@ -76,7 +76,7 @@ class Exchange:
     def drop(self, gradients: Collection[Gradient]) -> None:
         """Drop what the engine has of these on the host."""
         for gradient in gradients:
-            gradient.host = gradient.norm = None
+            gradient.tensor = gradient.norm = None
             gradient.scaling = NO_SCALING
         for of_segment in {gradient.of_segment for gradient in gradients}:
             of_segment.note_dropped()

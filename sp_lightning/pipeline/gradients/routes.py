@@ -2,11 +2,13 @@
 
     device                        on its way           host
     leaf.grad -> staging buffer ---------------------> memory beside the masters    keep
-                       |--------> landing buffer ----> added to what is there       add
-                       |--------> landing buffer ----> the optimizer                pass_to_step
-                       `--------> landing buffer ----> the sum of all processes     the exchange's `add`
+      |                |--------> landing buffer ----> added to what is there       add
+      |                |--------> landing buffer ----> the optimizer                pass_to_step
+      |                `--------> landing buffer ----> the sum of all processes     the exchange's `add`
+      `---------------------------------------- (its norm alone, if it is measured) stay
 
-What lands in memory beside the masters brings its norms, if these are measured; norms of sums are measured there.
+What lands in memory beside the masters brings its norms, if these are measured; norms of sums are measured there. What
+stays is read there when the unit visits, or brought home if somebody needs it on the host before.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from sp_lightning.pipeline.gradients.buffers import (
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.weights.buffers import as_bytes, tensor_in
 from sp_lightning.pipeline.weights.segment import GradientLayout
 from sp_lightning.pipeline.window.window import Window
 
@@ -38,12 +41,13 @@ class Shipment:
 
     of_segment: SegmentGradients
     gradients: Sequence[Gradient]
+    gathered: list[Tensor]  # as they are on the device, until they are packed
     layout: GradientLayout  # how they lie in memory
-    staging: GradientMemory  # the device memory that they leave
     is_new: bool  # whether the engine had nothing of them before
     is_watched: bool  # whether somebody would see how one of them is added up
     tensors: Sequence[Tensor] = field(init=False)  # what they land in, or are added to
-    ticket: Ticket = field(init=False)  # the copy, or the addition, that brings them there
+    # the copy, or the addition, that brings them there; None if they stay, and nothing is on its way
+    ticket: Ticket | None = None
     # the landing buffer to release when they have been read; None if they are where they stay
     buffer: LandingBuffer | None = None
 
@@ -92,22 +96,68 @@ class Routes:
         self._backend = window.backend
         self._stats = window.stats
 
-    def pack(self, of_segment: SegmentGradients) -> Shipment:
-        """Put what a unit has gathered into a staging buffer."""
+    def gather(self, of_segment: SegmentGradients) -> Shipment:
+        """Take what a unit has gathered."""
         tensors: dict[Gradient, Tensor] = {}
         is_new = True
         for gradient in of_segment.trained:
             if gradient in of_segment.gathered:
                 tensors[gradient] = of_segment.gathered[gradient]
                 gradient.norm = None
-                is_new &= gradient.host is None
+                is_new &= gradient.tensor is None
         layout = of_segment.lay_out(tensors)
-        staging = self.staging.take(layout.nbytes)
-        torch._foreach_copy_(staging.views(layout)[0], list(tensors.values()))
         is_watched = of_segment.is_watched
-        shipment = Shipment(of_segment, list(tensors), layout, staging, is_new, is_watched)
+        shipment = Shipment(of_segment, list(tensors), list(tensors.values()), layout, is_new, is_watched)
         of_segment.forget_gathered()
         return shipment
+
+    def stay(self, shipment: Shipment) -> None:
+        """Have gradients stay where they are until the unit visits; their norms leave, if these are measured."""
+        of_segment = shipment.of_segment
+        of_segment.wait()  # for norms that were there
+        of_segment.is_on_device = True
+        norm_dtype = shipment.layout.norm_dtype
+        norms: Sequence[Tensor | None] = [None] * len(shipment.gradients)
+        if self.measures_norms and norm_dtype is not None:
+            norms = self._download_norms(shipment, norm_dtype)
+        tensors: list[Tensor] = []
+        for gradient, tensor, norm in zip(shipment.gradients, shipment.gathered, norms, strict=True):
+            layout = gradient.weight.layout
+            if tensor.stride() != layout.stride():  # a step reads it in the order of memory
+                empty = torch.empty_strided(layout.size(), layout.stride(), dtype=tensor.dtype, device=tensor.device)
+                tensor = empty.copy_(tensor)
+            gradient.tensor = tensor
+            gradient.norm = norm
+            tensors.append(tensor)
+        shipment.tensors = tensors
+
+    def _download_norms(self, shipment: Shipment, norm_dtype: torch.dtype) -> list[Tensor]:
+        of_segment = shipment.of_segment
+        measured = torch.stack(torch._foreach_norm(shipment.gathered, 2, norm_dtype)).float()
+        memory = of_segment.segment.memory.get_beside("norms", measured.nbytes, pin=True).bytes
+        name = of_segment.unit.name
+        source = as_bytes(measured)
+        shipment.ticket = self._backend.trace.download(Kind.GRADIENTS, name, memory, source)
+        of_segment.leaving_norms = measured
+        return list(tensor_in(memory, 0, measured, torch.float32))
+
+    def bring_home(self, of_segment: SegmentGradients) -> None:
+        """Have gradients that have stayed on the device land after all."""
+        tensors = {gradient: gradient.tensor for gradient in of_segment.gradients if gradient.tensor is not None}
+        norms = [gradient.norm for gradient in tensors]
+        of_segment.is_on_device = False
+        layout = of_segment.lay_out(tensors)
+        shipment = Shipment(of_segment, list(tensors), list(tensors.values()), layout, is_new=True, is_watched=False)
+        if layout is of_segment.kept_as:
+            self.keep(shipment)
+        else:  # some were dropped
+            for gradient in tensors:
+                gradient.tensor = None
+            self.land(shipment)
+            self.add(shipment, measures_norms=False)
+        for gradient, norm in zip(tensors, norms, strict=True):
+            gradient.norm = norm
+        of_segment.ticket = shipment.ticket
 
     def keep(self, shipment: Shipment) -> None:
         """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
@@ -119,7 +169,7 @@ class Routes:
         self._download(shipment, memory, has_norms)
         shipment.tensors, norms = memory.views(layout)
         for index, gradient in enumerate(shipment.gradients):
-            gradient.host = shipment.tensors[index]
+            gradient.tensor = shipment.tensors[index]
             gradient.norm = norms[index] if has_norms else None
 
     def land(self, shipment: Shipment) -> None:
@@ -141,18 +191,16 @@ class Routes:
         norm_dtype = of_segment.layout.norm_dtype if measures_norms else None
         sums: list[_Sum] = []
         for gradient, arriving in zip(shipment.gradients, shipment.tensors, strict=True):
-            before = gradient.host
+            before = gradient.tensor
             if before is None or before.dtype != gradient.weight.dtype:
-                gradient.host = of_segment.room_for(gradient, arriving.dtype)
-            assert gradient.host is not None
+                gradient.tensor = of_segment.room_for(gradient, arriving.dtype)
+            assert gradient.tensor is not None
             if norm_dtype is not None:
                 gradient.norm = torch.empty((), dtype=torch.float32, device="cpu")
-            sums.append(_Sum(gradient.host, before, arriving, gradient.norm))
+            sums.append(_Sum(gradient.tensor, before, arriving, gradient.norm))
         shipment.tensors = [of_weight.total for of_weight in sums]
         moved = 2 * sum(total.nbytes for total in shipment.tensors)
-        after = [shipment.ticket]
-        if of_segment.ticket is not None:
-            after.append(of_segment.ticket)
+        after = [ticket for ticket in (shipment.ticket, of_segment.ticket) if ticket is not None]
         name = of_segment.unit.name
         addition = _Addition(sums, norm_dtype)
         trace = self._backend.trace
@@ -162,7 +210,9 @@ class Routes:
     def _download(self, shipment: Shipment, memory: GradientMemory, has_norms: bool = False) -> None:
         """Copy gradients to the host, and with them their norms where they land in memory of their own."""
         layout = shipment.layout
-        staging = shipment.staging
+        staging = self.staging.take(layout.nbytes)
+        torch._foreach_copy_(staging.views(layout)[0], shipment.gathered)
+        shipment.gathered = []
         nbytes = layout.norms_at
         if has_norms:
             tensors, norms = staging.views(layout)

@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sp_lightning.optim import rules
+from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.pipeline.gradients.buffers import GradientMemory
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
@@ -36,6 +38,16 @@ class Scaling:
     def without_ones(self) -> Scaling:
         """The same scaling without factors of one, when they are known; looked at once, as many gradients share it."""
         return Scaling(tuple(factor for factor in self.factors if factor != 1), self.clamp)
+
+    @cached_property
+    def _numbers(self) -> dict[torch.dtype, rules.Scaling | None]:
+        return {}
+
+    def numbers(self, dtype: torch.dtype) -> rules.Scaling | None:
+        """Return it as passes over weights of a dtype take it, when factors are known; None if it is too much."""
+        if dtype not in self._numbers:
+            self._numbers[dtype] = scaling_of(self.without_ones.factors, self.clamp, dtype)
+        return self._numbers[dtype]
 
     def times(self, factor: float | Tensor) -> Scaling:
         """Return this scaling with one more factor."""
@@ -68,14 +80,14 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("host", "norm", "of_segment", "scaling", "weight")
+    __slots__ = ("norm", "of_segment", "scaling", "tensor", "weight")
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
         self.of_segment = of_segment
-        # what the engine has on the host: as it came, or a sum in the master's dtype. It may not have landed yet.
-        self.host: Tensor | None = None
-        self.norm: Tensor | None = None  # the norm of that; None if it is not known
+        # what the engine has: as it came, or a sum in the master's dtype. On the host it may not have landed yet.
+        self.tensor: Tensor | None = None
+        self.norm: Tensor | None = None  # the norm of that, on the host; None if it is not known
         self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
 
     @property
@@ -110,6 +122,9 @@ class SegmentGradients:
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
         self.is_watched = False  # whether somebody would see how one of these is added up
+        # whether what the engine has of them stays on the device, for the unit's visit; there lie their norms, too
+        self.is_on_device = False
+        self.leaving_norms: Tensor | None = None
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
         # the host memory that they stay in; None if there is none yet
@@ -135,12 +150,12 @@ class SegmentGradients:
 
     def note_dropped(self) -> None:
         """Note that some were dropped, which may be all that the engine has."""
-        if self.state is State.CONSUMED:
-            return
         for gradient in self.gradients:
-            if gradient.host is not None:
+            if gradient.tensor is not None:
                 return
-        self.state = State.EMPTY
+        self.is_on_device = False
+        if self.state is not State.CONSUMED:
+            self.state = State.EMPTY
 
     # ------------------------------------------------------------------------------------- where they are, and how
 
@@ -191,11 +206,18 @@ class SegmentGradients:
         if gradient.is_seen:  # it becomes the user's
             return torch.empty_like(gradient.weight.host)
         index = self.trained.index(gradient)
-        is_sum = gradient.host is not None or dtype != self.kept_as.dtypes[index]
+        is_sum = gradient.tensor is not None or dtype != self.kept_as.dtypes[index]
         if is_sum and self.kept_as is not self._sum_layout:
             self.release_memory()  # what lies in it keeps it
             self.kept_as = self._sum_layout
         return self.own().views(self.kept_as)[0][index]
+
+    def has_at_hand(self, tensor: Tensor) -> bool:
+        """Tell whether a gradient lies where a visit would read it: on the device, or in memory of its own."""
+        if self.is_on_device or self.memory is None:
+            return self.is_on_device
+        start = self.memory.bytes.data_ptr()
+        return start <= tensor.data_ptr() < start + self.memory.bytes.nbytes
 
     def wait(self) -> None:
         """Block until nothing is on its way to the gradients, not even to those that were dropped before.

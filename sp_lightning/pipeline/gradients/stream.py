@@ -75,7 +75,7 @@ class GradientStream:
         if gradient not in self.pending:
             if is_seen or gradient.scaling is not NO_SCALING:
                 self.exchange.show(gradient)  # what is there already is not meant for the sum
-            self.pending[gradient] = gradient.host is None
+            self.pending[gradient] = gradient.tensor is None
             if is_seen:
                 self._seen.append(gradient)
         elif is_seen:
@@ -100,7 +100,9 @@ class GradientStream:
     def _send(self, of_segment: SegmentGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
         self._window.finish_optimizer(of_segment.unit)  # it may still read what was there
-        shipment = self.routes.pack(of_segment)
+        if of_segment.is_on_device:  # and now there is more to come
+            self.routes.bring_home(of_segment)
+        shipment = self.routes.gather(of_segment)
         is_final = is_last and shipment.layout is of_segment.layout and not shipment.is_watched
         for gradient in shipment.gradients:
             if gradient.weight.other_twins:  # leaves of the same weight, which have gradients of their own
@@ -117,9 +119,12 @@ class GradientStream:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes = self.routes
         is_kept = not shipment.is_watched and shipment.layout is shipment.of_segment.kept_as
+        steps_next = early is not None or routes.measures_norms
         if self.exchange.adds_up(shipment):
             routes.land(shipment)
             self.exchange.add(shipment, is_final and early is None, routes.measures_norms)
+        elif shipment.of_segment.unit.visits and shipment.is_new and is_final and is_kept and steps_next:
+            routes.stay(shipment)
         elif shipment.is_new and early is not None and not early.keeps_gradients:
             routes.pass_to_step(shipment)
         elif shipment.is_new and is_kept:

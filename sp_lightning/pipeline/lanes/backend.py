@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Recording, Span, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Later, Origin, Recording, Span, Ticket, Worker
 from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _OUT_OF_MEMORY = (
@@ -50,6 +50,8 @@ _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # the rank of a copy that comes after work; steps have their place in the forward
 BEFORE_OTHER_WORK = -1
+VISITED = (Lane.TO_DEVICE, Lane.VISIT, Lane.TO_HOST)
+"""The lanes that optimizer state passes when it visits the device, one after the other."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -121,6 +123,33 @@ class Backend(ABC):
         return self._host.submit(Job(job, after, cleanup, rank))
 
     @abstractmethod
+    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+        """Have the device run what a job asks of it beside computing, in one of the lanes that state passes.
+
+        It comes after what the lane has to do already, and after these tickets of the device.
+        """
+
+    def computed(self) -> Ticket:
+        """Return a ticket for everything computed so far, which other lanes may come after."""
+        ticket = Job(_nothing)
+        ticket.finish()
+        return ticket
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes between host and device, in the lane that runs this."""
+
+    def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
+        """Have the thread for work on host memory ask the device for something, once these tickets are done."""
+        later = Later()
+
+        def run() -> None:
+            later.ticket = ask()
+
+        later.job = self._host.submit(Job(run, after, rank=BEFORE_OTHER_WORK))
+        return later
+
+    @abstractmethod
     def wait(self, ticket: Ticket) -> None:
         """Make everything computed from now on wait for the copy; see [Note: ordering of copies]."""
 
@@ -166,6 +195,10 @@ class Backend(ABC):
         self._host.close()
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class _Entry(NamedTuple):
     kind: Kind
     name: str
@@ -207,6 +240,17 @@ class Trace:
         with _range(kind.value, name):
             ticket = self._backend.download(target, source)
         self._note(_Entry(kind, name, source.nbytes, ticket))
+        return ticket
+
+    def beside(
+        self, kind: Kind, name: str, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0
+    ) -> Ticket:
+        """Ask for work beside computing, on state that visits the device."""
+        if not self._is_on:
+            return self._backend.beside(kind.lane, job, after, nbytes)
+        with _range(kind.value, name):
+            ticket = self._backend.beside(kind.lane, job, after, nbytes)
+        self._note(_Entry(kind, name, nbytes, ticket))
         return ticket
 
     def work(

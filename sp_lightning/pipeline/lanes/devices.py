@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import Job, Lane, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -43,6 +43,9 @@ class HostBackend(Backend):
         super().__init__(torch.device("cpu"), poison, host)
         self._up = Worker("superpipeline-upload", max_delay=max_delay, seed=seed)
         self._down = Worker("superpipeline-download", max_delay=max_delay, seed=seed)
+        self._beside = {
+            lane: Worker(f"superpipeline-visit {lane.value}", max_delay=max_delay, seed=seed) for lane in VISITED
+        }
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -60,6 +63,14 @@ class HostBackend(Backend):
         return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override
+    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+        return self._beside[lane].submit(Job(job, after))
+
+    @override
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy_memory(target, source)
+
+    @override
     def wait(self, ticket: Ticket) -> None:
         # this thread *is* the device's compute stream, so blocking it keeps the order on the device
         ticket.join()
@@ -69,12 +80,14 @@ class HostBackend(Backend):
         self._down.drain()
         self._host.drain()
         self._up.drain()
+        for worker in self._beside.values():
+            worker.drain()
 
     @override
     def close(self) -> None:
         super().close()
-        self._down.close()
-        self._up.close()
+        for worker in (self._down, self._up, *self._beside.values()):
+            worker.close()
 
 
 def copy_memory(target: Tensor, source: Tensor) -> None:
@@ -85,26 +98,20 @@ def copy_memory(target: Tensor, source: Tensor) -> None:
 class _StreamTicket(Ticket):
     """A copy that is done once an event on a copy stream has completed.
 
-    One that comes after work on the host has been `issued` by the worker before that: to wait for an event that was
-    never recorded does nothing. The event at its `begin` is there if copies are timed.
+    The event at its `begin` is there if copies are timed.
     """
 
     def __init__(self, event: Any, begin: Any) -> None:
         self.event = event
         self.begin = begin
-        self.issued: Ticket | None = None
 
     @override
     def join(self) -> None:
-        if self.issued is not None:
-            self.issued.join()
         self.event.synchronize()
 
     @property
     @override
     def done(self) -> bool:
-        if self.issued is not None and not self.issued.done:
-            return False
         try:
             return bool(self.event.query())
         except RuntimeError:  # of an earlier kernel, which `join` raises, too
@@ -131,6 +138,8 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
+            # state that visits waits for memory, which would hold up other copies on their streams
+            self._beside = {lane: self._api.Stream() for lane in VISITED}
         self.pins = device.type == "cuda"
         if self.pins:
             use_expandable_segments(self._up)
@@ -149,27 +158,43 @@ class AcceleratorBackend(Backend):
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
-        ticket = _StreamTicket(*self._events())
 
-        def issue() -> None:
+        def issue() -> Ticket:
             self._up_behind_work.wait_event(computed)
-            self._copy(self._up_behind_work, target, source, ticket)
+            return self._copy(self._up_behind_work, target, source)
 
-        ticket.issued = self._host.submit(Job(issue, [after], rank=BEFORE_OTHER_WORK))
-        return ticket
+        return self.ask_later(issue, [after])
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         self._down.wait_stream(self._api.current_stream(self.device))
         return self._copy(self._down, target, source)
 
-    def _copy(self, stream: Any, target: Tensor, source: Tensor, ticket: _StreamTicket | None = None) -> Ticket:
-        """Issue a copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
-        ticket = ticket or _StreamTicket(*self._events())
+    @override
+    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+        stream = self._beside[lane]
+        for earlier in after:
+            stream.wait_event(_event_of(earlier))
+        return self._issue(stream, job)
+
+    @override
+    def computed(self) -> Ticket:
+        return _StreamTicket(self._api.current_stream(self.device).record_event(), None)
+
+    @override
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
+        target.copy_(source, non_blocking=True)
+
+    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Ticket:
+        return self._issue(stream, partial(self.copy, target, source))
+
+    def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
+        ticket = _StreamTicket(*self._events())
         with self._api.stream(stream):
             if ticket.begin is not None:
                 ticket.begin.record(stream)
-            target.copy_(source, non_blocking=True)
+            job()
             ticket.event.record(stream)
         return ticket
 
@@ -181,10 +206,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def wait(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _StreamTicket)
-        if ticket.issued is not None:
-            ticket.issued.join()
-        self._api.current_stream(self.device).wait_event(ticket.event)
+        self._api.current_stream(self.device).wait_event(_event_of(ticket))
 
     @override
     def mark(self) -> Any:
@@ -245,8 +267,14 @@ class AcceleratorBackend(Backend):
     @override
     def drain(self) -> None:
         self._host.drain()
-        for stream in (self._up, self._up_behind_work, self._down):
+        for stream in (self._up, self._up_behind_work, self._down, *self._beside.values()):
             stream.synchronize()
+
+
+def _event_of(ticket: Ticket) -> Any:
+    asked = ticket.asked()
+    assert isinstance(asked, _StreamTicket)
+    return asked.event
 
 
 def _cudart() -> Any:

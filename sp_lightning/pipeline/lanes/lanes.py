@@ -119,6 +119,10 @@ class Ticket(ABC):
         """Return when it began and ended, in seconds since the origin; of a copy, if it was timed (`Backend.timed`)."""
         raise NotImplementedError
 
+    def asked(self) -> Ticket:
+        """Return the ticket of what was asked of a device, for which computing can wait; block until it was asked."""
+        return self
+
 
 class Job(Ticket):
     """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
@@ -181,6 +185,33 @@ class Job(Ticket):
         self.after = ()
         self.done = True
         self.under_way.release()
+
+
+class Later(Ticket):
+    """The ticket of what a job asks of a device, before that job has run."""
+
+    ticket: Ticket  # there once the job is done
+
+    def __init__(self) -> None:
+        self.job: Ticket
+
+    @override
+    def join(self) -> None:
+        self.asked().join()
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self.job.done and self.ticket.done
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        return self.asked().interval(origin)
+
+    @override
+    def asked(self) -> Ticket:
+        self.job.join()
+        return self.ticket
 
 
 def use_threads(count: int | None) -> None:

@@ -46,7 +46,7 @@ class _Norm:
         norm = self.norm
         if norm is None:
             norm = torch.linalg.vector_norm(self.gradient, dtype=dtype)
-        norm = norm.to(dtype)
+        norm = norm.to(dtype=dtype, device="cpu")
         for factor in self.factors:
             norm = norm * factor
         return norm
@@ -177,7 +177,7 @@ class Clipping:
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
-            if gradient is not None and gradient.host is not None:
+            if gradient is not None and gradient.tensor is not None:
                 if gradient.scaling.clamp is not None:
                     return None
                 found.ours.append(gradient)
@@ -211,8 +211,8 @@ def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
         if isinstance(gradient, Tensor):
             norms.append(_Norm(gradient, measured[id(gradient)]))
         else:
-            assert gradient.host is not None
-            norms.append(_Norm(gradient.host, gradient.norm, gradient.scaling.factors))
+            assert gradient.tensor is not None
+            norms.append(_Norm(gradient.tensor, gradient.norm, gradient.scaling.factors))
     return norms
 
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
 from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
-from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
+from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.units.unit import Unit
 
 
@@ -114,6 +115,8 @@ class EarlyStep:
         else:
             buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
             steps.step(unit, Step(self.optimizer, self.plan, self._settings), used, buffers)
+            if unit.visit is not None:
+                unit.visit.begin()
         unit.is_ahead = unit_awaits_others
         if not unit_awaits_others and not used.keys().isdisjoint(self._new):
             # how state is made depends on torch's default dtype, which may change

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
@@ -43,7 +44,8 @@ from sp_lightning.pipeline.optimizer.kinds import (
     settings_of,
     why_not_by_unit,
 )
-from sp_lightning.pipeline.optimizer.unit_steps import Plan, Step, UnitSteps, Used
+from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
@@ -231,7 +233,7 @@ class Optimizers:
         waits: set[Unit] = set()
         for gradient, number in plan.gradients.items():  # in the order in which torch makes state
             weight = gradient.weight
-            tensor = gradient.host
+            tensor = gradient.tensor
             if gradient.of_segment.state is State.CONSUMED:
                 continue
             if tensor is None:
@@ -250,6 +252,8 @@ class Optimizers:
         for unit in plan.units:
             steps.step(unit, step, used)
         steps.finish(waits if self._overlaps is not False else plan.units)
+        if any(unit.visit is not None for unit in plan.units):
+            steps.window.prefetch()  # the first of them begin
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
         identities = [list(map(id, group["params"])) for group in optimizer.param_groups]
@@ -359,6 +363,19 @@ class Optimizers:
                 own = set(map(id, group["params"]))
                 nbytes += vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own)
         return nbytes
+
+    def bytes_of_visit(self, unit: Unit) -> tuple[int, int]:
+        """Return the bytes that go up and come down if a unit visits to be stepped; zeros if it may not."""
+        trained = [weight for weight in unit.every_weight if weight.master.requires_grad]
+        if not trained or self._processes is not None or self.look_at_weights_together:
+            return 0, 0
+        for optimizer in self._seen:
+            for settings in settings_of(optimizer, self._steps.fused):
+                if not OnePass(optimizer, settings).is_possible:
+                    return 0, 0
+        masters = [weight.master for weight in trained]
+        nbytes = sum(master.nbytes for master in masters) + self.state_bytes(masters)
+        return nbytes, nbytes + sum(weight.compute_bytes for weight in trained if weight.lowered)
 
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""

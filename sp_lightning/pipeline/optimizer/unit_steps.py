@@ -20,21 +20,20 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim import rules
 from sp_lightning.optim.host import Work
-from sp_lightning.optim.of_torch import OnePass, scaling_of
+from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.visits import Visit, Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
@@ -43,39 +42,6 @@ _ALONE = 1 << 16
 
 Update: TypeAlias = tuple[Work, Scaling]
 """What is to be done for a weight, and the unscaling and clipping of its gradient before the update."""
-
-
-class Plan:
-    """What is decided once for an optimizer, as long as its param groups have the same parameters."""
-
-    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
-        # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
-        self.gradients: dict[Gradient, int] = {}
-        # for each param group, the parameters that are no weights of ours
-        self.others: list[list[nn.Parameter]] = []
-        for number, param_group in enumerate(optimizer.param_groups):
-            self.others.append([])
-            for parameter in param_group["params"]:
-                weight = weights.get(id(parameter))
-                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
-                    self.others[-1].append(parameter)
-                else:
-                    self.gradients[stream.of[weight]] = number
-        units = {gradient.weight.unit for gradient in self.gradients}
-        # the units that its weights are in, first the one that the next forward needs first
-        self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
-
-
-Used: TypeAlias = tuple[Tensor, dict[str, Any]]
-"""A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
-
-
-class Step(NamedTuple):
-    """A step of an optimizer."""
-
-    optimizer: Optimizer
-    plan: Plan
-    settings: Sequence[dict[str, Any]]  # of each param group
 
 
 class _Generation(NamedTuple):
@@ -118,6 +84,7 @@ class UnitSteps:
     def __init__(self, window: Window, stream: GradientStream) -> None:
         self.window = window
         self.stream = stream
+        self.visits = Visits(window, stream)
         # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
         self.fused = window.backend.device.type != "cpu"
 
@@ -132,6 +99,12 @@ class UnitSteps:
 
         Weights without a gradient stay as they are.
         """
+        if unit.visits:
+            visit = self.visits.visit_of(unit, step, gradients)
+            if visit is not None:
+                self._hand_over_visit(unit, visit)
+                return
+            gradients = self._brought_home(unit, gradients)
         updates: dict[int, list[Update]] = {}
         # of the weights that are stepped, what brings their gradients
         tickets: dict[Weight, Ticket | None] = {}
@@ -155,6 +128,26 @@ class UnitSteps:
         landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
         self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
         self.window.stats.overlapped_steps += len(unit.parts)
+
+    def _brought_home(self, unit: Unit, gradients: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
+        """Have gradients that have stayed on the device land, and return all as they lie on the host."""
+        home = dict(gradients)
+        for gradient in [self.stream.of[weight] for weight in unit.weights]:
+            if gradient.of_segment.is_on_device:
+                self.stream.routes.bring_home(gradient.of_segment)
+            if gradient in home and gradient.tensor is not None:
+                home[gradient] = gradient.tensor, gradients[gradient][1]
+        return home
+
+    def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
+        window = self.window
+        window.finish_optimizer(unit)
+        window.outdate(unit, visit.weights)
+        unit.being_stepped = unit.visit = visit
+        window.stats.visits += len(unit.parts)
+        window.stats.overlapped_steps += len(unit.parts)
+        if unit.apart:
+            window.finish_optimizer(unit)
 
     def _hand_over(
         self,
@@ -246,13 +239,8 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     together: list[Update] = []
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
-    # those of a scaling are shared: each look at a factor takes time
-    numbers: dict[Any, rules.Scaling | None] = {}
     for work, scaling in updates:
-        known = scaling, work.weight.dtype
-        if known not in numbers:
-            numbers[known] = scaling_of(scaling.without_ones.factors, scaling.clamp, work.weight.dtype)
-        work = work._replace(scaling=numbers[known])
+        work = work._replace(scaling=scaling.numbers(work.weight.dtype))
         if one_pass.takes(work):
             works.append(work)
         elif work.weight.numel() < _ALONE:

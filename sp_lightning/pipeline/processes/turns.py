@@ -113,7 +113,7 @@ class Turns(Exchange):
             if not sums.is_partial:
                 sums.forget(gradient.weight)
             elif gradient.weight in present:
-                gradient.host, _ = present[gradient.weight]
+                gradient.tensor, _ = present[gradient.weight]
                 of_segment.hold()
 
     # ------------------------------------------------------------------------------------------ in a backward pass
@@ -134,7 +134,7 @@ class Turns(Exchange):
         for of_segment, sums in self._sums.items():
             for gradient in of_segment.gradients:
                 is_the_users = gradient.scaling is not NO_SCALING or gradient.is_seen
-                if gradient.host is not None and is_the_users:
+                if gradient.tensor is not None and is_the_users:
                     self.show(gradient)
             if of_segment.ticket is not None:
                 reading.append(of_segment.ticket)
@@ -157,7 +157,7 @@ class Turns(Exchange):
         for gradient in shipment.gradients:
             if self._processes.trains:
                 check_part(gradient.weight, sums)
-            elif sums is not None and gradient.host is not None and sums.has(gradient.host):
+            elif sums is not None and gradient.tensor is not None and sums.has(gradient.tensor):
                 raise RuntimeError(
                     f"Weight {gradient.weight.name!r} got a gradient in an evaluation step, while "
                     "those of a training step are added up. Take it by `torch.autograd.grad`."
@@ -173,10 +173,10 @@ class Turns(Exchange):
         for gradient, landed in zip(shipment.gradients, shipment.tensors, strict=True):
             number = sums.index[gradient.weight]
             if gradient.is_seen:
-                gradient.host = torch.empty_like(gradient.weight.host)
-                own.append((gradient.host, landed))
+                gradient.tensor = torch.empty_like(gradient.weight.host)
+                own.append((gradient.tensor, landed))
             else:
-                gradient.host = sums.places[number]
+                gradient.tensor = sums.places[number]
                 parts[number] = landed
         turn = _Turn(self._landing, of_segment, sums, own, parts, shipment.buffer, is_over, measures_norms)
         shipment.ticket = self._take(turn, shipment.ticket)
@@ -248,7 +248,7 @@ class Turns(Exchange):
                 if gradient.weight not in present:
                     continue
                 of_segment.hold()
-                gradient.host, norm = present[gradient.weight]
+                gradient.tensor, norm = present[gradient.weight]
                 gradient.norm = norm if measures_norms else None
                 if gradient.is_seen:
                     self.show(gradient)
@@ -295,12 +295,12 @@ class Turns(Exchange):
         """Show a gradient; of a sum that is not complete, a copy to look at."""
         if gradient in self._looks:
             return
-        if gradient.host is None or gradient.is_seen or not self._is_partial(gradient.of_segment):
+        if gradient.tensor is None or gradient.is_seen or not self._is_partial(gradient.of_segment):
             super().show(gradient)
             return
         gradient.of_segment.wait()
         with torch.inference_mode(False), torch.no_grad():
-            look = gradient.host.clone(memory_format=torch.preserve_format)
+            look = gradient.tensor.clone(memory_format=torch.preserve_format)
         self._looks[gradient] = look
         gradient.weight.master.grad = look
 
@@ -317,7 +317,7 @@ class Turns(Exchange):
         for gradient in gradients:
             sums = self._sums.get(gradient.of_segment)
             # not what somebody sees, and this process alone has
-            if sums is not None and (gradient.host is None or sums.has(gradient.host)):
+            if sums is not None and (gradient.tensor is None or sums.has(gradient.tensor)):
                 sums.forget(gradient.weight)
         super().drop(gradients)
 

@@ -11,13 +11,16 @@ import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.optimizer.visits import Visit
 
 
 class Residency(enum.Enum):
@@ -67,6 +70,10 @@ class Unit:
         self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
+        # whether its optimizer steps are made on the device, where state visits for them
+        self.visits = False
+        # such a step that has not begun: it brings new weights if it begins as the unit is loaded
+        self.visit: Visit | None = None
         # whether it was stepped in backward, with the gradients of other processes, and `step()` is still to be called
         self.is_ahead = False
 

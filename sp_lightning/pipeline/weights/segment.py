@@ -131,11 +131,14 @@ class Segment:
         self.epoch += 1
         self._sample = None
 
-    def note_stepped(self) -> None:
-        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them."""
+    def note_stepped(self, has_values: bool = True) -> None:
+        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them.
+
+        If it does not have the values yet, they are on their way from the device.
+        """
         self._look()
         self._copied_epoch = self.epoch
-        self._sample = self._words.take(self._sampled)
+        self._sample = self._words.take(self._sampled) if has_values else None
 
     def take_sample(self) -> None:
         """Remember some of the masters' elements, so that a change which torch does not count shows."""

@@ -212,6 +212,9 @@ class Window:
         finally:
             if work.done:  # not if an interrupt has ended the wait
                 unit.being_stepped = None
+        if unit.visits:
+            for segment in unit.segments:
+                segment.take_sample()
 
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
         """Return the tickets of copies that may still read these units' masters, used or not."""
@@ -261,6 +264,9 @@ class Window:
             self._lying.add(unit)
         unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
         step = unit.being_stepped if self._is_being_stepped(unit) else None
+        if unit.visit is not None:
+            unit.uploads.append(unit.visit.begin_in_place())
+            step = None
         for segment in unit.segments:
             if segment.lying == segment.epoch:
                 continue  # it still lies there: only the others were stepped

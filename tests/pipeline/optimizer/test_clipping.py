@@ -48,7 +48,7 @@ def test_gradients_stay_in_bf16_unless_they_accumulate(
                 nn.utils.clip_grad_norm_(parameters, 1e-3)
             else:
                 pipeline.optimizers.clipping.clip_grad_norm(parameters, 1e-3)
-                assert step == 0 or all(each.host is not None for each in pipeline._engine.stream.of.values()), (
+                assert step == 0 or all(each.tensor is not None for each in pipeline._engine.stream.of.values()), (
                     "nobody waits"
                 )
             optimizer.step()

@@ -1,0 +1,47 @@
+"""What a step of an optimizer has to do with our weights: decided once, and what it is at the moment of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.weight import Weight
+
+
+class Plan:
+    """What is decided once for an optimizer, as long as its param groups have the same parameters."""
+
+    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
+        # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
+        self.gradients: dict[Gradient, int] = {}
+        # for each param group, the parameters that are no weights of ours
+        self.others: list[list[nn.Parameter]] = []
+        for number, param_group in enumerate(optimizer.param_groups):
+            self.others.append([])
+            for parameter in param_group["params"]:
+                weight = weights.get(id(parameter))
+                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
+                    self.others[-1].append(parameter)
+                else:
+                    self.gradients[stream.of[weight]] = number
+        units = {gradient.weight.unit for gradient in self.gradients}
+        # the units that its weights are in, first the one that the next forward needs first
+        self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
+
+
+Used: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
+
+
+class Step(NamedTuple):
+    """A step of an optimizer."""
+
+    optimizer: Optimizer
+    plan: Plan
+    settings: Sequence[dict[str, Any]]  # of each param group
