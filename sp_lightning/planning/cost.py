@@ -22,7 +22,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
+from sp_lightning.pipeline.optimizer.pieces import PIECE, PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena, travel_together
@@ -233,6 +233,11 @@ def window_of(workload: Workload, choice: Choice) -> Window:
 def _alone(workload: Workload, choice: Choice) -> set[int]:
     """Return the numbers of units that do not stream: they live on the device, or are kept there."""
     return {number for number, unit in enumerate(workload.units) if not unit.weight_bytes}.union(choice.kept)
+
+
+def bytes_of_piece(nbytes: int, numbers: int) -> int:
+    """Return how many of the bytes of a visit are in its largest piece, if it steps so many numbers."""
+    return nbytes * min(PIECE, numbers) // max(1, numbers)
 
 
 def _joined(units: Sequence[UnitWork]) -> UnitWork:
