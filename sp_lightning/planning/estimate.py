@@ -22,7 +22,7 @@ from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, pars
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload, ways_of
+from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload, bytes_of_piece, ways_of
 from sp_lightning.planning.measure import bytes_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -73,7 +73,6 @@ _SAVED = 1.5  # bytes that a unit saves for each one that its matrices read or w
 _BOTH_WAYS = 0.85
 # what host memory gives in all, if cores and copies ask for it at once, for each byte that the optimizer alone reaches
 _MEMORY_FOR_ALL = 1.5
-_PIECE = 2**23  # elements that visit at once
 
 
 @dataclass(frozen=True)
@@ -342,4 +341,5 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     if not given.may_visit:
         return work
     up, down = masters + state, masters + state + stepped
-    return replace(work, visit_up=up, visit_down=down, visit_piece=down * min(_PIECE, numbers) // numbers)
+    piece = bytes_of_piece(down + work.gradient_bytes, numbers)
+    return replace(work, visit_up=up, visit_down=down, visit_piece=piece)
