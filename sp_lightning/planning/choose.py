@@ -126,12 +126,28 @@ class _Search:
             left = room - weight_bytes(workload, window)
             for split in self._splits:
                 fitting = [ways for ways in split if taken[ways] <= left]
-                for ways in fitting if is_thorough else fitting[:1]:
+                tried = fitting if is_thorough else fitting[:1]
+                if self._fill and fitting and fitting[0] is not split[0]:
+                    faster = split[split.index(fitting[0]) - 1]
+                    tried = [*tried, _mixed(workload, fitting[0], faster, left)]
+                for ways in tried:
                     choice = replace(window, ways=ways)
                     choices[choice] = None
                     if self._fill:
-                        choices[_filled(workload, choice, room - taken[ways])] = None
+                        choices[_filled(workload, choice, room - activation_bytes(workload, ways))] = None
         return [predict_placed(workload, self._machine, choice) for choice in choices]
+
+
+def _mixed(workload: Workload, ways: tuple[Way, ...], faster: tuple[Way, ...], budget: int) -> tuple[Way, ...]:
+    """Return the ways with as many units' faster ones as fit a budget, those of the last units."""
+    fitting, too_many = 0, len(ways)
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if activation_bytes(workload, (*ways[:-middle], *faster[-middle:])) <= budget:
+            fitting = middle
+        else:
+            too_many = middle
+    return (*ways[:-fitting], *faster[-fitting:]) if fitting else ways
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction:
