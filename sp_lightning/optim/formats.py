@@ -78,15 +78,15 @@ def _plain_bits(values: Tensor) -> Tensor:
 
 
 def _noise(seed: int, begin: int, like: Tensor, bits: int) -> Tensor:
-    """Return so many upper bits of what `noise` in codecs.py has for the elements from one on; with 32, of any sign."""
+    """Return so many upper bits of what `noise` in codecs.py has for the elements from one on; all 32 with a sign."""
     key = (seed ^ 0x9E3779B9) & 0xFFFFFFFF
     key = (key ^ key >> 16) * 0x7FEB352D & 0xFFFFFFFF
     key = (key ^ key >> 15) * 0x846CA68B & 0xFFFFFFFF
-    key = (key ^ key >> 16) + begin * 0x9E3779B9 & 0xFFFFFFFF
-    numbers = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-    numbers.mul_(0x9E3779B9 - (1 << 32)).add_(key if key < 1 << 31 else key - (1 << 32))
+    step = 0x9E3779B9
+    first = (key ^ key >> 16) + begin * step & 0xFFFFFFFF
+    numbers = torch.arange(first, first + like.numel() * step, step, dtype=torch.int64, device=like.device)
     if bits == 32:
-        return numbers
+        return numbers.to(torch.int32)
     return numbers.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
@@ -115,7 +115,7 @@ def store_moment(moment: Tensor, value: Tensor, seed: int | None, begin: int) ->
 
 
 def unpack(moment: Tensor, scales: Tensor) -> Tensor:
-    """Return a flat moment that lies in codes, of whole groups, or of what is no whole group, in fp32."""
+    """Return what flat codes stand for, in fp32: they are of whole groups, or of one that is not whole."""
     value = moment.float()
     rows = value.view(len(scales), -1)
     if moment.dtype == torch.uint8:
@@ -127,11 +127,12 @@ def unpack(moment: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -> None:
-    """Write a moment, or the roots of a second one, in codes: whole groups, or what is no whole group."""
+    """Write a moment, or the roots of a second one, in codes: of whole groups, or of one that is not whole."""
     rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
     if moment.dtype == torch.uint8:
         torch.amax(rows, 1, out=scales)
-        factor = 256 * (1 - 2**-20) / scales.masked_fill(scales == 0, 1)
+        # or some would round to 257
+        factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
         below = _noise(seed, begin, value, 32).float().mul_(2**-32).sub_(0.5)
         codes.copy_(below.view_as(rows).addcmul_(rows, factor[:, None]))  # -1 to 0 is cut to 0
     else:

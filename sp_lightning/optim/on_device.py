@@ -33,7 +33,7 @@ from sp_lightning.optim.layout import GROUP, LANES
 from sp_lightning.optim.rules import ADAM, LION, NESTEROV, Kind, Memory, Pass, Rule
 
 PIECE = 1 << 23
-"""Elements of a weight that are stepped at once, which bounds the memory that this takes; a multiple of `BLOCK`."""
+"""Elements that are stepped at once, a multiple of `BLOCK`: each takes up to 24 bytes of the device meanwhile."""
 
 
 def step_on_device(step: Pass) -> None:
@@ -132,7 +132,7 @@ def _adam(rule: Rule, p: Tensor, g: Tensor, m: Tensor, v: Tensor, tail: bool, is
         v.mul_(rule.second_decay).addcmul_(rated, g)
     root = _root(v)
     if is_near:
-        divisor = torch.add(_number(rule.eps, v), root, alpha=1 / rule.correction)
+        divisor = torch.add(_number(rule.eps, v), root, alpha=1 / rule.correction, out=v)
         return torch.mul(m, -rule.lr, out=rated).div_(divisor).add_(p, alpha=rule.decay), root
     divisor = root.div_(_number(rule.correction, v)).add_(rule.eps)
     return p.mul_(rule.decay).sub_(torch.mul(m, rule.lr, out=rated).div_(divisor)), v

@@ -16,7 +16,7 @@ class AdamW(CompactOptimizer):
     """AdamW with a choice of how many bytes a parameter takes. The defaults are exact.
 
     Args:
-        params: Parameters in host memory, fp32 or bf16, or param groups of them.
+        params: Parameters, fp32 or bf16, on the CPU or an accelerator, or param groups of them.
         lr: The learning rate.
         betas: Decay of the first and the second moment.
         eps: What is added to the root of the second moment.

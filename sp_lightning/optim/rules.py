@@ -1,4 +1,4 @@
-"""What the kernels take: the numbers of an update, what is done to the gradient before, and how memory lies."""
+"""What a pass takes: the numbers of an update, what is done to the gradient before, and how memory lies."""
 
 from __future__ import annotations
 
