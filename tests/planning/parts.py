@@ -91,20 +91,26 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of units kept on the device, and of those that live on the device.
+        windows: k, k_prime, the numbers of units kept on the device, and of those that live on the device; what is
+            resident has the number after the last unit.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
         self._windows = list(windows)
         self.seen: list[tuple[int, int, int]] = []
+        self.host_bytes = 0  # for weights, when the last step began
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement = engine.arrangement
         self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
+        self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
-        units = engine.arrangement.units
-        kept, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
+        units = arrangement.units
+        everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
+        kept_numbers, living_numbers = [*chosen, (), ()][:2]
+        kept = [units[number] for number in kept_numbers if number < len(units)]
+        on_device = [everything[number] for number in living_numbers if number < len(everything)]
         return WindowPlan(
             k,
             k_prime,
