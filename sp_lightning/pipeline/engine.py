@@ -226,7 +226,7 @@ class Engine:
         self._conclude()
         wish = self.planner.before_step(self, torch.is_grad_enabled())
         plan = self.living.plan_for_now(wish, learned.plan)
-        if plan != learned.plan:
+        if plan != learned.plan and not self.optimizers.repeats_closure:
             self._follow(plan)
 
     def meet(self) -> None:
