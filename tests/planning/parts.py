@@ -91,21 +91,25 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of units kept on the device, of those that live there, and of those that visit.
+        windows: k, k_prime, the numbers of units kept on the device, of those that live there, and of those that visit;
+            what is resident has the number after the last unit.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
         self._windows = list(windows)
         self.seen: list[tuple[int, int, int]] = []
+        self.host_bytes = 0  # for weights, when the last step began
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement = engine.arrangement
         self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
+        self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
-        units = engine.arrangement.units
+        units = arrangement.units
+        everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
         numbers = [*chosen, (), (), ()][:3]
-        kept, on_device, visiting = ([units[n] for n in group if n < len(units)] for group in numbers)
+        kept, on_device, visiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
         return WindowPlan(
             k,
             k_prime,
