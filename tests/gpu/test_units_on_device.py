@@ -43,7 +43,7 @@ def train(model: nn.Module, device: torch.device, pipeline: Pipeline | None, fus
 
 
 @pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("there", [(1, 4), range(6)], ids=["some", "all"])
+@pytest.mark.parametrize("there", [(1, 4), range(7)], ids=["some", "all"])
 def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None, device: torch.device) -> None:
     """The losses are those of plain training on the device, as far as two optimizers round alike."""
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
     pipeline = Pipeline(model, device, options=options, planner=Fixed((2, 1), (2, 1), (2, 1, (), there)))
     actual, optimizer = train(model, device, pipeline, fused)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    living = [parameter for number in there for parameter in model.blocks[number].parameters()]
+    living = [parameter for number in there if number < 6 for parameter in model.blocks[number].parameters()]
     assert all(parameter.device == device for parameter in living)
     assert pipeline.summary().pinned == (device.type == "cuda"), "all that is still sent"
     assert all(value.device == device for p in living for value in optimizer.state[p].values() if value.dim())

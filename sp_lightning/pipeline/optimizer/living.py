@@ -47,6 +47,8 @@ class Living:
         self._hooks: list[RemovableHandle] = []
         self._some_came = False
 
+    @torch.inference_mode(False)  # the step may be one of an evaluation
+    @torch.no_grad()
     def follow(self, arrangement: Arrangement) -> None:
         """Move what an arrangement has elsewhere, before it lays anything out; first what leaves the device."""
         held = self._memory.masters()
@@ -66,6 +68,8 @@ class Living:
             if self._device == HOST:  # the emulated device: there is no other memory, so they are copied
                 copy_parameters(coming)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def bring_home(self, module: nn.Module) -> None:
         """Move to the host what lives on the device, for good."""
         self._move(weights_on_accelerators(module), HOST)
