@@ -51,18 +51,18 @@ def bytes_of(unit: Unit) -> UnitWork:
 
 def bytes_on_device(engine: Engine, unit: Unit) -> int:
     """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped."""
-    optimizers = engine.optimizers
+    states = engine.optimizers.states
     weights = unit.every_weight
     masters = [weight.master for weight in weights]
     # the first process, which has the optimizers' state, chooses for all
     chooses = engine.processes is None or engine.processes.is_first
     is_allowed = engine.options.optimizer_on == "auto" and chooses
-    if not (is_allowed and optimizers.may_live_on_device(masters)):
+    if not (is_allowed and states.may_live_on_device(masters)):
         return 0
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     gradients = sum(master.nbytes for master in masters if master.requires_grad)
-    return values + copies + gradients + optimizers.most_state_bytes(masters)
+    return values + copies + gradients + states.most_nbytes(masters)
 
 
 def _step_bytes(engine: Engine, unit: Unit) -> int:
@@ -168,7 +168,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         turn_bytes=turn_bytes,
         outside_bytes=outside_bytes,
         reserve_bytes=measured.reserve_bytes,
-        lives_whole=engine.optimizers.look_at_weights_together,
+        lives_whole=engine.optimizers.states.look_at_weights_together,
     )
 
 
@@ -292,7 +292,9 @@ def _unit_work(engine: Engine, unit: Unit, recording: Recording, steps: Sequence
     """Return what was recorded of a unit, with the way of its activations that the user chose."""
     name = unit.name
     work = bytes_of(unit)
-    up, down = engine.optimizers.bytes_of_visit(unit)
+    up = down = 0
+    if engine.processes is None and engine.options.optimizer_on == "auto":
+        up, down = engine.optimizers.states.bytes_of_visit(unit, engine.steps.fused)
     numbers = sum(weight.master.numel() for weight in unit.every_weight if weight.master.requires_grad)
     return replace(
         work,
