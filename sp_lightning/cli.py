@@ -1,7 +1,8 @@
-"""`sp-lightning fit|validate|test|predict|plan`: the strategy from the command line.
+"""`sp-lightning fit|validate|test|predict|plan|measure`: the strategy from the command line.
 
 The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
-model would take, without the machine for it (see `planning/report.py`).
+model would take, without the machine for it (see `planning/report.py`); `measure` finds the rates of the machine that
+there is, which `plan` starts from (see `planning/rates.py`).
 
 Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` installs.
 """
@@ -14,7 +15,7 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -24,7 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import Assumptions, plan
+from sp_lightning.planning.expected import link_of, table
+from sp_lightning.planning.rates import Rates, keep, kept_rates, measure, rates_file
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
 """The commands of LightningCLI."""
-COMMANDS = (*RUNS, "plan")
+COMMANDS = (*RUNS, "plan", "measure")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -71,6 +75,8 @@ def main() -> int:
     try:
         if command == ["plan"]:
             _plan(arguments)
+        elif command == ["measure"]:
+            _measure(arguments)
         else:
             _run()
     except ArgumentError as error:
@@ -117,7 +123,11 @@ def _fail(message: str, status: int) -> int:
 def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model, as a table or as JSON."""
     arguments, of_model = _split(arguments)
-    options = _plan_parser().parse_args(arguments)
+    parser = _plan_parser()
+    rates = _kept_rates()
+    measured = {} if rates is None else rates.assumptions()
+    parser.set_defaults(measured)
+    options = parser.parse_args(arguments)
     name = options.model
     is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and name not in SHAPES
     if of_model and not is_class:
@@ -128,7 +138,20 @@ def _plan(arguments: Sequence[str]) -> None:
         report = plan(module, given, title=name)
     except ValueError as error:
         raise ArgumentError(None, str(error)) from error
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+    used = [name for name, value in measured.items() if getattr(given, name) == value]
+    if options.json:
+        print(json.dumps(report.as_dict() | {"measured": used}, indent=2))
+        return
+    print(report)
+    if rates is not None and used:
+        print(f"measured on {rates.day} on this machine ({rates.machine}): {', '.join(used)}; all else is assumed")
+
+
+def _kept_rates() -> Rates | None:
+    try:
+        return kept_rates()
+    except ValueError as error:
+        raise ArgumentError(None, str(error)) from error
 
 
 def _plan_parser() -> ArgumentParser:
@@ -150,6 +173,36 @@ def _plan_parser() -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_class_arguments(Assumptions)
     return parser
+
+
+def _measure(arguments: Sequence[str]) -> None:
+    """Measure this machine, print what it reaches, and keep it."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} measure",
+        exit_on_error=False,
+        description="Measure what this machine reaches, in a minute: copies to and from the device, the optimizer's "
+        f"step on the host and on the device, and computing. `{PROGRAM} plan` assumes these rates from then on.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    if find_spec("numba") is None:
+        raise ArgumentError(None, "measure needs numba: pip install 'sp-lightning[fast]'")
+    device = full_device(None)
+    backend = make_backend(device, "auto", processes=1, debug=False)
+    try:
+        rates = measure(backend)
+    finally:
+        backend.close()
+    keep(rates)
+    if options.json:
+        print(json.dumps(asdict(rates), indent=2))
+        return
+    print(table(rates, link_of(device)))
+    if device.type == "cpu":
+        print("\nThere is no GPU: the host alone was measured.")
+    print(f"\nKept in {rates_file()}, from where `{PROGRAM} plan` takes what it assumes.")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

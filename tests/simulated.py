@@ -51,6 +51,28 @@ class Span:
     end: float
 
 
+class Shared:
+    """What lanes share, the link or the host's memory: never more is moved in a second than its bandwidth."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+        self._used: list[tuple[float, float, float]] = []  # from when to when, how much of it
+
+    def left(self, moment: float) -> float:
+        """The bandwidth that is left at a moment."""
+        return self.bandwidth - sum(rate for begin, end, rate in self._used if begin <= moment < end)
+
+    def changes(self, moment: float) -> float:
+        """When that changes next."""
+        return min((at for begin, end, _ in self._used for at in (begin, end) if at > moment), default=math.inf)
+
+    def use(self, begin: float, end: float, rate: float) -> None:
+        """Take a part of it for a while; of what ended long ago nothing is needed any more."""
+        if self.bandwidth < math.inf and rate:
+            self._used = [used for used in self._used[-400:] if used[1] > begin - 1e3 * (end - begin)]
+            self._used.append((begin, end, rate))
+
+
 @dataclass(frozen=True)
 class Machine:
     """The time that one unit takes: computing, to the device, its gradient to the host, its optimizer step."""
@@ -157,18 +179,35 @@ class SimulatedBackend(Backend):
         up: Bytes per second to the device.
         down: Bytes per second to the host.
         host: Bytes of weights per second that work on the host gets done.
+        visit: Bytes per second that the steps of units that visit read and write on the device.
+        both: Bytes per second of copies in both directions together.
+        memory: Bytes of host memory per second, which copies and work on the host share.
+        per_byte: Bytes of host memory that work moves for each byte it is said to move: state beside weights.
     """
 
-    def __init__(self, up: float, down: float, host: float) -> None:
+    def __init__(
+        self,
+        up: float,
+        down: float,
+        host: float,
+        visit: float = math.inf,
+        both: float = math.inf,
+        memory: float = math.inf,
+        per_byte: float = 1.0,
+    ) -> None:
         super().__init__(torch.device("cpu"), False, Worker("unused"))
         self.downloaded = SimulatedTicket(self, 0.0, 0.0)  # the last copy to the host
-        self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.VISIT: math.inf, Lane.HOST: host}
+        self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.VISIT: visit, Lane.HOST: host}
+        self._memory = Shared(memory)
+        self._link = Shared(both)
+        self._per_byte = per_byte
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
         self._work: list[Work] = []
         self._uploads: list[Upload] = []
         self.spans: list[Span] = []
         self._asked_after: Sequence[Ticket] = ()
+        self._beside = dict.fromkeys(Lane, 0.0)  # when what state passes will have done what it was given
 
     @property
     def now(self) -> float:
@@ -194,13 +233,18 @@ class SimulatedBackend(Backend):
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         copy_memory(target, source)
-        self.downloaded = self._run(Lane.DOWN, source.nbytes / self._rates[Lane.DOWN], [self._free[Lane.COMPUTE]])
+        seconds = source.nbytes / self._rates[Lane.DOWN]
+        ready = max(self.main, self._free[Lane.COMPUTE], self.downloaded.end)
+        self.downloaded = SimulatedTicket(self, self._take(Lane.DOWN, ready, seconds), seconds)
         return self.downloaded
 
     def beside(self, lane: OurLane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
         job()
-        seconds = nbytes / self._rates[OF_VISITS[lane]]
-        return self._run(OF_VISITS[lane], seconds, ends([*after, *self._asked_after]))
+        ours = OF_VISITS[lane]
+        seconds = nbytes / self._rates[ours]
+        ready = max(self.main, self._beside[ours], *ends([*after, *self._asked_after]), 0.0)
+        end = self._beside[ours] = self._take(ours, ready, seconds)
+        return SimulatedTicket(self, end, seconds)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_memory(target, source)
@@ -249,10 +293,8 @@ class SimulatedBackend(Backend):
             pass  # it may end before that, and a copy behind it begin
         upload = min(self._heads(), key=lambda upload: upload.begin)
         self._uploads.remove(upload)
-        begin = max(self._free[Lane.UP], upload.begin)
         upload.ticket.issued = upload.ready
-        self._free[Lane.UP] = upload.ticket.end = begin + upload.seconds
-        self.spans.append(Span(Lane.UP, begin, begin + upload.seconds))
+        upload.ticket.end = self._take(Lane.UP, upload.begin, upload.seconds)
 
     def _heads(self) -> list[Upload]:
         in_order = [upload for upload in self._uploads if not upload.after]
@@ -265,9 +307,45 @@ class SimulatedBackend(Backend):
             return False
         work = min((work for work in self._work if work.ready <= begin), key=lambda work: (work.rank, work.ready))
         self._work.remove(work)
-        self._free[Lane.HOST] = work.ticket.end = begin + work.seconds
-        self.spans.append(Span(Lane.HOST, begin, begin + work.seconds))
+        work.ticket.end = self._take(Lane.HOST, begin, work.seconds)
         return True
+
+    def _take(self, lane: Lane, ready: float, seconds: float) -> float:
+        """Give a lane work in the first gap that is long enough, and return when it ends."""
+        begin = ready
+        busy = sorted((span.start, span.end) for span in self.spans[-600:] if span.lane is lane and span.end > ready)
+        while True:
+            end, used = self._course(lane, begin, seconds)
+            in_the_way = [until for start, until in busy if start < end and begin < until]
+            if not in_the_way:
+                break
+            begin = min(in_the_way)
+        for shared, *use in used:
+            shared.use(*use)
+        self._free[lane] = max(self._free[lane], end)
+        self.spans.append(Span(lane, begin, end))
+        return end
+
+    def _course(
+        self, lane: Lane, begin: float, seconds: float
+    ) -> tuple[float, list[tuple[Shared, float, float, float]]]:
+        """When work ends, as it goes on as fast as what is shared lets it, and what of that it takes meanwhile."""
+        rate = self._rates.get(lane, math.inf)
+        needs = [(self._link, rate), (self._memory, rate)] if lane in (Lane.UP, Lane.DOWN) else []
+        if lane is Lane.HOST:
+            needs = [(self._memory, rate * self._per_byte)]
+        needs = [(shared, need) for shared, need in needs if shared.bandwidth < math.inf]
+        used = []
+        moment = begin
+        while needs and seconds > 1e-12:
+            speed = min(1.0, *(max(0.0, shared.left(moment)) / need for shared, need in needs))
+            until = min(shared.changes(moment) for shared, _ in needs)
+            if speed:
+                until = min(until, moment + seconds / speed)
+            seconds -= speed * (until - moment)
+            used += [(shared, moment, until, speed * need) for shared, need in needs]
+            moment = until
+        return (moment if needs else begin + seconds), used
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))

@@ -1,6 +1,6 @@
 """The strategy in LightningCLI, from the command line and from YAML, in every form that can work.
 
-Then `sp-lightning`, which is one; `plan` has its own file.
+Then `sp-lightning`, which is one; `plan` and `measure` have their own files.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def test_modules_of_pytorch_lightning(trainers):
     ("arguments", "says"),
     [
         ("fit", "the following arguments are required"),
-        ("", "expected one of fit, validate, test, predict, plan; see"),
-        ("train", "expected one of fit, validate, test, predict, plan, not 'train'; see"),
+        ("", "expected one of fit, validate, test, predict, plan, measure; see"),
+        ("train", "expected one of fit, validate, test, predict, plan, measure, not 'train'; see"),
         ("fit --modle x", "unrecognized arguments: --modle x"),
         ("fit --config nowhere.yaml", "nowhere.yaml"),
         ("fit --model nowhere.Net", "No module named 'nowhere'"),

@@ -7,7 +7,7 @@ filled with units that are kept there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
@@ -23,17 +23,23 @@ from sp_lightning.planning.cost import (
     Workload,
     activation_bytes,
     device_bytes,
+    gradient_bytes,
     peak,
+    weight_bytes,
 )
-from sp_lightning.planning.step import predict
+from sp_lightning.planning.step import predict_placed
 
 _Number: TypeAlias = int | Literal["auto"]
 
 _SHARES = 12  # numbers of units on the device to try, evenly apart
 _SPLITS = 4  # splits of the budget between activations and weights to try
+# numbers of units that visit to try, as parts of what would keep visits as busy as the host
+_OF_BALANCE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1)
+_FEW_SLOTS = (1, 2, 4)  # of windows to try with units that live on the device or visit
+_WITH_VISITS = 3  # sets of units on the device to try with visits: the fastest ones without
 _K_PRIMES = (1, 2, 4)
 _LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
-# a window that fetches nothing ahead, or units on the device, have to be faster by this factor
+# a window that fetches nothing ahead, or units that live on the device or visit, have to be faster by this factor
 _MARGIN = 1.02
 # of choices that are slower than the fastest one by at most this factor, the laziest wins
 _NEARLY = 1.01
@@ -67,20 +73,81 @@ def choose(
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     budget_left = budget - workload.reserve_bytes
     least = tuple(choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes))
-    spare = budget_left - min(device_bytes(workload, window, least) for window in windows)
+    streaming = workload.placed(Choice(1))
+    spare = budget_left - min(device_bytes(streaming, window, least) for window in windows)
     if spare < 0:
         raise TooLittleMemory(budget, -spare)
-    splits = dict.fromkeys([least, *_splits(workload, activation_bytes(workload, least) + spare)])
-    choices: dict[Choice, None] = {}  # a set that keeps the order
-    for on_device in _sets_on_device(workload) if fill else [()]:
-        streamed = workload.with_on_device(on_device)
-        for window, ways in product(windows, splits):
-            choice = replace(window, ways=ways, on_device=on_device)
-            if device_bytes(streamed, choice, ways) <= budget_left:
-                choices[choice] = None
-                if fill:
-                    choices[_filled(streamed, choice, budget_left)] = None
-    return _best([predict(workload, machine, choice) for choice in choices])
+    splits = [[least], *_splits(workload, activation_bytes(streaming, least) + spare)]
+    search = _Search(workload, machine, budget_left, splits, fill)
+    predictions = search.predictions(Choice(1), windows, is_thorough=True)
+    fastest = [_best(predictions)]
+    if not fill:
+        return fastest[0]
+    few = [fastest[0].choice, *(window for window in windows if window.slots in _FEW_SLOTS)]
+    for on_device in _sets_on_device(workload):
+        living = search.predictions(Choice(1, on_device=on_device), few)
+        if living:
+            fastest.append(_best(living))
+            predictions += living
+    fastest.sort(key=_seconds_with_margin)
+    for prediction in fastest[:_WITH_VISITS]:
+        alone = [window for window in (prediction.choice, *few[1:]) if window.k_prime == 1]
+        for visiting in _sets_that_visit(workload, machine, prediction.choice):
+            predictions += search.predictions(replace(prediction.choice, visiting=visiting), alone)
+    return _best(predictions)
+
+
+class _Search:
+    """Predicts choices that fit a budget; if it is to `fill` that, also with units that are kept on the device.
+
+    `splits` are lists of ways for activations, each from the fastest to the thriftiest ones.
+    """
+
+    def __init__(
+        self, workload: Workload, machine: Machine, budget: int, splits: Sequence[Sequence[tuple[Way, ...]]], fill: bool
+    ) -> None:
+        self._workload = workload
+        self._machine = machine
+        self._budget = budget
+        self._splits = splits
+        self._fill = fill
+
+    def predictions(self, placement: Choice, windows: Iterable[Choice], is_thorough: bool = False) -> list[Prediction]:
+        """Predict windows with units that live or visit as in a placement.
+
+        If it is not thorough, each window has the fastest ways of each list that fit.
+        """
+        workload = self._workload.placed(placement)
+        room = self._budget - gradient_bytes(workload)
+        taken = {ways: activation_bytes(workload, ways) for split in self._splits for ways in split}
+        choices: dict[Choice, None] = {}  # a set that keeps the order
+        for window in windows:
+            window = Choice(window.k, window.k_prime, (), (), placement.on_device, placement.visiting)
+            left = room - weight_bytes(workload, window)
+            for split in self._splits:
+                fitting = [ways for ways in split if taken[ways] <= left]
+                tried = fitting if is_thorough else fitting[:1]
+                if self._fill and fitting and fitting[0] is not split[0]:
+                    faster = split[split.index(fitting[0]) - 1]
+                    tried = [*tried, _mixed(workload, fitting[0], faster, left)]
+                for ways in tried:
+                    choice = replace(window, ways=ways)
+                    choices[choice] = None
+                    if self._fill:
+                        choices[_filled(workload, choice, room - activation_bytes(workload, ways))] = None
+        return [predict_placed(workload, self._machine, choice) for choice in choices]
+
+
+def _mixed(workload: Workload, ways: tuple[Way, ...], faster: tuple[Way, ...], budget: int) -> tuple[Way, ...]:
+    """Return the ways with as many units' faster ones as fit a budget, those of the last units."""
+    fitting, too_many = 0, len(ways)
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if activation_bytes(workload, (*ways[:-middle], *faster[-middle:])) <= budget:
+            fitting = middle
+        else:
+            too_many = middle
+    return (*ways[:-fitting], *faster[-fitting:]) if fitting else ways
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction:
@@ -92,7 +159,7 @@ def _best(predictions: Sequence[Prediction]) -> Prediction:
 
 def _seconds_with_margin(prediction: Prediction) -> float:
     choice = prediction.choice
-    return prediction.seconds * (_MARGIN if choice.slots == 1 or choice.on_device else 1.0)
+    return prediction.seconds * (_MARGIN if choice.slots == 1 or choice.on_device or choice.visiting else 1.0)
 
 
 def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iterator[Choice]:
@@ -111,11 +178,38 @@ def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iter
 
 
 def _sets_on_device(workload: Workload) -> Iterator[tuple[int, ...]]:
-    """Yield units that may live on the device, from none to all in a few steps."""
-    able = [number for number, unit in enumerate(workload.units) if unit.bytes_on_device]
-    steps = max(1, len(able) if workload.lives_whole else len(able) // _SHARES)
-    for count in {*range(0, len(able), steps), len(able)}:
-        yield _spread(count, able)
+    """Yield units that may live on the device, from one to all in a few steps, with what is resident or without.
+
+    Spread evenly, they leave the others' loads time to be hidden; as the first ones they compute while the host steps
+    the others, so that the last ones are the first to go when memory runs short.
+    """
+    units = len(workload.units)
+    able = [number for number, unit in enumerate(workload.everything) if unit.bytes_on_device]
+    if workload.lives_whole or not able:
+        if able:
+            yield tuple(able)
+        return
+    in_order = [number for number in able if number < units]
+    resident = tuple(able[len(in_order) :])
+    counts = {*range(0, len(in_order), max(1, len(in_order) // _SHARES)), len(in_order)}
+    for count in sorted(counts):
+        for living in dict.fromkeys([_spread(count, in_order), tuple(in_order[:count])]):
+            if living or resident:
+                yield living + resident
+
+
+def _sets_that_visit(workload: Workload, machine: Machine, choice: Choice) -> Iterator[tuple[int, ...]]:
+    """Yield streamed units that visit: around as many as are done when the host has stepped the others."""
+    able = [number for number, unit in enumerate(workload.units) if unit.visit_up and number not in choice.on_device]
+    if not able:
+        return
+    units = [workload.units[number] for number in able]
+    on_host = sum(map(machine.step, units))
+    as_visits = sum(machine.visit(unit.visit_up, unit.visit_down) for unit in units)
+    balance = len(able) * on_host / (on_host + as_visits) if on_host else 0.0
+    counts = {min(len(able), round(share * balance)) for share in _OF_BALANCE} | {len(able)}
+    for count in sorted(counts - {0}):
+        yield from dict.fromkeys([_spread(count, able), tuple(able[:count])])
 
 
 def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
@@ -123,8 +217,8 @@ def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))
 
 
-def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
-    """Yield ways for all units: the cheapest ones within several shares of the memory for activations.
+def _splits(workload: Workload, most: int) -> Iterator[list[tuple[Way, ...]]]:
+    """Yield lists of ways for all units: the cheapest ones within several shares of the memory for activations.
 
     What they cost depends on how busy the lanes are, so they are also searched without offloading, or recomputing.
     """
@@ -133,11 +227,11 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
         units = [tuple(way for way in unit.ways if way.policy not in left_out) or unit.ways for unit in workload.units]
         enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
         least = min(enough, peak([min(ways, key=lambda way: way.held + way.under_way) for ways in units], turn))
-        for split in {enough - (enough - least) * number // (_SPLITS - 1) for number in range(_SPLITS)}:
-            yield tuple(choose_ways(units, split, turn))
+        shares = [enough - (enough - least) * number // (_SPLITS - 1) for number in range(_SPLITS)]
+        yield [tuple(choose_ways(units, share, turn)) for share in dict.fromkeys(shares)]
 
 
-def _filled(workload: Workload, choice: Choice, budget: int) -> Choice:
+def _filled(workload: Workload, choice: Choice, room: int) -> Choice:
     """Return the choice with as many units kept on the device as fit, spread evenly among those that stream."""
     streamed = [number for number, unit in enumerate(workload.units) if unit.weight_bytes]
     too_many = max(0, len(streamed) - choice.k) + 1
@@ -146,7 +240,7 @@ def _filled(workload: Workload, choice: Choice, budget: int) -> Choice:
     while too_many - count > 1:
         middle = (count + too_many) // 2
         fuller = replace(choice, kept=_spread(middle, streamed))
-        if device_bytes(workload, fuller, choice.ways) <= budget:
+        if weight_bytes(workload, fuller) <= room:
             count = middle
             fitting = fuller
         else:

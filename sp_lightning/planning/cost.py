@@ -6,21 +6,24 @@ these wait on the host. While it computes, in forward and in backward, it takes 
 theirs, and those after it hold nothing yet, or nothing any more. What the unit before it saved may still be leaving for
 the host, or be coming back already. So the peak is the largest, over all units, of what the units before one hold, what
 of the last of them is under way, and what that one needs to compute; or, at the turn from forward to backward, what all
-units hold and what is taken after them.
+units hold and what is taken after them. Gradients of units that visit stay from their backward until they are stepped,
+in the next forward: while a unit computes, its own and those of units after it are there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
+from sp_lightning.optim.on_device import PIECE
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING, WITHOUT_RECOMPUTING
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena, travel_together
@@ -102,23 +105,33 @@ class Workload:
         """The units, and what is resident."""
         return (*self.units, self.resident)
 
-    def with_on_device(self, there: Collection[int]) -> Workload:
-        """Return the work that is left if these numbers of `everything` live on the device: they only compute."""
-        everything = list(self.everything)
-        for number in there:
-            unit = everything[number]
-            everything[number] = UnitWork(
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether gradients of units that visit stay on the device; if they are added up, they are on the host."""
+        return self.micro_steps == 1
+
+    def placed(self, choice: Choice) -> Workload:
+        """Return the work that is left with units that live on the device; of the others, the chosen ones can visit.
+
+        A unit that lives there only computes.
+        """
+        units = list(self.everything)
+        living = [units[number] for number in choice.on_device]
+        for number, unit in zip(choice.on_device, living, strict=True):
+            units[number] = UnitWork(
                 unit.name,
                 weight_bytes=0,
                 forward_seconds=unit.forward_seconds,
                 backward_seconds=unit.backward_seconds,
                 ways=unit.ways,
             )
-        living = [self.everything[number] for number in there]
+        for number, unit in enumerate(units):
+            if unit.visit_up and number not in choice.visiting:
+                units[number] = replace(unit, visit_up=0, visit_down=0, visit_piece=0)
         return replace(
             self,
-            units=tuple(everything[:-1]),
-            resident=everything[-1],
+            units=tuple(units[:-1]),
+            resident=units[-1],
             on_device_bytes=self.on_device_bytes + sum(unit.bytes_on_device for unit in living),
             on_device_step_bytes=self.on_device_step_bytes + sum(unit.step_bytes for unit in living),
         )
@@ -145,8 +158,18 @@ class Machine:
         return nbytes / self.to_host + self.copy_seconds if nbytes else 0.0
 
     def step(self, unit: UnitWork) -> float:
-        """Return the seconds of the optimizer's step of a unit."""
+        """Return the seconds of the optimizer's step of a unit on the host."""
         return unit.step_bytes / self.host
+
+    def visit(self, up: int, down: int) -> float:
+        """Return the seconds of a visit that sends so many bytes: of its lanes the busiest, which pieces keep busy.
+
+        Two pieces take turns, so each of them may go up, be stepped and come down while the other one does.
+        """
+        stepping = (up + down) / self.device
+        one_way = self.up(up), self.down(down)
+        together = (up + down) / min(self.both, self.host_memory)
+        return max(*one_way, stepping, together, (sum(one_way) + stepping) / 2)
 
 
 @dataclass(frozen=True)
@@ -192,28 +215,37 @@ class Window:
     """The units as they travel: neighbors that do so together are one."""
 
     in_order: list[UnitWork]  # all, in the order of the forward
-    streamed: list[UnitWork]  # those that share the arena
+    streams: list[bool]  # whether each of these shares the arena
+    streamed: list[UnitWork]  # those that do
     kept: list[UnitWork]
 
 
 def window_of(workload: Workload, choice: Choice) -> Window:
     """Return the units of a choice as they travel."""
     units = workload.units
-    on_device = {number for number, unit in enumerate(units) if not unit.weight_bytes}
-    alone = on_device.union(choice.kept)
-    in_order: list[UnitWork] = []
-    streamed: list[UnitWork] = []
-    for numbers in travel_together(range(len(units)), choice.k_prime, alone):
-        in_order.append(_joined([units[number] for number in numbers]))
-        if numbers[0] not in alone:
-            streamed.append(in_order[-1])
-    return Window(in_order, streamed, [units[number] for number in choice.kept])
+    alone = _alone(workload, choice)
+    parts = travel_together(range(len(units)), choice.k_prime, alone)
+    in_order = [_joined([units[number] for number in numbers]) for numbers in parts]
+    streams = [numbers[0] not in alone for numbers in parts]
+    streamed = [unit for unit, shares in zip(in_order, streams, strict=True) if shares]
+    return Window(in_order, streams, streamed, [units[number] for number in choice.kept])
+
+
+def _alone(workload: Workload, choice: Choice) -> set[int]:
+    """Return the numbers of units that do not stream: they live on the device, or are kept there."""
+    return {number for number, unit in enumerate(workload.units) if not unit.weight_bytes}.union(choice.kept)
+
+
+def bytes_of_piece(nbytes: int, numbers: int) -> int:
+    """Return how many of the bytes of a visit are in its largest piece, if it steps so many numbers."""
+    return nbytes * min(PIECE, numbers) // max(1, numbers)
 
 
 def _joined(units: Sequence[UnitWork]) -> UnitWork:
     """Return the work of units that are sent with one copy."""
     if len(units) == 1:
         return units[0]
+    visits = all(unit.visit_up for unit in units)
     return UnitWork(
         units[0].name,
         weight_bytes=sum(unit.weight_bytes for unit in units),
@@ -223,49 +255,70 @@ def _joined(units: Sequence[UnitWork]) -> UnitWork:
         forward_seconds=sum(unit.forward_seconds for unit in units),
         backward_seconds=sum(unit.backward_seconds for unit in units),
         bytes_after_step=sum(unit.bytes_after_step for unit in units),
+        # they visit together or not at all
+        visit_up=sum(unit.visit_up for unit in units) if visits else 0,
+        visit_down=sum(unit.visit_down for unit in units) if visits else 0,
     )
 
 
 def device_bytes(workload: Workload, choice: Choice, ways: Sequence[Way]) -> int:
-    """Return the peak device memory of weights, gradients on their way and activations."""
-    weights_and_gradients = weight_bytes(workload, choice) + gradient_bytes(workload)
-    return weights_and_gradients + activation_bytes(workload, ways)
+    """Return the peak device memory of weights, gradients and activations; see `Workload.placed`."""
+    return weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways)
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
-    """Return the device memory for weights, and for everything that belongs to units which live on the device."""
-    window = window_of(workload, choice)
-    arena = _arena_bytes(tuple(unit.weight_bytes for unit in window.streamed), choice.slots)
-    own_places = sum(unit.weight_bytes for unit in (*window.kept, workload.resident))
-    return arena + own_places + workload.on_device_bytes
+    """Return the device memory for weights, for all else of units that live there, and for the pieces of visits."""
+    sizes = [unit.weight_bytes for unit in workload.units]
+    alone = _alone(workload, choice)
+    parts = travel_together(range(len(sizes)), choice.k_prime, alone)
+    streamed = tuple(sum(sizes[number] for number in part) for part in parts if part[0] not in alone)
+    arena = _arena_bytes(streamed, choice.slots)
+    own_places = workload.resident.weight_bytes + sum(sizes[number] for number in choice.kept)
+    pieces = PIECES_AT_ONCE * max(unit.visit_piece for unit in workload.everything)
+    return arena + own_places + workload.on_device_bytes + pieces
 
 
 def gradient_bytes(workload: Workload) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return STAGING_BUFFERS * max(unit.gradient_bytes for unit in workload.everything)
+    return STAGING_BUFFERS * max(leaving_gradients(workload))
 
 
 def landing_bytes(workload: Workload, k_prime: int) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
-    gradients = sorted((unit.gradient_bytes for unit in workload.everything), reverse=True)
+    gradients = sorted(leaving_gradients(workload), reverse=True)
     if workload.stepping == "in backward" or workload.sum_bytes:
         gradients = gradients[: landing_buffers(len(gradients), k_prime)]
     return workload.sum_bytes + sum(gradients)
 
 
-def peak(ways: Sequence[Way], turn: int = 0) -> int:
-    """Return the most bytes that are on the device at once, if so many are taken at the turn; see [Note: the peak]."""
+def leaving_gradients(workload: Workload) -> list[int]:
+    """Return the bytes of the gradients of each unit that go to the host."""
+    stay = workload.gradients_stay
+    return [0 if stay and unit.visit_up else unit.gradient_bytes for unit in workload.everything]
+
+
+def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
+    """Return the most bytes that are on the device at once, if so many are taken at the turn; see [Note: the peak].
+
+    Of each unit's gradients so many bytes stay.
+    """
     held = most = under_way = 0
-    for way in ways:
-        most = max(most, held + under_way + way.working)
+    gradients = sum(staying)
+    for number, way in enumerate(ways):
+        most = max(most, held + under_way + way.working + gradients)
         held += way.held
         under_way = way.under_way
+        if staying:
+            gradients -= staying[number]
     return max(most, held + under_way + turn)
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
-    """Return the peak device memory for saved tensors, and for what units and the turn take while they compute."""
-    return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
+    """Return the peak device memory for saved tensors, gradients that stay, and what units and the turn take."""
+    staying = []
+    if workload.gradients_stay and any(unit.visit_up for unit in workload.units):
+        staying = [unit.gradient_bytes if unit.visit_up else 0 for unit in workload.units]
+    return peak(ways, workload.turn_bytes, staying) + workload.outside_bytes if workload.trains else 0
 
 
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations

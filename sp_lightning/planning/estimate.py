@@ -8,6 +8,7 @@ fused attention save 0.9 to 1.6 times that much. Logits, in fp32, are saved besi
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -21,7 +22,7 @@ from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, pars
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.cost import Machine, UnitWork, Workload, ways_of
+from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload, bytes_of_piece, ways_of
 from sp_lightning.planning.measure import bytes_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -55,6 +56,10 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "master": (None, *get_args(Master)),
     "moments": get_args(Moments),
 }
+_ABOVE_ZERO = (
+    "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "host_bandwidth_int8", "memory_bandwidth",
+    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "devices",
+)  # fmt: skip
 _HALF = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
@@ -64,6 +69,10 @@ _HALF = {
 _DEVICE_MEMORY = 24 * 2**30  # if the user gives none, and there is no device
 _LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
 _SAVED = 1.5  # bytes that a unit saves for each one that its matrices read or write
+# what copies in both directions at once reach of the sum of both
+_BOTH_WAYS = 0.85
+# what host memory gives in all, if cores and copies ask for it at once, for each byte that the optimizer alone reaches
+_MEMORY_FOR_ALL = 1.5
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,15 @@ class Assumptions:
         to_host: Bandwidth of copies to the host, in GB/s.
         compute: Speed that the device reaches on such a model, in TFLOP/s: about half of what its maker states.
         host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
+        host_bandwidth_int8: The same with int8 moments, which are computed. None is as `host_bandwidth`.
+        both_ways: Bandwidth of copies in both directions at once, in GB/s of both together. None takes 85 % of the sum.
+        memory_bandwidth: Bandwidth of host memory for all that asks for it at once, cores and copies, in GB/s. None is
+            half as much again as `host_bandwidth`.
+        device_step: Bandwidth at which the optimizer steps on the device, in GB/s of what it would read and write on
+            the host. None counts nothing: in plain training this is part of what `compute` says.
+        device_step_int8: The same with int8 moments. None is as `device_step`.
         precision: The Trainer's `precision`.
+        gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
         host_memory: Host memory that the ladder is for: bytes, or text such as "64GiB". None shows usual amounts.
         optimizer: Name of the optimizer's class in `torch.optim`, or the bytes of state that it keeps per parameter.
         master: What `sp_lightning.optim` keeps of fp32 masters beside bf16 weights. None for torch's optimizers.
@@ -99,21 +116,28 @@ class Assumptions:
     to_host: float = 25.0
     compute: float = 80.0
     host_bandwidth: float = 60.0
+    host_bandwidth_int8: float | None = None
+    both_ways: float | None = None
+    memory_bandwidth: float | None = None
+    device_step: float | None = None
+    device_step_int8: float | None = None
     precision: Precision = "bf16-mixed"
+    gradient_clip_val: float | None = None
     optimizer: float | str = "AdamW"
     master: Master | None = None
     moments: Moments = "fp32"
     activations: ActivationPolicy = "auto"
     units: str | Sequence[str] | None = None
     resident: Sequence[str] = ()
-    optimizer_on: OptimizerPlace = "host"
+    optimizer_on: OptimizerPlace = "auto"
     tokens: int = 2048
     devices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("to_device", "to_host", "compute", "host_bandwidth", "tokens", "devices"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}={getattr(self, name)}` must be above zero.")
+        for name in _ABOVE_ZERO:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}={value}` must be above zero.")
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
@@ -149,6 +173,16 @@ class Assumptions:
     def is_compact(self) -> bool:
         """Whether the optimizer is one of `sp_lightning.optim`."""
         return self.master is not None or self.moments != "fp32"
+
+    @property
+    def steps_by_unit(self) -> bool:
+        """Whether units are stepped one by one: not by an optimizer of the user's own, which may do anything."""
+        return isinstance(self.optimizer, str) and self.optimizer != "ASGD"
+
+    @property
+    def may_visit(self) -> bool:
+        """Whether state of units may visit the device to be stepped there; several devices would have to agree."""
+        return self.devices == 1 and self.optimizer in COMPACT
 
     @property
     def optimizer_words(self) -> str:
@@ -197,15 +231,18 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
             for weight in unit.weights:
                 if id(weight.master) in cast:
                     weight.compute_dtype = dtype
-    host = given.host_bandwidth * 1e9
-    share = host / given.devices
-    machine = Machine(min(given.to_device * 1e9, share), min(given.to_host * 1e9, share), host)
+    machine = _machine(given)
     tables = [child for child in module.modules() if isinstance(child, nn.Embedding)]
     vocabulary = {table.num_embeddings for table in tables}
     # which backward begins with
     last = given if given.activations == "auto" else replace(given, activations="keep")
     units = [_work(unit, given, machine, vocabulary) for unit in division.units[:-1]]
     units.append(_work(division.units[-1], last, machine, vocabulary))
+    stepping: Stepping | None = None
+    if any(unit.step_bytes for unit in units):
+        # a loss scaler looks at all gradients, too
+        waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
+        stepping = "after backward" if waits else "in backward"
     weights = [weight for unit in division.all_units() for weight in unit.weights]
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
     sum_bytes = 0
@@ -215,12 +252,35 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     workload = Workload(
         units=tuple(units),
         resident=_work(division.resident, given, machine, vocabulary),
-        stepping="in backward" if any(unit.step_bytes for unit in units) else None,
+        stepping=stepping,
+        lives_whole=not given.steps_by_unit,
         sum_bytes=sum_bytes,
         # and gradients
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),
     )
     return workload, machine
+
+
+def _machine(given: Assumptions) -> Machine:
+    """Return the machine as one of its devices sees it, which share what can be read of its memory in a second."""
+    share = given.host_bandwidth * 1e9 / given.devices
+    host, device = given.host_bandwidth, given.device_step
+    if given.moments == "int8":
+        host = given.host_bandwidth_int8 or host
+        device = given.device_step_int8 or device
+    up, down = min(given.to_device * 1e9, share), min(given.to_host * 1e9, share)
+    both = _BOTH_WAYS * (up + down) if given.both_ways is None else given.both_ways * 1e9
+    memory = math.inf  # of several devices, copies have their share
+    if given.devices == 1:
+        memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
+    return Machine(
+        to_device=up,
+        to_host=down,
+        host=host * 1e9,
+        both=both if given.devices == 1 else min(both, share),
+        device=math.inf if device is None else device * 1e9,
+        host_memory=memory,
+    )
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -269,13 +329,17 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     work = replace(bytes_of(unit), forward_seconds=forward, backward_seconds=backward)
     call = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
     ways = ways_of(work, [call], forward, machine)
-    bytes_on_device = 0
-    if given.optimizer_on == "auto" and trained:
-        bytes_on_device = weights + masters + state + copies
-    return replace(
+    work = replace(
         work,
         step_bytes=2 * (masters + state) + gradients + stepped + added,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
-        bytes_on_device=bytes_on_device,
         host_bytes=weights + state + copies,
     )
+    if given.optimizer_on == "host" or not trained:
+        return work
+    work = replace(work, bytes_on_device=weights + masters + state + copies)  # and gradients, as many as masters
+    if not given.may_visit:
+        return work
+    up, down = masters + state, masters + state + stepped
+    piece = bytes_of_piece(down + work.gradient_bytes, numbers)
+    return replace(work, visit_up=up, visit_down=down, visit_piece=piece)

@@ -18,7 +18,16 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.window.places import sent_bytes
-from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload, ways_of
+from sp_lightning.planning.cost import (
+    UNITS_THAT_STAY,
+    Machine,
+    Stepping,
+    UnitWork,
+    Way,
+    Workload,
+    bytes_of_piece,
+    ways_of,
+)
 
 # offload only if the host has this many times as much memory free as would be offloaded
 _HOST_ROOM = 2
@@ -45,13 +54,21 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
     optimizers = engine.optimizers
     weights = unit.every_weight
     masters = [weight.master for weight in weights]
-    is_allowed = engine.options.optimizer_on == "auto" and engine.processes is None
+    # the first process, which has the optimizers' state, chooses for all
+    chooses = engine.processes is None or engine.processes.is_first
+    is_allowed = engine.options.optimizer_on == "auto" and chooses
     if not (is_allowed and optimizers.may_live_on_device(masters)):
         return 0
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     gradients = sum(master.nbytes for master in masters if master.requires_grad)
-    return values + copies + gradients + optimizers.state_bytes_to_come(masters)
+    return values + copies + gradients + optimizers.most_state_bytes(masters)
+
+
+def _step_bytes(engine: Engine, unit: Unit) -> int:
+    """Return what a step of a unit reads and writes, its state included."""
+    masters = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
+    return bytes_of(unit).step_bytes + 2 * engine.optimizers.state_bytes(masters)
 
 
 class FirstSteps:
@@ -140,6 +157,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         units=tuple(units),
         resident=replace(
             bytes_of(engine.arrangement.resident),
+            step_bytes=_step_bytes(engine, engine.arrangement.resident),
             bytes_on_device=bytes_on_device(engine, engine.arrangement.resident),
         ),
         trains=measured.trains,
@@ -154,11 +172,15 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     )
 
 
-def machine_of(recording: Recording) -> Machine:
+def machine_of(engine: Engine, recording: Recording) -> Machine:
     """Return the speed of copies and of the optimizer."""
     to_device, copy_seconds = _rate(recording, Kind.LOAD, Kind.FETCH)
     to_host, _ = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)
     host, _ = _rate(recording, Kind.STEP)
+    # steps are recorded by what they read and write beside state
+    units = engine.arrangement.all_units
+    recorded = sum(bytes_of(unit).step_bytes for unit in units)
+    host *= sum(_step_bytes(engine, unit) for unit in units) / max(1, recorded)
     if math.isinf(to_host):
         to_host = to_device
     return Machine(to_device, to_host, host, copy_seconds)
@@ -269,12 +291,19 @@ def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
 def _unit_work(engine: Engine, unit: Unit, recording: Recording, steps: Sequence[_Step]) -> UnitWork:
     """Return what was recorded of a unit, with the way of its activations that the user chose."""
     name = unit.name
+    work = bytes_of(unit)
+    up, down = engine.optimizers.bytes_of_visit(unit)
+    numbers = sum(weight.master.numel() for weight in unit.every_weight if weight.master.requires_grad)
     return replace(
-        bytes_of(unit),
+        work,
+        step_bytes=_step_bytes(engine, unit),
         forward_seconds=min(step.forward[name] for step in steps),
         backward_seconds=min(step.backward[name] - step.repeated.get(name, 0.0) for step in steps),
         ways=(_given_way(engine.options.activations, name, recording, steps),),
         bytes_on_device=bytes_on_device(engine, unit),
+        visit_up=up,
+        visit_down=down,
+        visit_piece=bytes_of_piece(down + work.gradient_bytes, numbers) if up else 0,
     )
 
 

@@ -9,9 +9,10 @@ With gradient accumulation it waits for a first step of the optimizer, and recor
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from typing_extensions import override
@@ -19,8 +20,9 @@ from typing_extensions import override
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.cost import UnitWork, activation_bytes
+from sp_lightning.planning.cost import Machine, UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
+from sp_lightning.planning.probe import probe
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
@@ -52,6 +54,7 @@ class AutoPlanner(Planner):
         self._units: tuple[UnitWork, ...] = ()
         self._trains = self._has_limit = False
         self._measuring: FirstSteps | None = None
+        self._machine: Machine | None = None  # as far as it is known
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
@@ -97,11 +100,22 @@ class AutoPlanner(Planner):
         planned.plan, planned.measured = self._plan(engine, measured), measured
         planned.size = planned.window_size = _input_bytes(engine)
 
+    def _machine_of(self, engine: Engine, measured: FirstSteps) -> Machine:
+        """Return the speeds that the recorded steps show; of what they do not, as it was found before."""
+        seen, before = machine_of(engine, measured.recording), self._machine
+        if before is not None:
+            known = {name: rate for name, rate in asdict(seen).items() if rate != math.inf}
+            seen = replace(before, **known)
+        self._machine = seen
+        return seen
+
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
         k, k_prime, budget = engine.options.k, engine.options.k_prime, engine.budget
-        machine = machine_of(measured.recording)
+        machine = self._machine_of(engine, measured)
         workload = workload_of(engine, measured, machine)
+        if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
+            machine = self._machine = probe(engine.backend, machine)
         assert budget is not None
         search = partial(choose, workload, machine, k=k, k_prime=k_prime, fill=k == "auto")
         try:
@@ -111,7 +125,7 @@ class AutoPlanner(Planner):
             prediction = search(budget + error.missing)
         choice = prediction.choice
         names = [unit.name for unit in workload.units]
-        on_device = [workload.units[number] for number in choice.on_device]
+        on_device = [workload.everything[number] for number in choice.on_device]
         policies: dict[str, Policy] = {}
         if engine.activations.auto is not None:
             policies = {name: way.policy for name, way in zip(names, choice.ways, strict=True)}
@@ -120,6 +134,7 @@ class AutoPlanner(Planner):
             k_prime=choice.k_prime,
             kept=tuple(names[number] for number in choice.kept),
             on_device=tuple(unit.name for unit in on_device),
+            visiting=tuple(names[number] for number in choice.visiting),
             on_device_bytes=sum(unit.bytes_on_device for unit in on_device),
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,

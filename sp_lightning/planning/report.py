@@ -9,16 +9,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Choice, Prediction, Workload
+from sp_lightning.planning.choose import TooLittleMemory, choose
+from sp_lightning.planning.cost import Choice, Machine, Prediction, Workload
 from sp_lightning.planning.estimate import Assumptions, estimate, ladder
-from sp_lightning.planning.step import predict
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
@@ -26,15 +25,19 @@ _HOSTS = tuple(size * 2**30 for size in (32, 64, 128))
 _SYSTEM_BYTES = 6 * 2**30  # of host memory, for the system, Python, torch and data
 
 
+class Row(NamedTuple):
+    """The fastest steps that fit: without clipping by norm, and with it, each with a choice of its own."""
+
+    plain: Prediction
+    clipped: Prediction
+
+
 @dataclass(frozen=True)
 class Rung:
     """What a step takes with a way to keep masters and moments."""
 
     given: Assumptions
-    host_bytes: int
-    seconds: float
-    # of host memory if gradients are clipped by norm, and so wait there for each other
-    clipped_bytes: int
+    row: Row
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,16 @@ class Report:
     given: Assumptions
     parameters: int  # elements of all weights
     workload: Workload
-    # for each k that fits, with `k_prime=1` and no unit kept on the device
-    rows: Sequence[Prediction]
-    best: Prediction | None  # the choice with the fastest step; None if nothing fits
+    # for each k that fits, with `k_prime=1`, no unit kept on the device, and all stepped on the host
+    rows: Sequence[Row]
+    best: Row | None  # the choices with the fastest steps; None if nothing fits
     last_row: str  # what the table says of the first k that does not fit
-    # of host memory, with the best choice: from what is assumed to the most compact
+    # from what is assumed to the most compact, each with the choices that are best for it
     ladder: Sequence[Rung]
+
+    def asked(self, row: Row) -> Prediction:
+        """Return the step as it is asked for: clipped, or not."""
+        return row.plain if self.given.gradient_clip_val is None else row.clipped
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and names only, for JSON."""
@@ -59,86 +66,107 @@ class Report:
             "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
             "parameters": self.parameters,
             "units": {unit.name: unit.weight_bytes for unit in self.workload.units},
-            "rows": [_as_dict(row) for row in self.rows],
-            "best": self.best and _as_dict(self.best),
+            "rows": [self._as_dict(row) for row in self.rows],
+            "best": self.best and self._as_dict(self.best),
             "ladder": [
                 {name: getattr(rung.given, name) for name in ("precision", "optimizer", "master", "moments")}
-                | {"host_bytes": rung.host_bytes, "clipped_bytes": rung.clipped_bytes, "seconds": rung.seconds}
+                | self._as_dict(rung.row)
                 for rung in self.ladder
             ],
         }
 
+    def _as_dict(self, row: Row) -> dict[str, Any]:
+        asked = self.asked(row)
+        choice = asked.choice
+        return {
+            "k": choice.k,
+            "k_prime": choice.k_prime,
+            "kept": len(choice.kept),
+            "steps": self._places(choice),
+            "activations": dict(Counter(way.policy for way in choice.ways)),
+            "seconds": asked.seconds,
+            "plain_seconds": row.plain.seconds,
+            "clipped_seconds": row.clipped.seconds,
+            "bottleneck": asked.bottleneck.value,
+            "lanes": {lane.value: seconds for lane, seconds in asked.lanes.items()},
+            "device_bytes": asked.device_bytes,
+            "host_bytes": asked.host_bytes,
+            "clipped_bytes": row.clipped.host_bytes,
+            "bytes_to_device": asked.bytes_to_device,
+            "bytes_to_host": asked.bytes_to_host,
+        }
+
+    def _places(self, choice: Choice) -> dict[str, int]:
+        """Return how many units are stepped in which way; those that are frozen are in none."""
+        trained = [number for number, unit in enumerate(self.workload.units) if unit.step_bytes]
+        live = len(set(trained).intersection(choice.on_device))
+        visit = len(choice.visiting)
+        return {"live": live, "visit": visit, "host": len(trained) - live - visit}
+
     def __str__(self) -> str:
         given = {**asdict(self.given), "device_memory": readable_bytes(self.given.device_bytes)}
-        units, columns = self.workload.units, ("device", "host", "to device", "to host", "step")
+        units, columns = self.workload.units, ("device", "host", "to device", "to host", "step", "clipped")
         largest = readable_bytes(max(unit.weight_bytes for unit in units))
         lines = [
             f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
             *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
             "",
             f"   k {_in_columns(columns)}  bottleneck",
-            *(_as_row(str(row.choice.k), row) for row in self.rows),
+            *(self._as_line(str(row.plain.choice.k), row) for row in self.rows),
             *([self.last_row] if self.last_row else []),
         ]
         if self.best is None:
             return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
-        chosen = _as_dict(self.best)
-        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")}
-        counts |= chosen["activations"]
+        asked = self.asked(self.best)
+        choice = asked.choice
+        counts = {"k": choice.k, "k_prime": choice.k_prime, "kept": len(choice.kept)}
+        counts |= Counter(way.policy for way in choice.ways)
         words = ", ".join(f"{name} {count}" for name, count in counts.items())
-        lanes = self.best.lanes.items()
-        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in lanes)
-        lines += [_as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"]
+        busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in asked.lanes.items())
+        lines += [self._as_line("best", self.best), "", f"Best: {words}", self._in_words(choice), f"Busy: {busy}"]
         return "\n".join([*lines, "", *self._ladder_lines()])
+
+    def _as_line(self, label: str, row: Row) -> str:
+        asked = self.asked(row)
+        sizes = (asked.device_bytes, asked.host_bytes, asked.bytes_to_device, asked.bytes_to_host)
+        seconds = (row.plain.seconds, row.clipped.seconds)
+        columns = [*map(readable_bytes, sizes), *map(readable_seconds, seconds)]
+        return f"{label:>4} {_in_columns(columns)}  {asked.bottleneck.value}"
+
+    def _in_words(self, choice: Choice) -> str:
+        """Say what lives on the device, what visits it, and what is stepped on the host."""
+        live, visit, host = self._places(choice).values()
+        words = f"Steps: {live} units live on the device with their state, "
+        words += f"{visit} visit it to be stepped there, {host} are stepped on the host"
+        if self.given.devices > 1:
+            words += "; with several devices none visits"
+        return words
 
     def _ladder_lines(self) -> list[str]:
         hosts = _HOSTS if self.given.host_bytes is None else (self.given.host_bytes,)
-        rows = [("on the host", ["memory", "clipped", "step", *map(readable_bytes, hosts)])]
+        rows = [("on the host", ["memory", "step", "clipped", "its step", *map(readable_bytes, hosts)])]
         for rung in self.ladder:
-            columns = [readable_bytes(rung.host_bytes), readable_bytes(rung.clipped_bytes)]
-            columns.append(readable_seconds(rung.seconds))
-            columns += ["fits" if rung.host_bytes + _SYSTEM_BYTES <= size else "-" for size in hosts]
+            columns = []
+            for prediction in rung.row:
+                columns += [readable_bytes(prediction.host_bytes), readable_seconds(prediction.seconds)]
+            taken = self.asked(rung.row).host_bytes + _SYSTEM_BYTES
+            columns += ["fits" if taken <= size else "-" for size in hosts]
             rows.append((f"{rung.given.optimizer_words}, {rung.given.precision}", columns))
-        lines = [f"{label:<55} {_in_columns(columns)}" for label, columns in rows]
-        return [*lines, "clipped: with gradient_clip_val, for which all gradients wait on the host"]
-
-
-def _as_dict(row: Prediction) -> dict[str, Any]:
-    choice = row.choice
-    return {
-        "k": choice.k,
-        "k_prime": choice.k_prime,
-        "kept": len(choice.kept),
-        "on_device": len(choice.on_device),
-        "activations": dict(Counter(way.policy for way in choice.ways)),
-        "seconds": row.seconds,
-        "bottleneck": row.bottleneck.value,
-        "lanes": {lane.value: seconds for lane, seconds in row.lanes.items()},
-        "device_bytes": row.device_bytes,
-        "host_bytes": row.host_bytes,
-        "bytes_to_device": row.bytes_to_device,
-        "bytes_to_host": row.bytes_to_host,
-    }
-
-
-def _as_row(label: str, row: Prediction) -> str:
-    sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
-    columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
-    return f"{label:>4} {_in_columns(columns)}  {row.bottleneck.value}"
+        lines = [f"{label:<50}{_in_columns(columns)}" for label, columns in rows]
+        return [*lines, "clipped: with gradient_clip_val, for which nothing is stepped before all gradients are there"]
 
 
 def _in_columns(texts: Sequence[str]) -> str:
     return "".join(f"{text:>11}" for text in texts)
 
 
-def _rung(module: nn.Module, given: Assumptions, choice: Choice) -> Rung:
-    """Return what a step takes with a way to keep masters and moments."""
-    workload, machine = estimate(module, given)
-    predicted = predict(workload, machine, choice)
-    clipped = predicted
-    if workload.stepping is not None:
-        clipped = predict(replace(workload, stepping="after backward"), machine, choice)
-    return Rung(given, predicted.host_bytes, predicted.seconds, clipped.host_bytes)
+def _fastest(workload: Workload, machine: Machine, budget: int, **fixed: Any) -> Row:
+    """Choose for steps that are not clipped, and for those that are."""
+    plain = choose(workload, machine, budget, **fixed)
+    if workload.stepping in (None, "after backward"):
+        return Row(plain, plain)
+    clipped = replace(workload, stepping="after backward")
+    return Row(plain, choose(clipped, machine, budget, **fixed))
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -160,19 +188,21 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
     """
     given = assumptions or Assumptions()
-    workload, machine = estimate(module, given)
+    workload, machine = estimate(module, replace(given, gradient_clip_val=None))
     budget, length = int(SHARE_OF_FREE_MEMORY * given.device_bytes), len(workload.units)
-    rows: list[Prediction] = []
+    rows: list[Row] = []
     last_row = ""
     for k in [*(k for k in _KS if k < length), length]:
         try:
-            rows.append(choose(workload, machine, budget, k=k, k_prime=1, fill=False))
-        except ValueError as error:
+            rows.append(_fastest(workload, machine, budget, k=k, k_prime=1, fill=False))
+        except TooLittleMemory as error:
             last_row = f"{k:>4}  {error}"
             break
-    best = choose(workload, machine, budget) if rows else None
+    rungs = []
+    for way in ladder(given) if rows else ():
+        rungs.append(Rung(way, _fastest(*estimate(module, replace(way, gradient_clip_val=None)), budget)))
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    rungs = [] if best is None else [_rung(module, way, best.choice) for way in ladder(given)]
+    best = rungs[0].row if rungs else None
     return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, rungs)
 
 

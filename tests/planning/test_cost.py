@@ -73,7 +73,13 @@ def test_loads_are_those_of_the_law() -> None:
         assert predicted.bytes_to_device == loads * UNIT_BYTES
         assert predicted.bytes_to_host == 16 * UNIT_BYTES
         assert predicted.lanes == pytest.approx(
-            {Lane.COMPUTE: 16 * 1.2, Lane.TO_DEVICE: loads * 1.0, Lane.TO_HOST: 16 * 0.9, Lane.HOST: 16 * 0.5}
+            {
+                Lane.COMPUTE: 16 * 1.2,
+                Lane.TO_DEVICE: loads * 1.0,
+                Lane.TO_HOST: 16 * 0.9,
+                Lane.VISIT: 0.0,
+                Lane.HOST: 16 * 0.5,
+            }
         )
     assert predicted.bottleneck is Lane.TO_DEVICE
     for k, loads in [(4, 28 + 2 * 24), (16, 16)]:

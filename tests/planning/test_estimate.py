@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, ViTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, T5Config, ViTConfig
+from transformers import T5ForConditionalGeneration as T5
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
+from sp_lightning.cli import _SIZES, SHAPES
 from sp_lightning.pipeline import Lane
-from sp_lightning.planning import Choice, predict
+from sp_lightning.planning import Choice, choose, predict
 from sp_lightning.planning.cost import gradient_bytes, landing_bytes, weight_bytes
 from sp_lightning.planning.estimate import STATE, estimate
 from sp_lightning.trainer.steps import StepsMixin
@@ -34,7 +37,7 @@ def llama() -> Batch:
 def t5() -> Batch:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
     tokens = torch.randint(1, 96, (2, 16))
-    model = T5ForConditionalGeneration(T5Config(vocab_size=96, decoder_start_token_id=0, dropout_rate=0.0, **sizes))
+    model = T5(T5Config(vocab_size=96, decoder_start_token_id=0, dropout_rate=0.0, **sizes))
     return model, {"input_ids": tokens, "labels": tokens}, tokens.numel()
 
 
@@ -100,6 +103,7 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     counted = module.summary
     assert [unit.name for unit in workload.units] == list(counted.unit_names)
     assert [unit.weight_bytes for unit in workload.units] == pytest.approx(counted.unit_bytes, rel=0.05)
+    workload = workload.placed(choice)
     assert weight_bytes(workload, choice) == pytest.approx(counted.device_bytes, rel=0.05)
     assert gradient_bytes(workload) == pytest.approx(counted.gradient_bytes, rel=0.05)
     passing = landing_bytes(workload, choice.k_prime)
@@ -122,7 +126,65 @@ def test_frozen_weights_have_no_gradients():
     assert trained.backward_seconds == pytest.approx(2 * trained.forward_seconds)
     assert frozen.host_bytes * 3 == pytest.approx(trained.host_bytes, rel=0.01)  # its weight alone
     model.requires_grad_(False)
-    assert plan(model, given).rows[0].bytes_to_host == 0
+    assert plan(model, given).rows[0].plain.bytes_to_host == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "on_device", "up", "down"),
+    [
+        ({"precision": "bf16-mixed"}, 18, 12, 14),  # with the copies that are sent
+        ({"precision": "bf16-true", "master": "split"}, 14, 12, 12),
+        ({"precision": "bf16-true", "master": "split", "moments": "int8"}, 8.0625, 6.0625, 6.0625),
+        ({"precision": "32-true", "optimizer": "Adagrad"}, 12, 0, 0),  # which has no passes over pieces
+        ({"precision": "32-true", "devices": 2}, 16, 0, 0),
+        ({"precision": "32-true", "optimizer_on": "host"}, 0, 0, 0),
+    ],
+    ids=str,
+)
+def test_what_lives_on_the_device_and_what_visits_it(given, on_device, up, down):
+    """Bytes for each parameter, also of what is resident."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))
+    workload, _ = estimate(model, Assumptions(units="Linear", resident=["0"], **given))
+    assert len(workload.units) == 2
+    # what is resident is not lowered
+    for work in workload.units if given["precision"] == "bf16-mixed" else workload.everything:
+        assert (work.bytes_on_device, work.visit_up, work.visit_down) == (on_device * 2**24, up * 2**24, down * 2**24)
+        assert (work.visit_piece > 0) == (up > 0)
+    frozen = estimate(model.requires_grad_(False), Assumptions(units="Linear", **given))[0].everything
+    assert not any(work.bytes_on_device or work.visit_up or work.visit_down for work in frozen)
+
+
+GIB = 2**30
+INT8 = {"precision": "bf16-true", "master": "split", "moments": "int8"}
+LLAMA = LlamaConfig(**dict(zip(_SIZES, SHAPES["Llama-3.1-8B"][1], strict=True))), INT8
+H200 = {"tokens": 8192, "to_device": 54, "to_host": 54, "compute": 350, "host_bandwidth": 100}
+SIZES = dict(zip(_SIZES, (151_936, 1536, 8960, 28, 12, 2), strict=True))
+QWEN = Qwen2Config(tie_word_embeddings=True, **SIZES), H200
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "on_host", "seconds", "before"),
+    [
+        (LLAMA, 80, 8, 1.5, (49.3, 2.06)),
+        (LLAMA, 24, 41, 1.8, (49.4, 2.06)),
+        (QWEN, 140, 0.1, 0.2175, (21.0, 0.442)),
+        (QWEN, 40, 16, 0.260, (21.0, 0.442)),
+        (QWEN, 20, 21, 0.340, (21.0, 0.442)),
+    ],
+    ids=["8B-80", "8B-24", "1.5B-140", "1.5B-40", "1.5B-20"],
+)
+def test_every_unit_is_stepped_where_it_is_fastest(model, memory, on_host, seconds, before):
+    """At most so many GiB on the host, and seconds, where the host alone would take more."""
+    config, assumed = model
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config).float()
+    for place, (most_bytes, most_seconds) in {"auto": (on_host, seconds), "host": before}.items():
+        workload, machine = estimate(module, Assumptions(optimizer_on=place, **assumed))
+        best = choose(workload, machine, int(0.9 * memory * GIB))
+        assert best.host_bytes <= (most_bytes + 0.1) * GIB
+        assert best.seconds <= 1.002 * most_seconds
+        clipped = choose(replace(workload, stepping="after backward"), machine, int(0.9 * memory * GIB))
+        assert clipped.seconds >= 0.999 * best.seconds
 
 
 def test_what_backward_begins_with_is_kept():
@@ -141,7 +203,8 @@ def test_state_of_optimizers(name):
     optimizer.step()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     kept = sum(value.nbytes for value in state if value.numel() > 1)
-    with_it, without = (plan(model, Assumptions(optimizer=each, precision="32-true")).rows[0] for each in (name, 0.0))
+    plans = [plan(model, Assumptions(optimizer=each, precision="32-true")) for each in (name, 0.0)]
+    with_it, without = (each.rows[0].plain for each in plans)
     assert with_it.host_bytes - without.host_bytes == kept
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
 
@@ -151,6 +214,8 @@ def test_state_of_optimizers(name):
     [
         ({"device_memory": 0.5}, "`device_memory=0.5` must be an amount"),
         ({"device_memory": "0GB"}, "`device_memory='0GB'` must be an amount"),
+        ({"optimizer_on": "disk"}, "`optimizer_on='disk'` must be one of auto, host"),
+        ({"gradient_clip_val": -1.0}, "`gradient_clip_val=-1.0` must be above zero"),
         ({"to_device": 0.0}, "`to_device=0.0` must be above zero"),
         ({"precision": "8-true"}, "`precision='8-true'` must be one of 32-true"),
         ({"activations": "drop"}, "`activations='drop'` must be one of keep"),
