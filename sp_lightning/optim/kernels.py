@@ -39,12 +39,10 @@ from sp_lightning.optim.codecs import (
     store_weight,
     write,
 )
-from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.layout import GROUP, LANES
 from sp_lightning.optim.rules import ADAM, LION, NESTEROV, NO_SCALING, Kind, Memory, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
-LANES = 8
-"""Torch's fused kernels work on so many elements at once, in bf16 on twice as many."""
 
 
 # --------------------------------------------------------------------------------------------------- rules of updates
@@ -185,19 +183,3 @@ def step_shares(kernel: Any, rule: Rule, scaling: Scaling, rows: Any, ranges: An
         for number in range(begins[share], begins[share + 1]):
             weight, start, stop = ranges[number]
             kernel(rule, scaling, rows[weight], start, stop, seed)
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def read_moment(moment: Any, scales: Any, is_second: Any, values: Any, size: Any, sources: int = SOURCES) -> None:
-    """Unpack a whole moment into fp32; all are addresses."""
-    for i in range(size):
-        scale = read(scales, i // GROUP, F32(0))
-        write(values, i, load_moment(moment, 1, scale, i, is_second))
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def write_moment(moment: Any, scales: Any, is_second: Any, values: Any, size: Any, sources: int = SOURCES) -> None:
-    """Pack a whole moment from fp32, or from the roots of a second one; all are addresses."""
-    for start in range(0, size, GROUP):
-        scale, key = scales + 4 * (start // GROUP), key_at(0, start)
-        pack(moment + start, scale, values + 4 * start, min(GROUP, size - start), is_second, key)

@@ -1,4 +1,4 @@
-"""How a master and moments lie in memory: the state of a parameter is made, read, and handed to the kernels.
+"""How a master and moments lie in memory: the state of a parameter is made, and found again.
 
 [Note: names] A moment has the name that torch gives it only if torch would read it as it is. Of an `exp_avg`, codes are
 `exp_avg_codes`, beside their `exp_avg_scale`; an `exp_avg_sq` whose sign tells how a tie was rounded is
@@ -20,6 +20,8 @@ GROUP = 128
 """So many elements of a moment in 8 bits share a scale."""
 BLOCK = 8 * GROUP
 """Work is shared among threads in multiples of so many."""
+LANES = 8
+"""Torch's fused CPU kernels work on so many elements at once, in bf16 on twice as many."""
 
 State = dict[str, Any]
 _LOW = {"auto": torch.uint16, "split": torch.uint16, "split24": torch.uint8}
@@ -36,10 +38,10 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name}={group[name]!r}: expected one of {', '.join(map(repr, allowed))}")
     for number, p in enumerate(group["params"]):
         name = group["param_names"][number] if "param_names" in group else f"parameter {number} of its group"
-        if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16):
+        if p.is_meta or p.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 "
-                "parameters in host memory: give it to an optimizer of torch.optim instead"
+                "parameters on the CPU or an accelerator: give it to an optimizer of torch.optim instead"
             )
         if not fills_memory(p):
             gaps = "has gaps in memory, which a pass over it would write to: make it `.contiguous()`"
@@ -52,8 +54,9 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
-    """Return the state of a parameter before its first step, with moments of these names.
+    """Return the state of a parameter before its first step, with moments of these names, on its device.
 
+    Steps are counted on the host, which would wait for a device that does it.
     Torch's default dtype and device are the user's: Lightning sets the former to bf16 around a `training_step`.
     """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
@@ -102,21 +105,7 @@ def count_in(states: Sequence[State]) -> list[float]:
 
 
 def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that lies in memory as `like` does: itself, or a copy."""
-    if tensor.stride() == like.stride():
+    """Return a tensor that lies in memory as `like` does, on its device: itself, or a copy."""
+    if tensor.stride() == like.stride() and tensor.device == like.device:
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-
-
-def read_master(p: Tensor, state: State) -> Tensor:
-    """Return the fp32 master of a parameter, whose low bits may be in its state."""
-    if "low" not in state:
-        return state["master"].clone() if "master" in state else p.detach().float()
-    width = 8 * state["low"].itemsize
-    low, middle = state["low"].int(), 1 << (width - 1)
-    second = state.get("exp_avg_sq_with_ties")
-    was_up = torch.ones_like(low).bool() if second is None else torch.signbit(second)
-    up = (low > middle) | ((low == middle) & was_up)
-    high = (p.detach().view(torch.int16).int() & 0xFFFF) - up.int()
-    whole: Tensor = (high << 16) | (low << (16 - width))
-    return whole.view(torch.float32)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.optim.host import HostOptimizer, Work
+from sp_lightning.optim.compact import CompactOptimizer, Work
 from sp_lightning.optim.layout import fills_memory
 from sp_lightning.optim.optimizers import SGD, Adam, AdamW
-from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import Scaling
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import Pass, Scaling
 
-_OURS: dict[type[Optimizer], type[HostOptimizer]] = {
+_OURS: dict[type[Optimizer], type[CompactOptimizer]] = {
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
     torch.optim.SGD: SGD,
@@ -49,9 +49,9 @@ class OnePass:
         self._type: Any = type(optimizer)
         self._settings = settings
         # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
-        self._cls: type[HostOptimizer] | None = None
+        self._cls: type[CompactOptimizer] | None = None
         is_plain = not settings.get("amsgrad") and not settings.get("maximize")
-        if isinstance(optimizer, HostOptimizer):
+        if isinstance(optimizer, CompactOptimizer):
             self._cls = type(optimizer)
         elif settings.get("fused") and is_plain and find_spec("numba"):
             # torch would run its fused kernel
@@ -102,7 +102,7 @@ def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: to
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
     return (
         isinstance(other, Tensor)
-        and other.device.type == "cpu"
+        and other.device == weight.device
         and other.dtype in dtypes
         and other.shape == weight.shape
         and other.stride() == weight.stride()

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from sp_lightning.optim.host import HostOptimizer
+from sp_lightning.optim.compact import CompactOptimizer
 from sp_lightning.optim.rules import ADAM, LION, MOMENTUM, NESTEROV, Rule
 
 
-class AdamW(HostOptimizer):
+class AdamW(CompactOptimizer):
     """AdamW with a choice of how many bytes a parameter takes. The defaults are exact.
 
     Args:
-        params: Parameters in host memory, fp32 or bf16, or param groups of them.
+        params: Parameters, fp32 or bf16, on the CPU or an accelerator, or param groups of them.
         lr: The learning rate.
         betas: Decay of the first and the second moment.
         eps: What is added to the root of the second moment.
@@ -97,7 +97,7 @@ class Adam(AdamW):
         )  # fmt: skip
 
 
-class SGD(HostOptimizer):
+class SGD(CompactOptimizer):
     """SGD with momentum and Nesterov's, with `master` and `moments` as `AdamW` has them."""
 
     checked_by = torch.optim.SGD
@@ -141,7 +141,7 @@ class SGD(HostOptimizer):
         )
 
 
-class Lion(HostOptimizer):
+class Lion(CompactOptimizer):
     """Lion (arXiv 2302.06675), with `master` and `moments` as `AdamW` has them."""
 
     first = "exp_avg"

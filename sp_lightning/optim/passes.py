@@ -1,4 +1,4 @@
-"""Passes of the kernels over weights and gradients, shared by several threads.
+"""Passes over weights and gradients; on the CPU several threads share those of the kernels.
 
 The threads are numba's, not Python's: each of those would need Python's lock to begin, beside a thread that hardly ever
 gives it away. On a machine with 16 cores that took a third of the time of a step.
@@ -12,38 +12,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, fills_memory
-from sp_lightning.optim.rules import MOMENTUM, NO_SCALING, Kind, Memory, Rule, Scaling
+from sp_lightning.optim.on_device import step_on_device
+from sp_lightning.optim.rules import MOMENTUM, Kind, Memory, Pass, Rule, Scaling
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
 
-class Pass(NamedTuple):
-    """The update of one weight, whose tensors all lie alike in memory."""
-
-    rule: Rule
-    memory: Memory
-    scaling: Scaling = NO_SCALING
-    seed: int | None = None  # of random rounding; None for rounding to the nearest
-
-    @property
-    def kind(self) -> Kind:
-        """What kernel it takes."""
-        widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
-        is_penalized, is_random = bool(self.rule.penalty != 0), self.seed is not None
-        return Kind(self.rule.update, is_penalized, self.scaling.operations, is_random, *widths)
-
-
 def run(passes: Sequence[Pass]) -> None:
-    """Update weights, on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
+    """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
+    on_host: list[Pass] = []
+    for step in passes:
+        if step.memory.weight.device.type == "cpu":
+            on_host.append(step)
+        else:
+            step_on_device(step)
+    if on_host:
+        _run_kernels(on_host)
+
+
+def _run_kernels(passes: Sequence[Pass]) -> None:
+    """Update weights on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
     from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
 
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}

@@ -1,4 +1,4 @@
-"""What the kernels take: the numbers of an update, what is done to the gradient before, and how memory lies."""
+"""What a pass takes: the numbers of an update, what is done to the gradient before, and how memory lies."""
 
 from __future__ import annotations
 
@@ -43,9 +43,13 @@ class Scaling(NamedTuple):
     @property
     def operations(self) -> int:
         """How much of it there is: 0 for nothing, 1 for a factor, 2 for all."""
-        if self.then != 1 or self.limit != INFINITY:
+        if not _is_one(self.then) or self.limit != INFINITY:
             return 2
-        return 0 if self.factor == 1 else 1
+        return 0 if _is_one(self.factor) else 1
+
+
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, np.float32) and bool(factor == 1)  # a tensor on a device would be waited for
 
 
 NO_SCALING = Scaling()
@@ -77,3 +81,19 @@ class Kind(NamedTuple):
     first: int
     second: int
     copy: int
+
+
+class Pass(NamedTuple):
+    """The update of one weight, whose tensors all lie alike in memory."""
+
+    rule: Rule
+    memory: Memory
+    scaling: Scaling = NO_SCALING
+    seed: int | None = None  # of random rounding; None for rounding to the nearest
+
+    @property
+    def kind(self) -> Kind:
+        """What kernel it takes."""
+        widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
+        is_penalized, is_random = bool(self.rule.penalty != 0), self.seed is not None
+        return Kind(self.rule.update, is_penalized, self.scaling.operations, is_random, *widths)

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sp_lightning.optim import optimizers as on_host
+from sp_lightning.optim import optimizers as ours
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -188,7 +188,7 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
         return True
     # not every callable has code: a mock, a partial
     code = getattr(inspect.unwrap(step), "__code__", None)
-    folders = [os.path.dirname(str(package.__file__)) for package in (torch.optim, on_host)]
+    folders = [os.path.dirname(str(package.__file__)) for package in (torch.optim, ours)]
     return code is None or os.path.dirname(code.co_filename) not in folders
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from sp_lightning.optim.host import COMPACT, HostOptimizer
+from sp_lightning.optim.compact import COMPACT, CompactOptimizer
 from sp_lightning.trainer import StrategyPart
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class CheckpointsMixin(StrategyPart):
             except ValueError as error:
                 groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
                 words = groups[-1].get(COMPACT)
-                if words is None or isinstance(optimizer, HostOptimizer):
+                if words is None or isinstance(optimizer, CompactOptimizer):
                     raise
                 message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
                 raise self.lightning.misconfiguration(message) from error

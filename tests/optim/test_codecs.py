@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import GROUP, read_master
-from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import MOMENTUM, Memory, Rule
+from sp_lightning.optim.formats import read_master, read_moment, write_moment
+from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import MOMENTUM, Memory, Pass, Rule
 
 pytest.importorskip("numba")
 HALF = 1 << 16
@@ -70,14 +71,9 @@ def test_split24_keeps_24_bits_and_rounds_the_rest_at_random():
 
 def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Pack a moment; its codes, scales, and what it is then."""
-    from sp_lightning.optim.kernels import read_moment, write_moment
-
     moment = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
-    back, addresses, is_second = torch.empty_like(value), [each.data_ptr() for each in moment], codes == torch.uint8
-    given = value.sqrt() if is_second else value
-    write_moment(*addresses, is_second, given.data_ptr(), value.numel())
-    read_moment(*addresses, is_second, back.data_ptr(), value.numel())
-    return *moment, back
+    write_moment(*moment, value.sqrt() if codes == torch.uint8 else value)
+    return *moment, read_moment(*moment)
 
 
 @pytest.mark.parametrize("count", [1, GROUP - 1, GROUP, 100 * GROUP + 37])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sp_lightning import optim
-from sp_lightning.optim import host, passes
+from sp_lightning.optim import compact, passes
 
 from ..helpers import torchs_defaults
 
@@ -198,7 +198,10 @@ def test_threads_do_not_matter(moments):
         ),
         (lambda: optim.AdamW([weight(torch.half)], master="split"), "parameter 0 of its group is torch.float16"),
         (lambda: optim.Lion([weight(torch.double)]), "torch.float64 on cpu"),
-        (lambda: optim.SGD([weight(torch.float, device="meta")]), "torch.float32 on meta, but .* in host memory"),
+        (
+            lambda: optim.SGD([weight(torch.float, device="meta")]),
+            "torch.float32 on meta, but .* or an accelerator",
+        ),
         (lambda: optim.AdamW([weight(torch.float)], master="split"), 'master="split" is for bf16 parameters'),
         (
             lambda: optim.AdamW([("tail", weight(torch.bfloat16)), ("head", weight(torch.float))], master="split24"),
@@ -374,8 +377,8 @@ def test_compiling_a_kernel_is_said_once(tmp_path):
 
 
 def test_without_numba(monkeypatch):
-    monkeypatch.setattr(host, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="AdamW needs numba: pip install"):
+    monkeypatch.setattr(compact, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="AdamW needs numba on the CPU: pip install"):
         optim.AdamW([weight(torch.float)])
 
 

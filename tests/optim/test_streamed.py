@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.optim import of_torch
-from sp_lightning.optim.passes import Pass, run
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import Pass
 
 from ..zoo.blocks import WIDTH, chain
 

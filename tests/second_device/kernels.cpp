@@ -221,12 +221,18 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
   if (!ours.empty()) device = ours[0].first.device();
   c10::OptionalDeviceGuard guard(device);
 
+  // CUDA's square root is the nearest number. The CPU's, which is MKL's, is so only if computed in double precision.
+  const bool is_root = schema.name() == "aten::sqrt" && schema.overload_name().empty() && !ours.empty() &&
+                       ours[0].first.scalar_type() == at::kFloat;
   Launch launch(schema.name().c_str());
   for (const auto& [tensor, writes] : ours) launch.touches(tensor, writes);
   Call call;
   for (size_t number = 0; number < inputs; ++number) {
     auto& value = (*stack)[begin + number];
-    value = change_tensors(value, [&](const at::Tensor& tensor) { return call.to_host(tensor); });
+    value = change_tensors(value, [&](const at::Tensor& tensor) {
+      auto host = call.to_host(tensor);
+      return is_root ? host.to(at::kDouble) : host;
+    });
     if (value.isDevice() && value.toDevice().type() == kType) {
       value = c10::Device(c10::DeviceType::CPU);
     } else if (schema.arguments()[number].type()->str() == "Generator?") {
@@ -237,7 +243,9 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
   call.adopt_sizes();
   for (size_t position = stack->size() - schema.returns().size(); position < stack->size(); ++position) {
     auto& value = (*stack)[position];
-    value = change_tensors(value, [&](const at::Tensor& tensor) { return call.to_device(tensor, launch); });
+    value = change_tensors(value, [&](const at::Tensor& tensor) {
+      return call.to_device(is_root ? tensor.to(at::kFloat) : tensor, launch);
+    });
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();  // an error that an earlier call has left
 }

@@ -14,7 +14,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.optim import optimizers as on_host
+from sp_lightning.optim import optimizers as ours
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
 
@@ -30,10 +30,10 @@ They step on a thread of the engine, and no setting that the user's thread may c
 BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
 
-ON_HOST = (on_host.AdamW, on_host.Adam, on_host.SGD, on_host.Lion)
+OURS = (ours.AdamW, ours.Adam, ours.SGD, ours.Lion)
 """Optimizers of ours, which take care of each weight themselves."""
 
-STEP_BY_WEIGHT = (*BY_ELEMENT, *BY_WEIGHT, *ON_HOST)
+STEP_BY_WEIGHT = (*BY_ELEMENT, *BY_WEIGHT, *OURS)
 """Optimizers that treat each weight by itself."""
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)

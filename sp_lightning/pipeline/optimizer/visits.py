@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from sp_lightning.optim.host import Work
+from sp_lightning.optim.compact import Work
 from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass
 from sp_lightning.optim.on_device import step_range
-from sp_lightning.optim.passes import Pass
+from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -78,7 +78,7 @@ class _PieceStep:
                 if self.reads_there:
                     flat = whole.memory.gradient.as_strided((size,), (1,))
                     memory = memory._replace(gradient=flat[begin:end])
-                step_range(whole._replace(memory=memory), begin, size)
+                step_range(whole._replace(memory=memory), begin)
             if self.is_placed:
                 for place, weights in self.piece.placed:
                     place.copy_(weights)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.optim.host import Work
+from sp_lightning.optim.compact import Work
 from sp_lightning.pipeline.gradients.segment_gradients import Scaling
 from sp_lightning.pipeline.optimizer import unit_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS

@@ -11,18 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import (
-    State,
-    check_group,
-    count_in,
-    is_compact,
-    laid_like,
-    make_state,
-    moment_in,
-    read_master,
-)
-from sp_lightning.optim.passes import Pass, run
-from sp_lightning.optim.rules import NO_SCALING, Memory, Rule, Scaling
+from sp_lightning.optim.formats import read_master, read_moment, write_moment
+from sp_lightning.optim.layout import State, check_group, count_in, is_compact, laid_like, make_state, moment_in
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import NO_SCALING, Memory, Pass, Rule, Scaling
 
 COMPACT = "compact"
 """The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""
@@ -39,8 +31,8 @@ class Work(NamedTuple):
     scaling: Scaling | None = NO_SCALING
 
 
-class HostOptimizer(Optimizer):
-    """An optimizer over fp32 and bf16 parameters in host memory."""
+class CompactOptimizer(Optimizer):
+    """An optimizer over fp32 and bf16 parameters, on the CPU or an accelerator."""
 
     # which takes, and refuses, the same options
     checked_by: ClassVar[type[Optimizer]] = torch.optim.Adam
@@ -55,9 +47,6 @@ class HostOptimizer(Optimizer):
         fused: bool | None,
         **formats: str | None,
     ) -> None:
-        name = type(self).__name__
-        if find_spec("numba") is None:
-            raise ImportError(f'{name} needs numba: pip install "sp-lightning[fast]"')
         of_torch: Any = self.checked_by
         of_torch([torch.empty(0, device="cpu")], **options, foreach=foreach, fused=fused)
         for option, value in options.items():
@@ -66,17 +55,21 @@ class HostOptimizer(Optimizer):
         super().__init__(params, {**options, **formats})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, whose parameters have to be in host memory."""
+        """Add a param group."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            check_group(self.param_groups[-1])
+            check_group(group)
+            if find_spec("numba") is None and any(p.device.type == "cpu" for p in group["params"]):
+                name = type(self).__name__
+                raise ImportError(f'{name} needs numba on the CPU: pip install "sp-lightning[fast]"')
         except Exception:
             del self.param_groups[-1]
             raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient; on as many threads as torch uses."""
+        """Step all parameters that have a gradient; on the CPU on as many threads as torch uses."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,8 +127,7 @@ class HostOptimizer(Optimizer):
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
         trained = [p for p in group["params"] if p.requires_grad]
-        with torch.device("meta"):
-            made = [make_state(torch.empty_like(p), group, self.moments_of(group)) for p in trained]
+        made = [make_state(p.to("meta"), group, self.moments_of(group)) for p in trained]
         return sum(value.nbytes for state in made for value in state.values())
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -162,12 +154,7 @@ class HostOptimizer(Optimizer):
     def _read_moment(self, state: State, name: str) -> Tensor:
         moment, scale = moment_in(state, name)
         assert moment is not None
-        value = moment.to(torch.float32, copy=True)
-        if scale is not None:
-            from sp_lightning.optim.kernels import read_moment
-
-            addresses = moment.data_ptr(), scale.data_ptr()
-            read_moment(*addresses, name == self.second, value.data_ptr(), value.numel())
+        value = moment.to(torch.float32, copy=True) if scale is None else read_moment(moment, scale)
         return value.abs() if name == self.second else value
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,12 +215,8 @@ class HostOptimizer(Optimizer):
             if scale is None:
                 target.copy_(value)
             else:
-                from sp_lightning.optim.kernels import write_moment
-
-                is_second = name == self.second
-                value = laid_like(value.float().sqrt() if is_second else value.float(), p)
-                addresses = target.data_ptr(), scale.data_ptr()
-                write_moment(*addresses, is_second, value.data_ptr(), value.numel())
+                value = value.float().sqrt() if name == self.second else value.float()
+                write_moment(target, scale, laid_like(value, p))
         # torch's SGD does not count; a momentum that is there is not the first
         if "step" not in saved:
             state["step"].fill_(1.0)
