@@ -326,7 +326,9 @@ class SimulatedBackend(Backend):
         self.spans.append(Span(lane, begin, end))
         return end
 
-    def _course(self, lane: Lane, begin: float, seconds: float) -> tuple[float, list[tuple[Shared, float, float, float]]]:
+    def _course(
+        self, lane: Lane, begin: float, seconds: float
+    ) -> tuple[float, list[tuple[Shared, float, float, float]]]:
         """When work ends, as it goes on as fast as what is shared lets it, and what of that it takes meanwhile."""
         rate = self._rates.get(lane, math.inf)
         needs = [(self._link, rate), (self._memory, rate)] if lane in (Lane.UP, Lane.DOWN) else []

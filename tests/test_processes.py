@@ -33,6 +33,7 @@ from sp_lightning.trainer.narrator import outcome
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
 from .lightning_modules import WIDTH, Adversaries, Base, fit, loader, plain, run, streamed, trainer
+from .planning.parts import Fixed
 from .processes import in_processes
 from .zoo.blocks import LoRALinear
 from .zoo.quantized import Int8Linear, PackedLinear
@@ -96,6 +97,23 @@ def compact_optimizers() -> None:
         assert_as_ddp(Compact, precision="bf16-true", gradient_clip_val=0.1)
 
 
+def units_that_live_on_the_device() -> None:
+    """From some step on, then others, then none, then all, and what is resident, too; they take no host memory."""
+    windows = [(2, 1), (2, 1, (), (0, 3)), (2, 1, (), (0, 3)), (2, 1, (1,), (2, 3, 4)), (2, 1), (2, 1, (), range(9))]
+    for make, arguments in [
+        (Base, {"gradient_clip_val": 0.1}),
+        (Silent, {"precision": "bf16-mixed"}),
+        (Descends, {"accumulate_grad_batches": 2, "compare": assert_close_trace}),
+        (type("LeavesOut", (LeftOut, Silent), {}), {}),
+        (ByOwnCode, {}),
+    ]:
+        planner = Fixed(*windows)
+        with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=planner):
+            assert_as_ddp(make, strategy={"k": "auto"}, **{"max_epochs": 3, **arguments})
+        assert len({on_device for *_, on_device in planner.seen}) >= 4, "units came and went"
+        assert planner.host_bytes == 0, "all live on the device at the end"
+
+
 def refused_optimizers() -> None:
     """Those that step or send weights by themselves, in each process."""
     for make in (partial(torch.optim.LBFGS, lr=0.1), partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)):
@@ -114,6 +132,7 @@ def two_machines() -> None:
 
 def test_ways_of_training() -> None:
     in_processes([as_it_comes, mixed_precision, options, compact_optimizers, refused_optimizers])
+    in_processes([units_that_live_on_the_device])
     in_processes([two_machines], count=4)
 
 

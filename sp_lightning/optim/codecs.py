@@ -30,7 +30,7 @@ jit = njit(nogil=True, error_model="numpy", forceinline=True)
 # no bits are promised
 near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})
 # numba computes in 64 bits what is not cast
-I8, U8, U16, U32, F32 = np.int8, np.uint8, np.uint16, np.uint32, np.float32
+I8, I16, I32, U8, U16, U32, F32 = np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.float32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
@@ -174,17 +174,17 @@ def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
         return load(memory.weight, kind.weight, i)
     if kind.low == 4:
         return read(memory.low, i, F32(0))
-    low = _low_bits(kind.low, memory.low, i)
-    at_tie = U32(U32(1) - was_up)
-    lower = U32(np.int32(np.int16(U32(low - at_tie))))  # negative if it was rounded up
-    return float_of(U32(U32(read(memory.weight, i, U16(0))) << U32(16)) + U32(lower + at_tie))
+    low = _low_bits(kind.low, memory.low, i)  # negative if it was rounded up, as a tie is to be then
+    above = U32(1) if low < I32(I32(-0x7FFF) - I32(was_up)) else U32(0)
+    high = U32(U32(read(memory.weight, i, U16(0))) + above)
+    return float_of(U32(high << U32(16)) + U32(low))
 
 
 @jit
 def _low_bits(width: Any, address: Any, i: Any) -> Any:
     if width == 2:
-        return U32(read(address, i, U16(0)))
-    return U32(U32(read(address, i, U8(0))) << U32(8))
+        return I32(read(address, i, I16(0)))
+    return I32(I32(read(address, i, I8(0))) << I32(8))
 
 
 @jit

@@ -75,7 +75,7 @@ def _momentum(rule: Rule, g: Any, m: Any, tail: bool) -> Any:
 
 @jit
 def _adam(rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: bool, is_near: bool) -> Any:
-    from_m = rule.first_rate < F32(0.5)
+    from_m = bits_of(rule.first_rate) < bits_of(F32(0.5))  # as integers: it stays in a loop
     m = fma(rule.first_rate if from_m else rule.first_rate - F32(1), g - m, m if from_m else g)
     if tail:
         v = fma(v, rule.second_decay, rule.second_rate * g * g)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.memory import Meter
@@ -31,6 +32,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.optimizer.living import Living
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.options import PipelineOptions
@@ -38,13 +40,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.units.tree import (
-    HOST,
-    copy_parameters,
-    move_all_but_parameters,
-    move_parameters,
-    weights_on_accelerators,
-)
+from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
@@ -100,6 +96,7 @@ class Engine:
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
+        self.living = Living(device, self.memory, self.optimizers, processes)
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
@@ -109,7 +106,7 @@ class Engine:
     def arrange(self, autocast: torch.dtype | None) -> None:
         """Arrange the module's units for what autocast lowers weights to, and take the module over."""
         arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend, autocast)
-        self._move(arrangement)
+        self.living.follow(arrangement)
         arrangement.lay_out(self.memory)
         self.arrangement = arrangement
         self._install()
@@ -124,23 +121,6 @@ class Engine:
         self.uninstall()
         self.learned.forget_all_but({id(parameter) for parameter in self.module.parameters()})
         self.arrange(autocast)
-
-    def _move(self, arrangement: Arrangement) -> None:
-        """Move units, with gradients and optimizer state, one after the other; first those that leave the device."""
-        for unit in arrangement.all_units:
-            self._move_to([weight.master for weight in unit.weights], HOST)
-        held = self.memory.masters()
-        for unit in arrangement.all_units:
-            living = [weight.master for weight in unit.weights_on_device]
-            self._move_to(living, self.device)
-            if self.device == HOST:  # the emulated device: there is no other memory, so they are copied
-                copy_parameters([master for master in living if id(master) in held])
-
-    def _move_to(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        """Move parameters that are elsewhere; their state goes first, so that none is left behind after an error."""
-        moving = [parameter for parameter in parameters if parameter.device != device]
-        self.optimizers.move_state(moving, device)
-        move_parameters(moving, device)
 
     def _install(self) -> None:
         arrangement = self.arrangement
@@ -163,6 +143,7 @@ class Engine:
         self.optimizers.work_with(self.steps, weights, living, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
+        self.living.watch(arrangement.parameters_on_device)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
         if self.options.compile:
@@ -211,10 +192,6 @@ class Engine:
         self.guard.remove()
         arrangement.close()
 
-    def bring_home(self) -> None:
-        """Move to the host what lives on the device, for good."""
-        self._move_to(weights_on_accelerators(self.module), HOST)
-
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
@@ -256,15 +233,16 @@ class Engine:
         if learned.has_news and self.processes is not None:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()
-        plan = self.planner.before_step(self, torch.is_grad_enabled())
-        if plan != learned.plan:
+        wish = self.planner.before_step(self, torch.is_grad_enabled())
+        plan = self.living.plan_for_now(wish, learned.plan)
+        if plan != learned.plan and not self.optimizers.repeats_closure:
             self._follow(plan)
 
     def meet(self) -> None:
         """Meet the other processes, before the first step after one that changed weights."""
         if self.processes is None:
             return
-        box = self.processes.box
+        processes = self.processes
         learned = self.learned
         with self.at_work:
             edited: list[str] = []
@@ -276,14 +254,21 @@ class Engine:
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
                 learned.outdated |= self.stream.exchange.lacks_sums
-            everyones = box.gather((edited, learned.has_news, refused))
-            for _, _, refusal in everyones:
+            wish = self.living.wish, self.budget
+            everyones = processes.gather((edited, learned.has_news, refused, wish))
+            for _, _, refusal, _ in everyones:
                 if refusal is not None:
                     raise refusal
-            self.window.note_edited(everyones[0][0])  # by the process that owns the weights
-            if any(has_news for _, has_news, _ in everyones):
-                learned.agree(self.module, self.arrangement.units, self._called(), box)
+            # by the process that owns the weights
+            self.window.note_edited(everyones[dist.get_rank() - processes.box.rank][0])
+            if any(has_news for _, has_news, _, _ in everyones):
+                learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()
+                self.living.forget_agreement()
+            else:
+                plan = self.living.agree([wish for *_, wish in everyones], learned.plan)
+                if plan != learned.plan:
+                    self._follow(plan)
 
     def _conclude(self) -> None:
         """Arrange units anew if something was learned that calls for it."""
@@ -358,6 +343,7 @@ class Engine:
             self.window.end_step()
             # the one that checkpoints have built meanwhile has had its backward
             self.graphs.begin()
+        some_came |= self.living.take_news()
         # not after `torch.autograd.grad`, which may run in some processes only
         unmanaged = self.arrangement.unmanaged.values()
         if some_came or any(parameter.grad is not None for parameter in unmanaged):
@@ -373,4 +359,4 @@ class Engine:
             processes.passes += 1
             self.stream.exchange.end_pass(processes.averages, self.stream.routes.measures_norms)
             if processes.averages:
-                processes.average_on_device(self.arrangement.unmanaged)
+                processes.average_on_device(self.arrangement.named_on_device)

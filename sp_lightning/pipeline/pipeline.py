@@ -170,7 +170,7 @@ class Pipeline:
         stop_listening(self.optimizers)
         optimizer_steps.depth = 0
         self._engine.uninstall()
-        self._engine.bring_home()
+        self._engine.living.bring_home(self.module)
         self._engine.landing.close()
         self.optimizers.close()
         self._engine.saved.close()

@@ -54,13 +54,15 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
     optimizers = engine.optimizers
     weights = unit.every_weight
     masters = [weight.master for weight in weights]
-    is_allowed = engine.options.optimizer_on == "auto" and engine.processes is None
+    # the first process, which has the optimizers' state, chooses for all
+    chooses = engine.processes is None or engine.processes.is_first
+    is_allowed = engine.options.optimizer_on == "auto" and chooses
     if not (is_allowed and optimizers.may_live_on_device(masters)):
         return 0
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     gradients = sum(master.nbytes for master in masters if master.requires_grad)
-    return values + copies + gradients + optimizers.state_bytes_to_come(masters)
+    return values + copies + gradients + optimizers.most_state_bytes(masters)
 
 
 def _step_bytes(engine: Engine, unit: Unit) -> int:

@@ -91,25 +91,31 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of units kept on the device, and of those that live on the device.
+        windows: k, k_prime, the numbers of units kept on the device, of those that live there, and of those that visit;
+            what is resident has the number after the last unit.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
         self._windows = list(windows)
         self.seen: list[tuple[int, int, int]] = []
+        self.host_bytes = 0  # for weights, when the last step began
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement = engine.arrangement
         self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
+        self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
-        units = engine.arrangement.units
-        kept, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
+        units = arrangement.units
+        everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
+        numbers = [*chosen, (), (), ()][:3]
+        kept, on_device, visiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
         return WindowPlan(
             k,
             k_prime,
             kept=tuple(unit.name for unit in kept),
             on_device=tuple(unit.name for unit in on_device),
+            visiting=tuple(unit.name for unit in visiting),
             on_device_bytes=sum(bytes_on_device(engine, unit) for unit in on_device),
         )
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.weights import buffers
 from sp_lightning.planning import AutoPlanner
 
 from ..helpers import is_block
@@ -19,13 +27,13 @@ SLOW_HOST = Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=
 SLOW_COPIES = Blocks(forward=0.4, backward=0.8, up=1.5, down=0.9, step=0.5, units=12)
 
 
-def attach() -> tuple[Chain, Pipeline]:
-    """Six blocks, of which two live on the device from the second step on."""
+def attach(*windows: tuple[Any, ...]) -> tuple[Chain, Pipeline]:
+    """Six blocks, of which two live on the device from the second step on, unless there are other windows."""
     torch.manual_seed(0)
     model = chain(6, 16, 32)
-    options = PipelineOptions(units=is_block)
+    planner = Fixed(*(windows or ((2, 1), (2, 1, (), (1, 4)))))
     backend = HostBackend(poison=True, max_delay=0.002)
-    return model, Pipeline(model, "cpu", options=options, backend=backend, planner=Fixed((2, 1), (2, 1, (), (1, 4))))
+    return model, Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
 
 
 def take_steps(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
@@ -80,3 +88,90 @@ def test_detaching_restores_parameters_gradients_and_state() -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
     for each in (optimizer, late):
         each.step()
+
+
+class Wrapper(Optimizer):
+    """Averages weights with slow ones, which it keeps as state, or elsewhere."""
+
+    def __init__(self, parameters: Any, hides: bool) -> None:
+        self.inner = AdamW(parameters, 1e-2)
+        super().__init__(self.inner.param_groups, {})
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]] if hides else []
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        self.inner.step()
+        for p in self.param_groups[0]["params"]:
+            p.data.lerp_(self.state[p].setdefault("slow", p.detach().clone()), 0.5)
+
+
+LOOK_AT_WEIGHTS_TOGETHER: dict[str, Callable[[Any], Optimizer]] = {
+    "LBFGS": partial(LBFGS, lr=0.1, history_size=2, max_iter=2),
+    "a wrapper": partial(Wrapper, hides=False),
+    "a wrapper that hides what it keeps": partial(Wrapper, hides=True),
+}
+
+
+def losses_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Five steps, each in a closure that the optimizer may call several times."""
+    losses: list[Tensor] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 16)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    return losses
+
+
+@pytest.mark.parametrize("name", LOOK_AT_WEIGHTS_TOGETHER)
+def test_optimizers_that_look_at_weights_together(name: str) -> None:
+    """Everything lives on the device, or nothing does, from the first forward of a step on: not in the middle of it."""
+    torch.manual_seed(0)
+    plain = chain(6, 16, 32)
+    expected = losses_of(plain, LOOK_AT_WEIGHTS_TOGETHER[name](plain.parameters()))
+    everything = (2, 1, (), range(7))
+    model, pipeline = attach((2, 1), (2, 1), *3 * [everything], (2, 1))
+    parameters = list(model.parameters())
+    optimizer = LOOK_AT_WEIGHTS_TOGETHER[name](parameters)
+    actual = losses_of(model, optimizer)
+    assert torch.equal(torch.stack(expected), torch.stack(actual))
+    assert {on_device for *_, on_device in pipeline._engine.planner.seen} == {0, len(parameters)}
+    assert pipeline.optimizers.look_at_weights_together
+    assert pipeline.optimizers.may_live_on_device(parameters) == ("hides" not in name)
+    others = [*parameters, nn.Parameter(torch.ones(1))]
+    assert not pipeline.optimizers.may_live_on_device(others), "nobody has stepped all of these"
+    if name == "LBFGS":
+        assert pipeline.optimizers.most_state_bytes(parameters) > pipeline.optimizers.state_bytes(parameters)
+    pipeline.detach()
+
+
+def test_they_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for masters, copies and gradients; what streams has its own again when it leaves."""
+    mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+    map_pages = buffers._map_pages
+
+    def note(nbytes: int) -> mmap.mmap:
+        mapped.add(pages := map_pages(nbytes))
+        return pages
+
+    def taken() -> int:
+        gc.collect()
+        return sum(map(len, mapped))
+
+    monkeypatch.setattr(buffers, "_map_pages", note)
+    everything = (2, 1, (), range(7))
+    model, pipeline = attach((2, 1), (2, 1), everything, everything, (2, 1))
+    optimizer = AdamW(model.parameters())
+    masters = sum(p.nbytes for p in model.parameters())
+    bytes_taken = []
+    for _ in range(6):
+        take_steps(model, optimizer, 1)
+        bytes_taken.append(taken())
+    assert min(bytes_taken[:2] + bytes_taken[-1:]) >= masters
+    assert bytes_taken[2:4] == [0, 0]
+    pipeline.detach()

@@ -3,7 +3,7 @@
 Gradients may still be on their way to the host then, and only the optimizer reads them, once. So clipping and unscaling
 are recorded, and applied as it reads, with the operations that torch would use. Norms come with the gradients.
 Gradients of parameters that do not stream, as of units that live on the device, are clipped and unscaled at once, by
-the same norm.
+the same norm, for which the host waits. Where all are such, torch does it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -119,11 +119,11 @@ class Clipping:
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
 
-        If the gradients did not bring their norms, nothing is done, and None is returned.
+        If there are none that bring their norms, nothing is done, and None is returned.
         """
         with self._at_work:
             found = self._find(parameters_of(optimizer))
-            if found is None or any(gradient.norm is None for gradient in found.ours):
+            if found is None or not found.ours or any(gradient.norm is None for gradient in found.ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
             overflow = _overflows(found)
@@ -135,11 +135,11 @@ class Clipping:
 
     def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
-        if found is None:
-            return False
+        if found is None or not found.ours:
+            return False  # torch does it on the device, and nobody waits
         dtypes = {gradient.weight.dtype for gradient in found.ours}
         dtypes.update(other.dtype for other in found.others)
-        scaling = found.ours[0].scaling if found.ours else NO_SCALING
+        scaling = found.ours[0].scaling
         if len(dtypes) != 1 or not dtypes <= MEASURED or not self._scales_norms(scaling):
             return False
         if any(gradient.scaling != scaling for gradient in found.ours):
@@ -203,9 +203,12 @@ def _overflows(found: _Found) -> bool:
 
 
 def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
-    """Return norms in the order of parameters; the host waits for those of gradients that do not stream."""
-    of_others = torch._foreach_norm(found.others, 2, dtype) if found.others else ()
-    measured = {id(other): norm.cpu() for other, norm in zip(found.others, of_others, strict=True)}
+    """Return norms in the order of parameters; the host waits once for those of gradients that do not stream."""
+    measured: dict[int, Tensor] = {}
+    for device in {other.device for other in found.others}:
+        there = [other for other in found.others if other.device == device]
+        norms_there = torch.stack(torch._foreach_norm(there, 2, dtype)).cpu()
+        measured.update(zip(map(id, there), norms_there.unbind(), strict=True))
     norms: list[_Norm] = []
     for gradient in found.in_order:
         if isinstance(gradient, Tensor):
@@ -216,6 +219,8 @@ def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
     return norms
 
 
-def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
+def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients, wherever they are, by a factor on the host."""
+    factors = {device: factor.to(device) for device in {gradient.device for gradient in gradients}}
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device))
+        gradient.mul_(factors[gradient.device])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +35,6 @@ OURS = (ours.AdamW, ours.Adam, ours.SGD, ours.Lion)
 STEP_BY_WEIGHT = (*BY_ELEMENT, *BY_WEIGHT, *OURS)
 """Optimizers that treat each weight by itself."""
 
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
-
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
 
@@ -64,31 +60,6 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
             if group.get(flag):
                 return f"{name} has {flag}=True"
     return None
-
-
-def keeps_all_in_state(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer of any class keeps all tensors, but for parameters and numbers, in its state.
-
-    There they can be moved, unlike those in attributes, and in objects of other classes.
-    """
-    if type(optimizer) in STEP_BY_WEIGHT:
-        return True
-    known = set(map(id, parameters_of(optimizer)))
-    attributes = [value for name, value in vars(optimizer).items() if name != "state"]
-    if not all(_is_plain(value, known) for value in attributes):
-        return False
-    return all(_is_plain(value, None) for value in optimizer.state.values())
-
-
-def _is_plain(value: Any, tensors: Set[int] | None) -> bool:
-    """Tell whether an object is made of plain values, and tensors: any, or numbers and those of these identities."""
-    if isinstance(value, Tensor):
-        return tensors is None or id(value) in tensors or value.dim() == 0
-    if isinstance(value, dict):
-        return all(_is_plain(each, tensors) for each in value.values())
-    if type(value) in (list, tuple, set):
-        return all(_is_plain(each, tensors) for each in value)
-    return value is None or isinstance(value, _PLAIN)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim.of_torch import OnePass
@@ -38,21 +38,18 @@ from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import (
-    keeps_all_in_state,
     makes_state,
     parameters_of,
     settings_of,
     why_not_by_unit,
 )
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.state import can_be_moved, most_state_bytes, move_state, state_bytes
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
-
-# of the length of all weights, beside its history: directions, gradients and weights of a line search
-_VECTORS_OF_LBFGS = 6
 
 
 class Afterwards(enum.Enum):
@@ -76,6 +73,7 @@ class Optimizers:
         self._at_work = at_work
         self._weights: Mapping[int, Weight] = {}
         self._living: Collection[int] = ()
+        self._closures = 0  # how many times the step under way has called its closure
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -117,6 +115,12 @@ class Optimizers:
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
         self._steps.window.suspect_all()
+        self._closures += 1
+
+    @property
+    def repeats_closure(self) -> bool:
+        """Whether a step calls its closure again: meanwhile an optimizer may hold tensors that lie where weights do."""
+        return self._closures > 1
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
@@ -156,6 +160,7 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
+        self._closures = 0
         if optimizer not in self._seen:
             # another optimizer may wrap it, and copy what it has stepped
             self._steps.window.suspect_all()
@@ -215,7 +220,7 @@ class Optimizers:
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
         for device in {parameter.device for parameter in own}:  # they may have moved since it was made
-            _move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
+            move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
         return True
 
     def _finish_steps(self, *_: object) -> None:
@@ -307,6 +312,7 @@ class Optimizers:
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
+        self._closures = 0
         # its error was raised already, or is due to the exception
         with contextlib.suppress(Exception):
             self._steps.settle()
@@ -330,7 +336,7 @@ class Optimizers:
         """
         stepped: set[int] = set()
         for optimizer in self._seen:
-            if not keeps_all_in_state(optimizer):
+            if not can_be_moved(optimizer):
                 return False
             stepped.update(map(id, parameters_of(optimizer)))
         own = [parameter for parameter in parameters if id(parameter) in stepped]
@@ -341,28 +347,29 @@ class Optimizers:
     def move_state(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
         """Move the state of parameters to a device."""
         for optimizer in self._seen if parameters else ():
-            _move_state(optimizer, parameters, device)
+            move_state(optimizer, parameters, device)
 
-    def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes that the optimizers' state of parameters takes."""
-        nbytes = 0
+    def share_state(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
+        """Have the first process's state of parameters in all processes."""
         with without_torch_function():
             for parameter, optimizer in product(parameters, self._seen):
-                # a list, because the thread that steps may add state at the same time
-                for value in list(optimizer.state.get(parameter, {}).values()):
-                    nbytes += _nbytes(value)
-        return nbytes
+                state = processes.share(optimizer.state.get(parameter))
+                if state is not None:
+                    optimizer.state[parameter] = state
 
-    def state_bytes_to_come(self, parameters: Sequence[nn.Parameter]) -> int:
+    def drop_state(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Drop the state of parameters, which another process steps from now on."""
+        with without_torch_function():
+            for parameter, optimizer in product(parameters, self._seen):
+                optimizer.state.pop(parameter, None)
+
+    def state_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes that the optimizers' state of parameters takes."""
+        return sum(state_bytes(optimizer, parameters) for optimizer in self._seen)
+
+    def most_state_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes that the optimizers' state of parameters takes at most: some keep ever more steps."""
-        nbytes = self.state_bytes(parameters)
-        for optimizer in self._seen:
-            if isinstance(optimizer, LBFGS):
-                (group,) = optimizer.param_groups
-                vectors = 2 * group["history_size"] + _VECTORS_OF_LBFGS
-                own = set(map(id, group["params"]))
-                nbytes += vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own)
-        return nbytes
+        return sum(most_state_bytes(optimizer, parameters) for optimizer in self._seen)
 
     def bytes_of_visit(self, unit: Unit) -> tuple[int, int]:
         """Return the bytes that go up and come down if a unit visits to be stepped; zeros if it may not."""
@@ -389,39 +396,3 @@ class Optimizers:
         """Remove all hooks from optimizers."""
         for hook in chain.from_iterable(self._seen.values()):
             hook.remove()
-
-
-def _move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move the optimizer's state of parameters to a device, as `Optimizer.load_state_dict` does."""
-    moving = set(map(id, parameters))
-    # looking state up by a guarded weight would wait for its gradient
-    with without_torch_function():
-        for group in optimizer.param_groups:
-            counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
-            for parameter in [p for p in group["params"] if id(p) in moving]:
-                state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
-                    if key != "step" or counts_there:
-                        state[key] = _moved(value, device)
-
-
-def _nbytes(value: Any) -> int:
-    """Return the bytes of all tensors in a piece of state."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return 0
-    return sum(map(_nbytes, value))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a piece of state with all tensors in it on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(each, device) for each in value)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    return value

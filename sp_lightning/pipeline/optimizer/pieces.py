@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, GROUP
+from sp_lightning.optim.on_device import PIECE
 from sp_lightning.optim.rules import Memory
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import Segment
 
-PIECE = 1 << 23
-"""Elements of a piece: its copies are fast, and what torch's operations need beside it is small."""
 PIECES_AT_ONCE = 2  # one is stepped while the next one arrives, or the last one leaves
 
 _SCALES = ("first_scale", "second_scale")  # of which each serves a group of elements

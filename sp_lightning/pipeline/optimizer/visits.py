@@ -15,6 +15,7 @@ at the unit's next visit, one unit after another.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -208,10 +209,11 @@ class Visit(Ticket):
         """Ask the device for all pieces, and return a ticket for the new weights."""
         try:
             last: Sequence[Ticket] = ()
-            for of_segment in self._of_segments:
-                passes = self._passes_of(of_segment)
-                for piece in self._visits.pieces_of(of_segment, passes):
-                    last = self._send(piece, of_segment, passes, last)
+            with self._visits.asking:
+                for of_segment in self._of_segments:
+                    passes = self._passes_of(of_segment)
+                    for piece in self._visits.pieces_of(of_segment, passes):
+                        last = self._send(piece, of_segment, passes, last)
         except BaseException:
             self._has_failed = True
             raise
@@ -260,6 +262,7 @@ class Visits:
     def __init__(self, window: Window, stream: GradientStream) -> None:
         self.backend = window.backend
         self.stats = window.stats
+        self.asking = threading.Lock()  # one visit after the other takes pieces: two threads ask for visits
         self._window = window
         self._stream = stream
         self._routes: dict[Segment, Route] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.torch_private import parts_of
@@ -89,7 +91,30 @@ class Processes:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the first one's values, on the host or on the device."""
         for tensor in tensors:
-            _broadcast(tensor, self._everyone if tensor.device.type == "cpu" else None)
+            _broadcast(tensor, self._group_for(tensor))
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """Return the group of all processes that sends such tensors: on the device, torch's default group."""
+        return self._everyone if tensor.device.type == "cpu" else None
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what each process of all machines has given, in the order of their ranks."""
+        return self.box.gather(own) if self.machines == 1 else _gather(own, self._everyone)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of all."""
+        return dist.get_rank() == 0
+
+    @torch.no_grad()
+    def share(self, state: Any) -> Any:
+        """Return the first process's state of a weight, which lies on the host, in all processes."""
+        holder = [tree_map_only(Tensor, _form_of, state)]
+        dist.broadcast_object_list(holder, 0, group=self._everyone)
+        if not self.is_first:
+            state = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), holder[0])
+        self.broadcast(each for each in tree_leaves(state) if isinstance(each, Tensor))
+        return state
 
     def begin_optimizer_step(self, optimizer: Optimizer) -> None:
         """Wait until all processes of this machine have come to the step, as one of them takes it for all.
@@ -133,9 +158,10 @@ class Processes:
             parameter = parameters[name]
             if name not in own:
                 own[name] = parameter.grad = torch.zeros_like(parameter)
-            average = own[name].to("cpu", copy=True).mul_(1 / self.count)
-            dist.all_reduce(average, group=self._everyone)
-            own[name].copy_(average)
+            average = own[name].contiguous().mul_(1 / self.count)
+            dist.all_reduce(average, group=self._group_for(average))
+            if average is not own[name]:
+                own[name].copy_(average)
 
     @torch.no_grad()
     def add_up_machines(self, sums: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
@@ -176,6 +202,10 @@ class Processes:
 def _group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
     """Make a group for tensors in host memory; all processes have to ask for the same ones."""
     return cast("dist.ProcessGroup", dist.new_group(list(ranks), timeout=timeout, backend="gloo"))
+
+
+def _form_of(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:

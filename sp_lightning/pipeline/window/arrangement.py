@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
-from sp_lightning.pipeline.processes.box import Box
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit, join
@@ -95,8 +97,8 @@ class Learned:
         """Whether something was learned since that was last concluded."""
         return self.outdated or self.casts.has_news
 
-    def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], box: Box) -> None:
-        """Learn what any process has that shares the weights: their memory is arranged alike in all of them.
+    def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], processes: Processes) -> None:
+        """Learn what any process has: the memory of weights is arranged alike in all of them.
 
         All expect the first one's order of units, as each may have left out others in its first step.
         """
@@ -107,7 +109,7 @@ class Learned:
         own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
         divided = [name for name, module in modules.items() if module in self.divided]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
-        everyones = box.gather((own, divided, self.has_news, order))
+        everyones = processes.gather((own, divided, self.has_news, order))
         self.order = everyones[0][-1]
         for others, others_divided, outdated, _ in everyones:
             for known, names in zip(sets, others, strict=True):
@@ -182,10 +184,13 @@ class Arrangement:
         arena = self._backend.allocate(self.layout.arena_bytes)
         offsets = iter(self.layout.offsets)
         spans: dict[Unit, tuple[int, int]] = {}  # of the arena
+        # in the order of names, as processes that share the memory may expect units in other orders
+        parts = sorted(chain.from_iterable(self.layout.parts), key=attrgetter("name"))
+        made = {part: [memory.segment(weights) for weights in _sent_together(part)] for part in parts}
         for index, neighbors in enumerate(self.layout.parts):
             unit = join(neighbors)
             unit.index = index
-            unit.send(memory.segment(weights) for part in neighbors for weights in _sent_together(part))
+            unit.send(chain.from_iterable(made[part] for part in neighbors))
             if unit in self.layout.kept:
                 unit.lie_in(self._backend.allocate(unit.nbytes))
             else:
@@ -226,6 +231,12 @@ class Arrangement:
         elif self.autocast is not None:  # resident weights do not travel
             sent_together = [weights for unit in self.units for weights in _sent_together(unit)]
             casts.choose_dtypes(module, sent_together, self.autocast)
+
+    @property
+    def named_on_device(self) -> dict[str, nn.Parameter]:
+        """The parameters on the device that the engine does not manage: they live there, or cannot be moved."""
+        living = [weight for unit in self.all_units for weight in unit.weights_on_device]
+        return {**self.unmanaged, **{weight.name: weight.master for weight in living}}
 
     def all_twins(self) -> list[Twin]:
         """Return the twins, and those that graphs have besides."""

@@ -1,0 +1,135 @@
+"""Units that live on the device, with gradients and optimizer state: moving them there and back, one after the other.
+
+Between that they are plain parameters, which torch's own code steps; gates know their calls, and nothing else does.
+
+[Note: living in several processes]
+They live on the device in all processes, or in none, as masters on the host are shared. The first process chooses, and
+all follow when they meet. Gradients are averaged when backward has ended, as DDP does, so that each process steps its
+own copy with the same bits. State on the host is the first process's, which gives it to all when a unit comes, and goes
+on with its own when it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.units.tree import HOST, copy_parameters, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.weights.segment import HostMemory
+from sp_lightning.pipeline.window.arrangement import Arrangement
+from sp_lightning.pipeline.window.places import WindowPlan
+
+Wish: TypeAlias = tuple[WindowPlan | None, int | None]
+"""The plan that a process's planner wants, and the process's budget in bytes, if it has one."""
+
+
+class Living:
+    """Moves units to the device and back, with gradients and optimizer state, in all processes at the same moment."""
+
+    def __init__(
+        self, device: torch.device, memory: HostMemory, optimizers: Optimizers, processes: Processes | None
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._optimizers = optimizers
+        self._processes = processes
+        self.wish: WindowPlan | None = None  # the plan that this process's planner wants
+        self._first_wish: WindowPlan | None = None  # that of the first process, when all have met
+        self._everyones: WindowPlan | None = None  # the same, if units live on the device by it
+        self._hooks: list[RemovableHandle] = []
+        self._some_came = False
+
+    def follow(self, arrangement: Arrangement) -> None:
+        """Move what an arrangement has elsewhere, before it lays anything out; first what leaves the device."""
+        held = self._memory.masters()
+        # all processes share state in one order
+        units = sorted(arrangement.all_units, key=attrgetter("name"))
+        for unit in units:
+            leaving = [weight.master for weight in unit.weights if id(weight.master) not in held]
+            if self._processes is not None and not self._processes.box.is_keeper:
+                self._optimizers.drop_state(leaving)
+            self._move([weight.master for weight in unit.weights], HOST)
+        for unit in units:
+            living = [weight.master for weight in unit.weights_on_device]
+            coming = [master for master in living if id(master) in held]
+            if self._processes is not None:
+                self._optimizers.share_state(coming, self._processes)
+            self._move(living, self._device)
+            if self._device == HOST:  # the emulated device: there is no other memory, so they are copied
+                copy_parameters(coming)
+
+    def bring_home(self, module: nn.Module) -> None:
+        """Move to the host what lives on the device, for good."""
+        self._move(weights_on_accelerators(module), HOST)
+
+    # ---------------------------------------------------------------------------------------------- several processes
+
+    def plan_for_now(self, wish: WindowPlan | None, current: WindowPlan | None) -> WindowPlan | None:
+        """Return what to follow of a planner's wish: of several processes, units live on the device once all agree."""
+        if self._processes is None:
+            return wish
+        self.wish = wish
+        if self._everyones is not None:
+            return self._everyones
+        if wish is None or not wish.on_device:
+            return wish
+        is_refused = wish == self._first_wish
+        return replace(wish, on_device=(), on_device_bytes=0) if is_refused else current
+
+    def agree(self, wishes: Sequence[Wish], current: WindowPlan | None) -> WindowPlan | None:
+        """Agree on what the first of all processes wishes, if that fits each of them; return what to follow now.
+
+        To be called by all of them, which follow what is new at once, as their host memory changes.
+        """
+        first, _ = wishes[0]
+        if first == self._first_wish:
+            return current
+        self._first_wish = first
+        budgets = [budget for _, budget in wishes if budget is not None]
+        before = self._everyones
+        self._everyones = None
+        if first is not None and first.on_device and all(first.device_bytes <= each for each in budgets):
+            self._everyones = first
+        if self._everyones == before:
+            return current
+        return self.plan_for_now(self.wish, current)
+
+    def forget_agreement(self) -> None:
+        """Forget what the processes have agreed on: it was for other units."""
+        self.wish = self._first_wish = self._everyones = None
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note from now on whether backward brings gradients to parameters that live on the device."""
+        for hook in self._hooks:
+            hook.remove()
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if self._processes is not None:
+            self._hooks = [_call_after_gradients(parameter, self._note_gradient) for parameter in trained]
+
+    def _note_gradient(self, _: Tensor) -> None:
+        self._some_came = True
+
+    def take_news(self) -> bool:
+        """Tell whether gradients have come to what lives on the device since this was asked."""
+        some_came = self._some_came
+        self._some_came = False
+        return some_came
+
+    def _move(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Move parameters that are elsewhere; their state goes first, so that none is left behind after an error."""
+        moving = [parameter for parameter in parameters if parameter.device != device]
+        self._optimizers.move_state(moving, device)
+        move_parameters(moving, device)
+
+
+def _call_after_gradients(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
