@@ -59,7 +59,7 @@ def test_a_device_is_measured_too():
     try:
         host = measure(backend)
         step = rates._Step(torch.device("cpu"), 2**16, "fp32")
-        found = measure_device(host, backend, step, scale=1)
+        found = measure_device(host, backend, step)
     finally:
         backend.close()
     assert all(getattr(found, field.name) is not None for field in fields(found))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from sp_lightning.optim import AdamW
+from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device
@@ -38,7 +39,7 @@ _AT_ONCE = 4  # copies, or products, of a round
 _SECONDS_TOGETHER = 1.5
 # of host memory that is free, the part that may be taken for measuring
 _SHARE_OF_HOST = 4
-_OF_STEP = {"fp32": 26.0, "int8": 2 * (2 + 2 + 2 * (1 + 4 / 128)) + 2}
+_OF_STEP = {"fp32": 26.0, "int8": 2 * (2 + 2 + 2 * (1 + 4 / GROUP)) + 2}
 """Bytes for each parameter that a step reads and writes, with bf16 weights, the rest of fp32, and such moments."""
 
 # models reach about half of what products of large matrices do
@@ -82,25 +83,25 @@ class Rates:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def measure(backend: Backend, scale: int = 1) -> Rates:
-    """Measure a device and its host, or the host alone; with a `scale`, by so many times less work."""
+def measure(backend: Backend) -> Rates:
+    """Measure a device and its host, or the host alone."""
     free = available_host_memory() or 2**33
     # 16 bytes each in an exact step, which is there while the other one is
-    parameters = min(_STEPPED, free // _SHARE_OF_HOST // 32) // scale
+    parameters = min(_STEPPED, free // _SHARE_OF_HOST // 32)
     exact, int8 = (_Step(_HOST, parameters, moments) for moments in _OF_STEP)
     rates = Rates(
         machine=machine_name(),
         day=date.today().isoformat(),
         host_bandwidth=exact.rate_on_host(backend),
         host_bandwidth_int8=int8.rate_on_host(backend),
-        host_memory=_host_memory(_COPIED // scale),
+        host_memory=_host_memory(_COPIED),
     )
-    return rates if backend.device == _HOST else measure_device(rates, backend, exact, scale)
+    return rates if backend.device == _HOST else measure_device(rates, backend, exact)
 
 
-def measure_device(rates: Rates, backend: Backend, step: _Step, scale: int) -> Rates:
+def measure_device(rates: Rates, backend: Backend, step: _Step) -> Rates:
     """Add what a device reaches, and its copies alone and beside a step on the host."""
-    copies = _Copies(backend, _COPIED // scale)
+    copies = _Copies(backend, _COPIED)
     try:
         copies_beside_step, step_beside_copies = _beside(copies, step)
         return replace(
@@ -111,9 +112,9 @@ def measure_device(rates: Rates, backend: Backend, step: _Step, scale: int) -> R
             both_ways=copies.rate([copies.up, copies.down]),
             copies_beside_step=copies_beside_step,
             step_beside_copies=step_beside_copies,
-            device_step=_Step(backend.device, _STEPPED // scale, "fp32").rate_on_device(backend),
-            device_step_int8=_Step(backend.device, _STEPPED // scale, "int8").rate_on_device(backend),
-            matmul=_matmul(backend, _MULTIPLIED // scale),
+            device_step=_Step(backend.device, _STEPPED, "fp32").rate_on_device(backend),
+            device_step_int8=_Step(backend.device, _STEPPED, "int8").rate_on_device(backend),
+            matmul=_matmul(backend, _MULTIPLIED),
         )
     finally:
         copies.close()

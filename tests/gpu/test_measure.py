@@ -1,0 +1,31 @@
+"""`sp-lightning measure` on a device, with little work: what it finds, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from sp_lightning.pipeline.lanes.devices import full_device, make_backend
+from sp_lightning.planning import rates
+from sp_lightning.planning.expected import link_of, table
+
+pytestmark = pytest.mark.gpu
+
+
+def test_all_rates_of_a_device(monkeypatch):
+    for name, value in {"_STEPPED": 2**16, "_COPIED": 2**16, "_MULTIPLIED": 64, "_SECONDS_TOGETHER": 0.05}.items():
+        monkeypatch.setattr(rates, name, value)
+    device = full_device(None)
+    before = torch.cuda.memory_allocated(device)
+    backend = make_backend(device, "auto", processes=1, debug=False)
+    try:
+        found = rates.measure(backend)
+    finally:
+        backend.close()
+    assert found.is_pinned
+    assert all(getattr(found, field.name) for field in fields(found) if field.name != "matmul")
+    assert found.matmul is not None
+    assert torch.cuda.get_device_name(device) in table(found, link_of(device))
+    assert torch.cuda.memory_allocated(device) == before
