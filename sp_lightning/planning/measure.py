@@ -206,7 +206,10 @@ class _Step:
         computing = sum(self.forward.values()) + sum(self.backward.values())
         # the device neither computed nor waited for a copy
         self.rest = end - begin - computing - _seconds(self._stalls)
-        self.waits_for_all_gradients = _waits_for_all_gradients(spans)
+        # whether nothing is stepped while gradients come
+        self.waits_for_all_gradients = self.has_backward and not any(
+            backward[0].begin < span.begin < backward[-1].end for span in _of_kind(spans, Kind.STEP)
+        )
 
     def _second_forwards(self, spans: Sequence[Span]) -> dict[str, float]:
         """Sum up the seconds of forwards between two pieces of backward, for each unit that has any."""
@@ -245,16 +248,6 @@ def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]
     return with_backward or steps
 
 
-def _waits_for_all_gradients(spans: Sequence[Span]) -> bool:
-    """Whether nothing is stepped from the first gradients of a step until its last ones have landed."""
-    gradients = _of_kind(spans, Kind.GRADIENTS)
-    stepped = _of_kind(spans, Kind.STEP)
-    if not gradients or not stepped:
-        return False
-    landed = gradients[-1].end
-    return all(span.begin >= landed for span in stepped if span.begin > gradients[0].begin)
-
-
 def _stepping(measured: FirstSteps, steps: Sequence[_Step]) -> Stepping:
     if measured.steps_in_backward:
         return "in backward"
@@ -290,7 +283,7 @@ def _unit_work(engine: Engine, unit: Unit, recording: Recording, steps: Sequence
     """Return what was recorded of a unit, with the way of its activations that the user chose."""
     name = unit.name
     work = bytes_of(unit)
-    up, down = engine.optimizers.bytes_of_visit(unit)
+    up, down = engine.optimizers.bytes_of_visit(unit) if engine.options.optimizer_on == "auto" else (0, 0)
     numbers = sum(weight.master.numel() for weight in unit.every_weight if weight.master.requires_grad)
     return replace(
         work,
