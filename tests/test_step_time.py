@@ -36,6 +36,7 @@ def busy_times(machine: Machine, k: int) -> dict[Lane, float]:
         Lane.COMPUTE: UNITS * (machine.forward + machine.backward),
         Lane.UP: (2 * UNITS - k) * machine.up,
         Lane.DOWN: UNITS * machine.down,
+        Lane.VISIT: 0.0,
         Lane.HOST: UNITS * machine.step,
     }
 

@@ -68,7 +68,7 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
 def _step_bytes(engine: Engine, unit: Unit) -> int:
     """Return what a step of a unit reads and writes, its state included."""
     masters = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
-    return bytes_of(unit).step_bytes + 2 * engine.optimizers.state_bytes(masters)
+    return bytes_of(unit).step_bytes + 2 * engine.optimizers.states.nbytes(masters)
 
 
 class FirstSteps:
@@ -208,7 +208,10 @@ class _Step:
         computing = sum(self.forward.values()) + sum(self.backward.values())
         # the device neither computed nor waited for a copy
         self.rest = end - begin - computing - _seconds(self._stalls)
-        self.waits_for_all_gradients = _waits_for_all_gradients(spans)
+        # whether nothing is stepped while gradients come
+        self.waits_for_all_gradients = self.has_backward and not any(
+            backward[0].begin < span.begin < backward[-1].end for span in _of_kind(spans, Kind.STEP)
+        )
 
     def _second_forwards(self, spans: Sequence[Span]) -> dict[str, float]:
         """Sum up the seconds of forwards between two pieces of backward, for each unit that has any."""
@@ -245,16 +248,6 @@ def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]
     # a step that returns no loss has none
     with_backward = [step for step in steps if step.has_backward]
     return with_backward or steps
-
-
-def _waits_for_all_gradients(spans: Sequence[Span]) -> bool:
-    """Whether nothing is stepped from the first gradients of a step until its last ones have landed."""
-    gradients = _of_kind(spans, Kind.GRADIENTS)
-    stepped = _of_kind(spans, Kind.STEP)
-    if not gradients or not stepped:
-        return False
-    landed = gradients[-1].end
-    return all(span.begin >= landed for span in stepped if span.begin > gradients[0].begin)
 
 
 def _stepping(measured: FirstSteps, steps: Sequence[_Step]) -> Stepping:
