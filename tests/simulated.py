@@ -134,42 +134,31 @@ class SimulatedTicket(Ticket):
 
     @property
     def done(self) -> bool:
-        """Whether the main thread would not have to wait; it never waits for what has not been given its time."""
+        """Whether the main thread would not have to wait."""
+        self._backend.put_in_order(until=self, begun=self._backend.main)
         return self._end is not None and self._end <= self._backend.main
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
-    """What has been done at once, and has still to take its time."""
+    """What has been done at once, and has still to take its time in a lane.
+
+    What has the same stream keeps its order; `told` has to be done before the device is told of it.
+    """
 
     ticket: SimulatedTicket
+    lane: Lane
     asked: float
     after: Sequence[Ticket]
     seconds: float
+    stream: str | None = None
+    told: Sequence[Ticket] = ()
+    rank: int = 0
 
     @property
     def ready(self) -> float:
         """When all is done that it comes after; never, as long as some of that has not been given its time."""
         return max([self.asked, *ends_so_far(self.after)])
-
-
-@dataclass
-class Work(Pending):
-    """A job for the host's worker thread."""
-
-    rank: int
-
-
-@dataclass
-class Upload(Pending):
-    """A copy to the device, which is told of it when it is ready."""
-
-    not_before: float
-
-    @property
-    def begin(self) -> float:
-        """When it can begin."""
-        return max(self.ready, self.not_before)
 
 
 class SimulatedBackend(Backend):
@@ -203,11 +192,9 @@ class SimulatedBackend(Backend):
         self._per_byte = per_byte
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
-        self._work: list[Work] = []
-        self._uploads: list[Upload] = []
+        self._pending: list[Pending] = []
         self.spans: list[Span] = []
         self._asked_after: Sequence[Ticket] = ()
-        self._beside = dict.fromkeys(Lane, 0.0)  # when what state passes will have done what it was given
 
     @property
     def now(self) -> float:
@@ -220,31 +207,27 @@ class SimulatedBackend(Backend):
 
     def compute(self, seconds: float) -> None:
         """Launch something on the device."""
-        self._run(Lane.COMPUTE, seconds)
+        begin = self.now
+        self._free[Lane.COMPUTE] = begin + seconds
+        self.spans.append(Span(Lane.COMPUTE, begin, begin + seconds))
 
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         copy_memory(target, source)
         seconds = source.nbytes / self._rates[Lane.UP]
-        ticket = SimulatedTicket(self, None, seconds)
-        not_before = max(self.main, self._free[Lane.COMPUTE])
         behind = [] if after is None or after.done else [after]
-        self._uploads.append(Upload(ticket, self.main, behind, seconds, not_before))
-        return ticket
+        # those behind work hold up no other copy
+        return self._ask(Lane.UP, seconds, behind, None if behind else "up", self._free[Lane.COMPUTE], behind)
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         copy_memory(target, source)
         seconds = source.nbytes / self._rates[Lane.DOWN]
-        ready = max(self.main, self._free[Lane.COMPUTE], self.downloaded.end)
-        self.downloaded = SimulatedTicket(self, self._take(Lane.DOWN, ready, seconds), seconds)
+        self.downloaded = self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
         return self.downloaded
 
     def beside(self, lane: OurLane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
         job()
-        ours = OF_VISITS[lane]
-        seconds = nbytes / self._rates[ours]
-        ready = max(self.main, self._beside[ours], *ends([*after, *self._asked_after]), 0.0)
-        end = self._beside[ours] = self._take(ours, ready, seconds)
-        return SimulatedTicket(self, end, seconds)
+        ours, told = OF_VISITS[lane], self._asked_after
+        return self._ask(ours, nbytes / self._rates[ours], [*after, *told], f"{ours} of visits", told=told)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_memory(target, source)
@@ -270,82 +253,65 @@ class SimulatedBackend(Backend):
         job()
         if cleanup is not None:
             cleanup()
-        seconds = nbytes / self._rates[Lane.HOST]
+        return self._ask(Lane.HOST, nbytes / self._rates[Lane.HOST], after, rank=rank)
+
+    def _ask(
+        self,
+        lane: Lane,
+        seconds: float,
+        after: Sequence[Ticket],
+        stream: str | None = None,
+        not_before: float = 0.0,
+        told: Sequence[Ticket] = (),
+        rank: int = 0,
+    ) -> SimulatedTicket:
         ticket = SimulatedTicket(self, None, seconds)
-        self._work.append(Work(ticket, self.main, after, seconds, rank))
+        self._pending.append(Pending(ticket, lane, max(self.main, not_before), after, seconds, stream, told, rank))
         return ticket
 
-    def put_in_order(self, until: SimulatedTicket | None = None) -> None:
-        """Give copies to the device and work on the host their time.
+    def put_in_order(self, until: SimulatedTicket | None = None, begun: float = math.inf) -> None:
+        """Give copies and work their time, what can begin first before the rest.
 
         Args:
             until: What somebody waits for. What comes after it may be overtaken by what is given later.
+            begun: Only what begins before this moment.
         """
-        is_upload = any(upload.ticket is until for upload in self._uploads)
-        while self._work and not is_upload and (until is None or until.waits):
-            self._run_work()
-        while self._uploads and (until is None or until.waits):
-            self._run_upload()
+        while self._pending and (until is None or until.waits):
+            streams: set[str] = set()
+            heads = []
+            for pending in self._pending:
+                if pending.stream not in streams:
+                    ready = pending.ready
+                    heads.append((max(ready, self._free[pending.lane]), pending.rank, ready, len(heads), pending))
+                if pending.stream is not None:
+                    streams.add(pending.stream)
+            begin, *_, pending = min(heads)
+            if begin > begun:
+                return
+            self._pending.remove(pending)
+            pending.ticket.issued = max(ends(pending.told), default=0.0)
+            end = self._free[pending.lane] = pending.ticket.end = self._end(pending.lane, begin, pending.seconds)
+            self.spans.append(Span(pending.lane, begin, end))
 
-    def _run_upload(self) -> None:
-        """Of the next copy in the one stream, and of those behind work, for which streams are free, the first."""
-        while self._run_work(before=min(upload.begin for upload in self._heads())):
-            pass  # it may end before that, and a copy behind it begin
-        upload = min(self._heads(), key=lambda upload: upload.begin)
-        self._uploads.remove(upload)
-        upload.ticket.issued = upload.ready
-        upload.ticket.end = self._take(Lane.UP, upload.begin, upload.seconds)
-
-    def _heads(self) -> list[Upload]:
-        in_order = [upload for upload in self._uploads if not upload.after]
-        return [*in_order[:1], *(upload for upload in self._uploads if upload.after)]
-
-    def _run_work(self, before: float = math.inf) -> bool:
-        """Of the work that is ready the lowest rank comes first; nothing is done if there is none before a moment."""
-        begin = max(self._free[Lane.HOST], min([work.ready for work in self._work], default=math.inf))
-        if begin >= before:
-            return False
-        work = min((work for work in self._work if work.ready <= begin), key=lambda work: (work.rank, work.ready))
-        self._work.remove(work)
-        work.ticket.end = self._take(Lane.HOST, begin, work.seconds)
-        return True
-
-    def _take(self, lane: Lane, ready: float, seconds: float) -> float:
-        """Give a lane work in the first gap that is long enough, and return when it ends."""
-        begin = ready
-        busy = sorted((span.start, span.end) for span in self.spans[-600:] if span.lane is lane and span.end > ready)
-        while True:
-            end, used = self._course(lane, begin, seconds)
-            in_the_way = [until for start, until in busy if start < end and begin < until]
-            if not in_the_way:
-                break
-            begin = min(in_the_way)
-        for shared, *use in used:
-            shared.use(*use)
-        self._free[lane] = max(self._free[lane], end)
-        self.spans.append(Span(lane, begin, end))
-        return end
-
-    def _course(
-        self, lane: Lane, begin: float, seconds: float
-    ) -> tuple[float, list[tuple[Shared, float, float, float]]]:
-        """When work ends, as it goes on as fast as what is shared lets it, and what of that it takes meanwhile."""
-        rate = self._rates.get(lane, math.inf)
+    def _end(self, lane: Lane, begin: float, seconds: float) -> float:
+        """When work ends that goes on as fast as others leave of what is shared, of which it takes its part."""
+        rate = self._rates[lane]
         needs = [(self._link, rate), (self._memory, rate)] if lane in (Lane.UP, Lane.DOWN) else []
         if lane is Lane.HOST:
             needs = [(self._memory, rate * self._per_byte)]
         needs = [(shared, need) for shared, need in needs if shared.bandwidth < math.inf]
-        used = []
-        moment = begin
-        while needs and seconds > 1e-12:
-            speed = min(1.0, *(max(0.0, shared.left(moment)) / need for shared, need in needs))
-            until = min(shared.changes(moment) for shared, _ in needs)
+        if not needs:
+            return begin + seconds
+        while seconds > 1e-12:
+            speed = min(1.0, *(max(0.0, shared.left(begin)) / need for shared, need in needs))
+            until = min(shared.changes(begin) for shared, _ in needs)
             if speed:
-                until = min(until, moment + seconds / speed)
-            seconds -= speed * (until - moment)
-            used += [(shared, moment, until, speed * need) for shared, need in needs]
-            moment = until
-        return (moment if needs else begin + seconds), used
+                until = min(until, begin + seconds / speed)
+            seconds -= speed * (until - begin)
+            for shared, need in needs:
+                shared.use(begin, until, speed * need)
+            begin = until
+        return begin
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
@@ -360,12 +326,6 @@ class SimulatedBackend(Backend):
         """Seconds of work in a lane that began between two moments."""
         spans = [span for span in self.spans if span.lane is lane and since <= span.start < until]
         return sum(span.end - span.start for span in spans)
-
-    def _run(self, lane: Lane, seconds: float, not_before: Iterable[float] = ()) -> SimulatedTicket:
-        start = max(self.main, self._free[lane], *not_before)
-        self._free[lane] = start + seconds
-        self.spans.append(Span(lane, start, start + seconds))
-        return SimulatedTicket(self, start + seconds, seconds)
 
 
 def ends(tickets: Iterable[Ticket]) -> list[float]:

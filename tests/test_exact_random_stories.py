@@ -29,6 +29,7 @@ from sp_lightning import optim, superpipeline
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Run, assert_same_story, note_gradients, note_state
+from .planning.parts import Wanders
 from .random_graphs import DTYPE_IN_FORWARD, SHAPE, Tree, forest, trees, units_are_leaves, units_are_nodes
 
 
@@ -452,6 +453,7 @@ ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
     units=st.sampled_from([None, units_are_leaves, units_are_nodes]),
     activations=st.sampled_from(get_args(ActivationPolicy)),
     overlap_optimizer=st.sampled_from(["auto", False]),
+    wanders=st.none() | st.integers(0, 999),
     shape=SHAPE,
     dtype_in_forward=DTYPE_IN_FORWARD,
 )
@@ -462,6 +464,7 @@ def test_random_stories(
     units: Any,
     activations: ActivationPolicy,
     overlap_optimizer: Any,
+    wanders: int | None,
     shape: str | None,
     dtype_in_forward: torch.dtype | None,
 ) -> None:
@@ -485,4 +488,6 @@ def test_random_stories(
 
     k, k_prime = max(window), min(window)
     options = {"units": units, "activations": activations, "overlap_optimizer": overlap_optimizer}
-    assert_same_story(story, lambda: forest(drawn, shape, dtype_in_forward), k=k, k_prime=k_prime, **options)
+    planner = None if wanders is None else Wanders(wanders)
+    windows = {"k": k, "k_prime": k_prime, "planner": planner}
+    assert_same_story(story, lambda: forest(drawn, shape, dtype_in_forward), **windows, **options)

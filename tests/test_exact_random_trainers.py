@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning as L
 from hypothesis import given, note, settings
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from sp_lightning import SuperpipelineStrategy, optim, superpipeline
 from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.planning import AutoPlanner
 
 from .class_shapes import SHAPES, shaped
 from .lightning_modules import Base, Block, assert_same_training, loader
+from .planning.parts import Wanders
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9),
@@ -68,6 +71,7 @@ class Program:
     has_teacher: bool  # a second model that is attached, and towards whose weights these are drawn
     is_read: bool  # whether a worker process reads a weight
     activations: ActivationPolicy
+    wanders: int  # where units live, from the second step on; below zero, as the planner says
 
     @property
     def is_possible(self) -> bool:
@@ -166,6 +170,7 @@ programs = st.builds(
     has_teacher=st.booleans(),
     is_read=st.sampled_from([False, False, False, True]),
     activations=st.sampled_from(["keep", "recompute", "offload", "auto"]),
+    wanders=st.integers(-1, 999),
 )
 
 
@@ -174,4 +179,7 @@ programs = st.builds(
 def test_random_trainers_are_exact(program: Program) -> None:
     """Nothing that surrounds a model changes a number."""
     note(str(program))
-    assert_same_training(program.module, partial(drive, program), program.arguments, activations=program.activations)
+    planner = AutoPlanner if program.wanders < 0 else lambda *_: Wanders(program.wanders)
+    with mock.patch("sp_lightning.strategy.AutoPlanner", planner):
+        options = {"activations": program.activations}
+        assert_same_training(program.module, partial(drive, program), program.arguments, **options)

@@ -36,6 +36,7 @@ def busy_times(machine: Machine, k: int) -> dict[Lane, float]:
         Lane.COMPUTE: UNITS * (machine.forward + machine.backward),
         Lane.UP: (2 * UNITS - k) * machine.up,
         Lane.DOWN: UNITS * machine.down,
+        Lane.VISIT: 0.0,
         Lane.HOST: UNITS * machine.step,
     }
 
@@ -72,7 +73,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     end = backend.now
-    busy = {lane: backend.busy(lane, begin, end) / steps for lane in Lane}
+    busy = {lane: backend.busy(lane, begin, end) / steps for lane in Lane if lane is not Lane.VISIT}
     pipe.detach()
     return Measured((end - begin) / steps, busy)
 

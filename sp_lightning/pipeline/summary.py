@@ -35,7 +35,7 @@ class Summary:
         # of the host, as far as it has been allocated: for gradients, optimizer state, and offloaded activations
         kept = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         self.host_gradient_bytes = engine.landing.nbytes() + kept
-        self.optimizer_bytes = engine.optimizers.state_bytes([weight.master for weight in arrangement.weights])
+        self.optimizer_bytes = engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights])
         self.host_activation_bytes = engine.offloader.pool.held
         # devices that share this memory, but for buffers of each
         self.devices = 1 if engine.processes is None else engine.processes.box.count

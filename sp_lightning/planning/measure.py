@@ -51,24 +51,24 @@ def bytes_of(unit: Unit) -> UnitWork:
 
 def bytes_on_device(engine: Engine, unit: Unit) -> int:
     """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped."""
-    optimizers = engine.optimizers
+    states = engine.optimizers.states
     weights = unit.every_weight
     masters = [weight.master for weight in weights]
     # the first process, which has the optimizers' state, chooses for all
     chooses = engine.processes is None or engine.processes.is_first
     is_allowed = engine.options.optimizer_on == "auto" and chooses
-    if not (is_allowed and optimizers.may_live_on_device(masters)):
+    if not (is_allowed and states.may_live_on_device(masters)):
         return 0
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     gradients = sum(master.nbytes for master in masters if master.requires_grad)
-    return values + copies + gradients + optimizers.most_state_bytes(masters)
+    return values + copies + gradients + states.most_nbytes(masters)
 
 
 def _step_bytes(engine: Engine, unit: Unit) -> int:
     """Return what a step of a unit reads and writes, its state included."""
     masters = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
-    return bytes_of(unit).step_bytes + 2 * engine.optimizers.state_bytes(masters)
+    return bytes_of(unit).step_bytes + 2 * engine.optimizers.states.nbytes(masters)
 
 
 class FirstSteps:
@@ -168,7 +168,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         turn_bytes=turn_bytes,
         outside_bytes=outside_bytes,
         reserve_bytes=measured.reserve_bytes,
-        lives_whole=engine.optimizers.look_at_weights_together,
+        lives_whole=engine.optimizers.states.look_at_weights_together,
     )
 
 
@@ -208,7 +208,10 @@ class _Step:
         computing = sum(self.forward.values()) + sum(self.backward.values())
         # the device neither computed nor waited for a copy
         self.rest = end - begin - computing - _seconds(self._stalls)
-        self.waits_for_all_gradients = _waits_for_all_gradients(spans)
+        # whether nothing is stepped while gradients come
+        self.waits_for_all_gradients = self.has_backward and not any(
+            backward[0].begin < span.begin < backward[-1].end for span in _of_kind(spans, Kind.STEP)
+        )
 
     def _second_forwards(self, spans: Sequence[Span]) -> dict[str, float]:
         """Sum up the seconds of forwards between two pieces of backward, for each unit that has any."""
@@ -247,16 +250,6 @@ def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]
     return with_backward or steps
 
 
-def _waits_for_all_gradients(spans: Sequence[Span]) -> bool:
-    """Whether nothing is stepped from the first gradients of a step until its last ones have landed."""
-    gradients = _of_kind(spans, Kind.GRADIENTS)
-    stepped = _of_kind(spans, Kind.STEP)
-    if not gradients or not stepped:
-        return False
-    landed = gradients[-1].end
-    return all(span.begin >= landed for span in stepped if span.begin > gradients[0].begin)
-
-
 def _stepping(measured: FirstSteps, steps: Sequence[_Step]) -> Stepping:
     if measured.steps_in_backward:
         return "in backward"
@@ -292,7 +285,9 @@ def _unit_work(engine: Engine, unit: Unit, recording: Recording, steps: Sequence
     """Return what was recorded of a unit, with the way of its activations that the user chose."""
     name = unit.name
     work = bytes_of(unit)
-    up, down = engine.optimizers.bytes_of_visit(unit)
+    up = down = 0
+    if engine.processes is None and engine.options.optimizer_on == "auto":
+        up, down = engine.optimizers.states.bytes_of_visit(unit, engine.steps.fused)
     numbers = sum(weight.master.numel() for weight in unit.every_weight if weight.master.requires_grad)
     return replace(
         work,

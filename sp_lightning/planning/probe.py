@@ -6,19 +6,21 @@ them takes a few milliseconds, in lanes of the engine's backend, with memory of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline import Backend, Kind, Recording
+from sp_lightning.pipeline import Backend, Kind, Span
 from sp_lightning.planning.cost import Machine
 
 _MOST = 1 << 25  # bytes of a copy
 _SECONDS = 0.003  # that a copy may take
 _ALIGNED = 256
 _TIMES = 3
+_COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
 _HARDLY_SLOWER = 0.95  # of a rate
 
 
@@ -52,30 +54,26 @@ class _Probe:
         }
 
     def machine(self, machine: Machine) -> Machine:
-        self._record(*self._work)  # the first time everything is slower
-        up = _rate(self._record(Kind.STATE_UP), Kind.STATE_UP)
-        down = _rate(self._record(Kind.STATE_DOWN), Kind.STATE_DOWN)
-        host = _rate(self._record(Kind.STEP), Kind.STEP)
-        device = _rate(self._record(Kind.VISIT), Kind.VISIT)
-        copying = self._record(Kind.STATE_UP, Kind.STATE_DOWN)
-        both = _rate(copying, Kind.STATE_UP) + _rate(copying, Kind.STATE_DOWN)
-        all_at_once = self._record(Kind.STATE_UP, Kind.STATE_DOWN, Kind.STEP)
-        beside_host = _rate(all_at_once, Kind.STATE_UP) + _rate(all_at_once, Kind.STATE_DOWN)
-        beside_copies = _rate(all_at_once, Kind.STEP)
+        self._rates(*self._work)  # the first time everything is slower
+        alone = {kind: self._rates(kind)[kind] for kind in self._work}
+        copying = self._rates(*_COPIES)
+        all_at_once = self._rates(*_COPIES, Kind.STEP)
         host_memory = machine.host_memory
-        if beside_host < _HARDLY_SLOWER * both or beside_copies < _HARDLY_SLOWER * host:
-            host_memory = beside_host + beside_copies
+        if any(all_at_once[kind] < _HARDLY_SLOWER * copying.get(kind, alone[kind]) for kind in all_at_once):
+            # the optimizer's own steps may use more of it than this one
+            faster = max(1.0, machine.host / alone[Kind.STEP])
+            host_memory = sum(all_at_once[kind] for kind in _COPIES) + faster * all_at_once[Kind.STEP]
         return replace(
             machine,
-            to_device=max(up, machine.to_device),
-            to_host=max(down, machine.to_host),
-            both=both,
-            device=device,
+            to_device=max(machine.to_device, alone[Kind.STATE_UP]),
+            to_host=max(machine.to_host, alone[Kind.STATE_DOWN]),
+            both=sum(copying.values()),
+            device=alone[Kind.VISIT],
             host_memory=host_memory,
         )
 
-    def _record(self, *kinds: Kind) -> Recording:
-        """Record work of these kinds, all of it at the same time."""
+    def _rates(self, *kinds: Kind) -> dict[Kind, float]:
+        """Return the bytes per second of each of these kinds of work, while all of them are under way."""
         backend = self._backend
         backend.drain()
         with backend.trace.record() as recording:
@@ -86,7 +84,12 @@ class _Probe:
                         backend.trace.work(kind, "probe", job, [], nbytes)
                     else:
                         backend.trace.beside(kind, "probe", job, [], nbytes)
-        return recording
+        spans = {kind: [span for span in recording.spans if span.kind is kind] for kind in kinds}
+        begin = max(of_kind[0].begin for of_kind in spans.values())
+        end = min(of_kind[-1].end for of_kind in spans.values())
+        if end <= begin:  # it took no time at all
+            return dict.fromkeys(kinds, math.inf)
+        return {kind: _bytes_within(begin, end, of_kind) / (end - begin) for kind, of_kind in spans.items()}
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ class _DeviceStep:
         self.weight.mul_(0.9).sub_(self.first.div(root))
 
 
-def _rate(recording: Recording, kind: Kind) -> float:
-    """Return the bytes per second of the work of a kind."""
-    spans = [span for span in recording.spans if span.kind is kind]
-    seconds = sum(span.end - span.begin for span in spans)
-    return sum(span.nbytes for span in spans) / max(seconds, 1e-9)
+def _bytes_within(begin: float, end: float, spans: Sequence[Span]) -> float:
+    nbytes = 0.0
+    for span in spans:
+        within = min(end, span.end) - max(begin, span.begin)
+        nbytes += span.nbytes * max(0.0, within) / max(span.end - span.begin, 1e-9)
+    return nbytes

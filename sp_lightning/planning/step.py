@@ -302,7 +302,7 @@ class _Step:
 
     def _end_of_visits(self, backward: float) -> float:
         """Return when all visits have ended that begin in a backward of so many seconds."""
-        if not self._visits.busy[Lane.VISIT]:
+        if not self._visits.copied[Lane.TO_HOST]:
             return 0.0
         units = self._window.in_order[::-1]
         pace = backward / max(1e-12, sum(unit.backward_seconds for unit in units))

@@ -70,11 +70,13 @@ def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, kept, dtype)
 def test_it_is_left_to_torch_where_it_is_something_else():
     weight = nn.Parameter(torch.randn(4, 6))
 
-    def takes(cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, factors=(), copy=None, **options):
+    def takes(
+        cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, device="cpu", factors=(), copy=None, **options
+    ):
         optimizer = cls([weight], **{"fused": True, **options})
         weight.grad = torch.randn_like(weight)
         optimizer.step()
-        gradient = torch.zeros_like(weight, dtype=dtype)
+        gradient = torch.zeros_like(weight, dtype=dtype, device=device)
         one_pass = OnePass(optimizer, settings_of(optimizer))
         scaling = scaling_of(factors, None, torch.float32)
         return one_pass.takes(Work(weight.data, gradient, optimizer.state[weight], copy, scaling))
@@ -87,6 +89,7 @@ def test_it_is_left_to_torch_where_it_is_something_else():
         {"cls": torch.optim.Adagrad},
         {"cls": type("Own", (torch.optim.AdamW,), {})},
         {"dtype": torch.float16},
+        {"device": "meta"},
         {"factors": (1.0, 2.0, 3.0)},
         {"copy": torch.zeros(4, 6, dtype=torch.float16)},
         {"copy": torch.zeros(6, 4, dtype=torch.bfloat16).t()},

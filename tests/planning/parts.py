@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,6 +123,30 @@ class Fixed(Planner):
     @override
     def abandon(self) -> None:
         pass
+
+
+class Wanders(Planner):
+    """Wants units to live, or to visit, at random places from the second step on, other ones every few steps."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._plan: WindowPlan | None = None
+        self._steps = 0
+
+    @override
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        arrangement = engine.arrangement
+        self._steps += 1
+        if self._steps > 1 and self._random.random() < 0.5:
+            units = [unit.name for unit in arrangement.units]
+            living = self._draw([*units, arrangement.resident.name])
+            kept, visiting = self._draw(units), self._draw(units)
+            self._plan = WindowPlan(self._random.randint(1, 3), 1, kept=kept, on_device=living, visiting=visiting)
+        return self._plan
+
+    def _draw(self, names: Sequence[str]) -> tuple[str, ...]:
+        share = self._random.choice([0.0, 0.3, 0.7, 1.0])
+        return tuple(name for name in names if self._random.random() < share)
 
 
 @dataclass(frozen=True)

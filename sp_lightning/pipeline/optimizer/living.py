@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.optimizer.state import States
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.units.tree import HOST, copy_parameters, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.weights.segment import HostMemory
@@ -34,12 +34,10 @@ Wish: TypeAlias = tuple[WindowPlan | None, int | None]
 class Living:
     """Moves units to the device and back, with gradients and optimizer state, in all processes at the same moment."""
 
-    def __init__(
-        self, device: torch.device, memory: HostMemory, optimizers: Optimizers, processes: Processes | None
-    ) -> None:
+    def __init__(self, device: torch.device, memory: HostMemory, states: States, processes: Processes | None) -> None:
         self._device = device
         self._memory = memory
-        self._optimizers = optimizers
+        self._states = states
         self._processes = processes
         self.wish: WindowPlan | None = None  # the plan that this process's planner wants
         self._first_wish: WindowPlan | None = None  # that of the first process, when all have met
@@ -47,6 +45,8 @@ class Living:
         self._hooks: list[RemovableHandle] = []
         self._some_came = False
 
+    @torch.inference_mode(False)  # the step may be one of an evaluation
+    @torch.no_grad()
     def follow(self, arrangement: Arrangement) -> None:
         """Move what an arrangement has elsewhere, before it lays anything out; first what leaves the device."""
         held = self._memory.masters()
@@ -55,17 +55,19 @@ class Living:
         for unit in units:
             leaving = [weight.master for weight in unit.weights if id(weight.master) not in held]
             if self._processes is not None and not self._processes.box.is_keeper:
-                self._optimizers.drop_state(leaving)
+                self._states.drop(leaving)
             self._move([weight.master for weight in unit.weights], HOST)
         for unit in units:
             living = [weight.master for weight in unit.weights_on_device]
             coming = [master for master in living if id(master) in held]
             if self._processes is not None:
-                self._optimizers.share_state(coming, self._processes)
+                self._states.share(coming, self._processes)
             self._move(living, self._device)
             if self._device == HOST:  # the emulated device: there is no other memory, so they are copied
                 copy_parameters(coming)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def bring_home(self, module: nn.Module) -> None:
         """Move to the host what lives on the device, for good."""
         self._move(weights_on_accelerators(module), HOST)
@@ -126,7 +128,7 @@ class Living:
     def _move(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         """Move parameters that are elsewhere; their state goes first, so that none is left behind after an error."""
         moving = [parameter for parameter in parameters if parameter.device != device]
-        self._optimizers.move_state(moving, device)
+        self._states.move(moving, device)
         move_parameters(moving, device)
 
 

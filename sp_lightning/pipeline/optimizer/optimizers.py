@@ -22,17 +22,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
@@ -44,10 +42,9 @@ from sp_lightning.pipeline.optimizer.kinds import (
     why_not_by_unit,
 )
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
-from sp_lightning.pipeline.optimizer.state import can_be_moved, most_state_bytes, move_state, state_bytes
+from sp_lightning.pipeline.optimizer.state import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -78,6 +75,7 @@ class Optimizers:
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        self.states = States(self._seen)
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         # what becomes of the gradients that the next optimizer step uses
         self.afterwards = Afterwards.DROPPED
@@ -153,6 +151,8 @@ class Optimizers:
             if why_not is not None and plan.gradients and not self._follows:
                 self._steps.settle()
                 self._steps.stream.show_all()
+                living = [each for each in chain.from_iterable(plan.others) if id(each) in self._living]
+                self.states.bring_together(optimizer, living)
             elif plan.gradients:
                 for param_group, others in zip(optimizer.param_groups, plan.others, strict=True):
                     self._taken_out.append((param_group, param_group["params"]))
@@ -168,6 +168,7 @@ class Optimizers:
         with self._at_work:
             by_unit = bool(self._taken_out)
             self.restore_param_groups()
+            self.states.take_back(optimizer)
             plan = self._plan_of(optimizer)
             if by_unit and not self._follows:
                 self._step(optimizer, plan)
@@ -323,66 +324,6 @@ class Optimizers:
             early.abandon()
 
     # ------------------------------------------------------------------------------------------------- beside steps
-
-    @property
-    def look_at_weights_together(self) -> bool:
-        """Whether an optimizer that has stepped may look at several weights at once, so that these lie together."""
-        return any(why_not_by_unit(optimizer) is not None for optimizer in self._seen)
-
-    def may_live_on_device(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Tell whether parameters may live on the device: some are stepped, and all that these steps need can be moved.
-
-        If one is trained that nobody has stepped yet, its state would be made there, and nobody knows how large it is.
-        """
-        stepped: set[int] = set()
-        for optimizer in self._seen:
-            if not can_be_moved(optimizer):
-                return False
-            stepped.update(map(id, parameters_of(optimizer)))
-        own = [parameter for parameter in parameters if id(parameter) in stepped]
-        if not self.look_at_weights_together:
-            own = [parameter for parameter in own if parameter.requires_grad]
-        return len(own) > 0 and all(id(each) in stepped for each in parameters if each.requires_grad)
-
-    def move_state(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
-        """Move the state of parameters to a device."""
-        for optimizer in self._seen if parameters else ():
-            move_state(optimizer, parameters, device)
-
-    def share_state(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
-        """Have the first process's state of parameters in all processes."""
-        with without_torch_function():
-            for parameter, optimizer in product(parameters, self._seen):
-                state = processes.share(optimizer.state.get(parameter))
-                if state is not None:
-                    optimizer.state[parameter] = state
-
-    def drop_state(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the state of parameters, which another process steps from now on."""
-        with without_torch_function():
-            for parameter, optimizer in product(parameters, self._seen):
-                optimizer.state.pop(parameter, None)
-
-    def state_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the bytes that the optimizers' state of parameters takes."""
-        return sum(state_bytes(optimizer, parameters) for optimizer in self._seen)
-
-    def most_state_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the bytes that the optimizers' state of parameters takes at most: some keep ever more steps."""
-        return sum(most_state_bytes(optimizer, parameters) for optimizer in self._seen)
-
-    def bytes_of_visit(self, unit: Unit) -> tuple[int, int]:
-        """Return the bytes that go up and come down if a unit visits to be stepped; zeros if it may not."""
-        trained = [weight for weight in unit.every_weight if weight.master.requires_grad]
-        if not trained or self._processes is not None or self.look_at_weights_together:
-            return 0, 0
-        for optimizer in self._seen:
-            for settings in settings_of(optimizer, self._steps.fused):
-                if not OnePass(optimizer, settings).is_possible:
-                    return 0, 0
-        masters = [weight.master for weight in trained]
-        nbytes = sum(master.nbytes for master in masters) + self.state_bytes(masters)
-        return nbytes, nbytes + sum(weight.compute_bytes for weight in trained if weight.lowered)
 
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""

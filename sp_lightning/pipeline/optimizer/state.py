@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from functools import partial
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sp_lightning.pipeline.optimizer.kinds import STEP_BY_WEIGHT, parameters_of
+from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.pipeline.optimizer.kinds import STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.tree import HOST, move_parameters
+from sp_lightning.pipeline.units.unit import Unit
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
@@ -58,8 +63,111 @@ def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device:
                         state[key] = tree_map_only(Tensor, partial(torch.Tensor.to, device=device), value)
 
 
-def state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes that the optimizer's state of parameters takes."""
+class States:
+    """The state of several optimizers."""
+
+    def __init__(self, optimizers: Collection[Optimizer]) -> None:
+        self._optimizers = optimizers
+        # weights that live on the device, and are on the host for a step
+        self._brought: list[tuple[nn.Parameter, torch.device]] = []
+
+    # ------------------------------------------------------------------------------------- what may live on the device
+
+    @property
+    def look_at_weights_together(self) -> bool:
+        """Whether an optimizer may look at several weights at once, so that these lie together."""
+        return any(why_not_by_unit(optimizer) is not None for optimizer in self._optimizers)
+
+    def may_live_on_device(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Tell whether parameters may live on the device: some are stepped, and all that these steps need can be moved.
+
+        If one is trained that nobody has stepped yet, its state would be made there, and nobody knows how large it is.
+        """
+        stepped: set[int] = set()
+        for optimizer in self._optimizers:
+            if not can_be_moved(optimizer):
+                return False
+            stepped.update(map(id, parameters_of(optimizer)))
+        own = [parameter for parameter in parameters if id(parameter) in stepped]
+        if not self.look_at_weights_together:
+            own = [parameter for parameter in own if parameter.requires_grad]
+        return len(own) > 0 and all(id(each) in stepped for each in parameters if each.requires_grad)
+
+    # -------------------------------------------------------------------------------------------------- how large it is
+
+    def nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes that the state of parameters takes."""
+        return sum(_nbytes(optimizer, parameters) for optimizer in self._optimizers)
+
+    def most_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes that the state of parameters takes at most: LBFGS's history grows."""
+        nbytes = 0
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, LBFGS):
+                (group,) = optimizer.param_groups
+                own = set(map(id, group["params"]))
+                vectors = 2 * group["history_size"] + _VECTORS_OF_LBFGS
+                nbytes += vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own)
+            else:
+                nbytes += _nbytes(optimizer, parameters)
+        return nbytes
+
+    def bytes_of_visit(self, unit: Unit, fused: bool) -> tuple[int, int]:
+        """Return the bytes that go up and come down if a unit visits to be stepped; zeros if it may not.
+
+        `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
+        """
+        trained = [weight for weight in unit.every_weight if weight.master.requires_grad]
+        if not trained or not self._optimizers:
+            return 0, 0
+        for optimizer in self._optimizers:
+            for settings in settings_of(optimizer, fused):
+                if why_not_by_unit(optimizer) is not None or not OnePass(optimizer, settings).is_possible:
+                    return 0, 0
+        masters = [weight.master for weight in trained]
+        nbytes = sum(master.nbytes for master in masters) + self.nbytes(masters)
+        return nbytes, nbytes + sum(weight.compute_bytes for weight in trained if weight.lowered)
+
+    # -------------------------------------------------------------------------------------------------------- moving it
+
+    def move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
+        """Move the state of parameters to a device."""
+        for optimizer in self._optimizers if parameters else ():
+            move_state(optimizer, parameters, device)
+
+    def bring_together(self, optimizer: Optimizer, living: Sequence[nn.Parameter]) -> None:
+        """Have weights that live on the device on the host for a step of an optimizer that looks at weights together.
+
+        It does so since lately, or none would live there while others do not. Torch's own code copes with both.
+        """
+        if type(optimizer) not in STEP_BY_WEIGHT:
+            self._brought = [(each, each.device) for each in living if each.device != HOST]
+            move_state(optimizer, living, HOST)
+            move_parameters(living, HOST)
+
+    def take_back(self, optimizer: Optimizer) -> None:
+        """Have the weights that were brought to the host live on the device again."""
+        while self._brought:
+            parameter, device = self._brought.pop()
+            move_state(optimizer, [parameter], device)
+            move_parameters([parameter], device)
+
+    def share(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
+        """Have the first process's state of parameters in all processes."""
+        with without_torch_function():
+            for parameter, optimizer in product(parameters, self._optimizers):
+                state = processes.share(optimizer.state.get(parameter))
+                if state is not None:
+                    optimizer.state[parameter] = state
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Drop the state of parameters, which another process steps from now on."""
+        with without_torch_function():
+            for parameter, optimizer in product(parameters, self._optimizers):
+                optimizer.state.pop(parameter, None)
+
+
+def _nbytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
     nbytes = 0
     with without_torch_function():
         for parameter in parameters:
@@ -67,13 +175,3 @@ def state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int
             leaves = tree_leaves(list(optimizer.state.get(parameter, {}).values()))
             nbytes += sum(value.nbytes for value in leaves if isinstance(value, Tensor))
     return nbytes
-
-
-def most_state_bytes(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> int:
-    """Return the bytes that the optimizer's state of parameters takes at most: LBFGS's history grows."""
-    if not isinstance(optimizer, LBFGS):
-        return state_bytes(optimizer, parameters)
-    (group,) = optimizer.param_groups
-    own = set(map(id, group["params"]))
-    vectors = 2 * group["history_size"] + _VECTORS_OF_LBFGS
-    return int(vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own))

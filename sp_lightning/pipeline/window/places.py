@@ -181,7 +181,10 @@ def sent_bytes(weights: Iterable[Weight]) -> int:
 
 
 def check_host_memory(units: Sequence[Unit], present: int) -> None:
-    """Raise if the host lacks memory for gradients and copies of weights; `present` bytes of it are there already."""
+    """Raise if the host lacks memory for what gradients, copies and masters take that leave the device.
+
+    Of that for gradients and copies, `present` bytes are there already.
+    """
     weights = [weight for unit in units for weight in unit.weights]
     seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
     there = sum(gradient.nbytes for gradient in seen if gradient.layout is torch.strided)
@@ -189,7 +192,8 @@ def check_host_memory(units: Sequence[Unit], present: int) -> None:
     # exists twice for a moment
     moving = max((sent_bytes(unit.weights) for unit in units), default=0)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
-    needed = max(0, coming + copies - present) + moving
+    masters = sum(weight.nbytes for weight in weights if weight.master.device.type != "cpu")
+    needed = max(0, coming + copies - present) + moving + masters
     free = available_host_memory()
     if free is not None and needed > free:
         raise ValueError(

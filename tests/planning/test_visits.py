@@ -1,0 +1,130 @@
+"""Units that visit, on virtual clocks: what is chosen against the least that any division of the work could take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning.optim import AdamW
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.optimizer import pieces
+from sp_lightning.planning import AutoPlanner, cost
+
+from .. import simulated
+from ..simulated import WIDTH, SimulatedBackend, TimedBlock
+from ..zoo.blocks import Chain
+from .parts import Trained, finish
+
+UNITS = 28
+NUMBERS = WIDTH * WIDTH  # of a unit; a weight in bf16 takes two bytes
+PER_NUMBER = {
+    "fp32": (26.0, 12.0),
+    "int8": (14.25, 6.1),
+}  # bytes of a step on the host, and of a visit in each direction
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a unit, and bytes per second for a unit of `NUMBERS` weights."""
+
+    forward: float
+    backward: float
+    up: float
+    down: float
+    host: float
+    device: float = math.inf
+    both: float = math.inf
+    memory: float = math.inf
+
+    @classmethod
+    def of(cls, machine: simulated.Machine) -> Machine:
+        """One of the machines of all tests, whose times are those of exact steps."""
+        sent = 2 * NUMBERS
+        rates = sent / machine.up, sent / machine.down, 26 * NUMBERS / machine.step
+        return cls(machine.forward, machine.backward, *rates)
+
+    @classmethod
+    def real(cls, numbers: float, forward: float, backward: float, *rates: float) -> Machine:
+        """A machine that trains so many parameters in these seconds, with rates in GB/s."""
+        scaled = [rate * 1e9 * NUMBERS * UNITS / numbers for rate in rates]
+        return cls(forward / UNITS, backward / UNITS, *scaled)
+
+    def train(self, moments: Any, clips: bool, steps: int = 7, **options: Any) -> Trained:
+        """Train blocks in bf16 with our AdamW."""
+        handed_over = 6  # bytes for each number that a step is said to move: all but state
+        stepping = handed_over * self.host / PER_NUMBER[moments][0]
+        per_byte = PER_NUMBER[moments][0] / handed_over
+        rates = self.up, self.down, stepping, self.device, self.both, self.memory, per_byte
+        backend = SimulatedBackend(*rates)
+        model = Chain(TimedBlock(WIDTH, backend, self.forward, self.backward) for _ in range(UNITS)).bfloat16()
+        chosen = PipelineOptions(units=[TimedBlock], activations="keep", **options)
+        pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=AutoPlanner())
+        optimizers = pipeline.optimizers
+        optimizer = AdamW(model.parameters(), master="split", moments=moments)
+        seconds = []
+        for _ in range(steps):
+            begin = backend.now
+            loss = model(torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum()
+            with optimizers.clipping.measuring_norms() if clips else optimizers.stepping_in_backward(optimizer):
+                loss.backward()
+            if clips:
+                optimizers.clipping.clip_grad_norm(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(backend.now - begin)
+        return finish(pipeline, seconds)
+
+    def bound(self, moments: str, clips: bool, k: int = 4) -> float:
+        """The least seconds of a step, over all numbers of units that visit."""
+        on_host, visits = PER_NUMBER[moments]
+        sent = 2 * NUMBERS
+        loads = (UNITS - k) * sent
+
+        def seconds(compute: float, up: float, down: float, host: float) -> float:
+            lanes = [UNITS * compute, up / self.up, down / self.down, (up + down) / self.both]
+            return max(*lanes, host / self.host, (up + down + host) / self.memory)
+
+        found = []
+        for visiting in range(UNITS + 1):
+            moved = visiting * visits * NUMBERS
+            stepped = (UNITS - visiting) * on_host * NUMBERS
+            gradients = (UNITS - visiting) * sent
+            if clips:
+                backward = seconds(self.backward, loads, gradients, 0.0)
+                forward = seconds(self.forward, loads * (1 - visiting / UNITS) + moved, moved, stepped)
+                found.append(backward + forward)
+            else:
+                computing = self.forward + self.backward
+                found.append(seconds(computing, 2 * loads + k * sent + moved, gradients + moved, stepped))
+        return min(found)
+
+
+H200 = Machine.real(1.5437e9, 0.09, 0.18, 54.5, 53.6, 93.3, 4000.0, 92.5, 200.0)
+DESKTOP = Machine.real(8e9, 1.3, 2.6, 25.0, 25.0, 63.0, 900.0, 44.0, 63.0)
+MACHINES = {name: Machine.of(machine) for name, machine in simulated.MACHINES.items()}
+MACHINES |= {"H200": H200, "desktop": DESKTOP}
+BUDGET = 26 * 2 * NUMBERS
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (pieces, cost):
+        monkeypatch.setattr(module, "PIECE", 1024)
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_work_of_the_optimizer_is_shared_in_the_best_proportion(name: str, moments: str, clips: bool) -> None:
+    machine = MACHINES[name]
+    today = machine.train(moments, clips, memory_budget=BUDGET, optimizer_on="host")
+    trained = machine.train(moments, clips, memory_budget=BUDGET, optimizer_on="auto")
+    plan, bound = trained.summary.plan, machine.bound(moments, clips)
+    assert plan is not None
+    what = f"{name} {moments} clips={clips}: bound {bound:.4g}, planned {plan.step_seconds:.4g}"
+    print(f"{what}, takes {trained.seconds[-1]:.4g}, today {today.seconds[-1]:.4g}; k={plan.k}", end=" ")
+    print(f"kept {len(plan.kept)} visiting {len(plan.visiting)} living {len(plan.on_device)}")
