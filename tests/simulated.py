@@ -377,7 +377,7 @@ class SimulatedProcesses(Processes):
         self.passes = 0
         self.box = SimulatedBox(count, backend)  # type: ignore[assignment]
 
-    keeper = 0  # type: ignore[assignment]
+    owner = 0  # type: ignore[assignment]
 
     def gather(self, own: Any) -> list[Any]:
         return [own] * self.count
