@@ -73,7 +73,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     end = backend.now
-    busy = {lane: backend.busy(lane, begin, end) / steps for lane in Lane if lane is not Lane.VISIT}
+    busy = {lane: backend.busy(lane, begin, end) / steps for lane in Lane}
     pipe.detach()
     return Measured((end - begin) / steps, busy)
 

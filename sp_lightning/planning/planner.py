@@ -20,8 +20,9 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
+from sp_lightning.planning.assumed import ASSUMED, assumed
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.cost import ASSUMED, Choice, Machine, UnitWork, activation_bytes, assumed
+from sp_lightning.planning.cost import Choice, Machine, UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
 from sp_lightning.planning.probe import probe
 
