@@ -384,6 +384,11 @@ class SimulatedProcesses(Processes):
         self.passes = 0
         self.box = SimulatedBox(count, backend)  # type: ignore[assignment]
 
+    keeper = 0  # type: ignore[assignment]
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own] * self.count
+
     def broadcast_module(self, module: nn.Module) -> None: ...
     def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
     def begin_optimizer_step(self, optimizer: Any) -> None: ...

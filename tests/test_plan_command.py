@@ -80,6 +80,11 @@ def test_the_class_of_a_module():
     assert report["parameters"] == 6 * (64 * 64 + 64)
     assert len(report["units"]) == 6
     assert report["best"]["seconds"] <= min(row["seconds"] for row in report["rows"])
+    clipped = planned(f"{__name__}.Stack --model.width 64 --model.layers=6 --gradient_clip_val 1")
+    for plain, row in zip(report["rows"], clipped["rows"], strict=True):
+        assert row["seconds"] == row["clipped_seconds"] == plain["clipped_seconds"] > plain["seconds"]
+    scaled = planned(f"{__name__}.Stack --model.width 64 --precision 16-mixed")["rows"][0]
+    assert scaled["plain_seconds"] == scaled["clipped_seconds"], "a loss scaler waits for all gradients anyway"
 
 
 def test_a_configuration_of_transformers(tmp_path):
@@ -131,6 +136,10 @@ def test_devices_share_the_host():
     assert taken == four["ladder"][0]["clipped_bytes"], "all gradients are there in any case"
     assert one["best"]["lanes"]["host"] < four["best"]["lanes"]["host"] < 3 * one["best"]["lanes"]["host"]
     assert four["best"]["lanes"]["to device"] > one["best"]["lanes"]["to device"]
+    everywhere = run(f"sp-lightning plan --devices 2 --model {__name__}.Stack --model.width 64")
+    assert "\nSteps: 4 units live on the device with their state, 0 visit it to be stepped there, " in everywhere
+    assert ", 0 are stepped on the host; with several devices none visits\n" in everywhere
+    assert planned(f"{__name__}.Stack --model.width 64 --devices 2")["best"]["host_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ jit = njit(nogil=True, error_model="numpy", forceinline=True)
 # no bits are promised
 near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})
 # numba computes in 64 bits what is not cast
-I8, I16, I32, U8, U16, U32, F32 = np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.float32
+I8, I16, I32, F32 = np.int8, np.int16, np.int32, np.float32
+U8, U16, U32 = np.uint8, np.uint16, np.uint32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
@@ -222,27 +223,37 @@ def load_moment(moment: Any, width: Any, scale: Any, i: Any, is_second: Any) -> 
 
 
 @jit
-def pack(moment: Any, scales: Any, staged: Any, size: Any, is_second: Any, key: Any) -> Any:
-    """Write a group in codes: first moments, or the roots of second ones."""
+def pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
+    """Write a group in codes: first moments, and the roots of second ones if they are kept so."""
     if size == GROUP:  # a constant, for which loops have no ends to take care of
-        _pack(moment, scales, staged, GROUP, is_second, key)
+        _pack(kind, memory, staged, GROUP, key)
     else:
-        _pack(moment, scales, staged, size, is_second, key)
+        _pack(kind, memory, staged, size, key)
 
 
 @jit
-def _pack(moment: Any, scales: Any, staged: Any, size: Any, is_second: Any, key: Any) -> Any:
+def _pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
+    first_scale = _scale_of(staged[0], size)
+    write(memory.first_scale, 0, first_scale)
+    second_scale = _scale_of(staged[1], size) if kind.second == 1 else F32(0)
+    if kind.second == 1:
+        write(memory.second_scale, 0, second_scale)
+    for i in range(size):  # one loop for both: while it divides for one, it computes the other
+        first = encode_signed(read(staged[0], i, F32(0)), first_scale)
+        write(memory.first, i, I8(first))
+        if kind.second == 1:
+            second = encode_positive(read(staged[1], i, F32(0)), second_scale, noise(key, i))
+            # they are in this range, but AVX2 packs in fewer operations what saturates
+            write(memory.second, i, U8(min(max(second, I32(0)), I32(255))))
+
+
+@jit
+def _scale_of(staged: Any, size: Any) -> Any:
+    """Return the largest magnitude in a group, or NaN if there is one."""
     most = U32(0)  # of floats without a sign the bits have the same order; NaN is above all
     for i in range(size):
         most = U32(max(most, U32(read(staged, i, U32(0)) & U32(0x7FFFFFFF))))
-    scale = float_of(most)
-    write(scales, 0, scale)
-    for i in range(size):
-        value = read(staged, i, F32(0))
-        if is_second:
-            write(moment, i, U8(encode_positive(value, scale, noise(key, i))))
-        else:
-            write(moment, i, I8(encode_signed(value, scale)))
+    return float_of(most)
 
 
 @near

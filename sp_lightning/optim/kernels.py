@@ -140,9 +140,7 @@ def _step_block(
             v = float_of(bits_of(v) | U32(up << U32(31)))
             store(memory.second, kind.second, i, v, kind.is_random, keys[2])
     if kind.first == 1:
-        pack(memory.first, memory.first_scale, staged[0], size, False, keys[1])
-    if kind.second == 1:
-        pack(memory.second, memory.second_scale, staged[1], size, True, keys[2])
+        pack(kind, memory, staged, size, keys[2])
 
 
 _SIGNATURE = types.void(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.memory import Meter
@@ -259,8 +258,7 @@ class Engine:
             for _, _, refusal, _ in everyones:
                 if refusal is not None:
                     raise refusal
-            # by the process that owns the weights
-            self.window.note_edited(everyones[dist.get_rank() - processes.box.rank][0])
+            self.window.note_edited(everyones[processes.keeper][0])
             if any(has_news for _, has_news, _, _ in everyones):
                 learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()

@@ -70,7 +70,8 @@ class UnitWork:
     visit_up: int = 0
     visit_down: int = 0
     visit_piece: int = 0  # of the device, for one piece of its visit
-    host_bytes: int = 0  # for weights, the copies that are sent, and optimizer state
+    # for weights, the copies that are sent, optimizer state, and sums of several devices' gradients
+    host_bytes: int = 0
     # sent to the device after a step, if weights that are not stepped still lie there
     bytes_after_step: int = 0
 
@@ -98,7 +99,8 @@ class Workload:
     # of the units that live on the device, with gradients and optimizer state
     on_device_bytes: int = 0
     on_device_step_bytes: int = 0  # which the steps of these read and write there
-    sum_bytes: int = 0  # of the host, in which several devices add gradients up
+    # whether several devices add their gradients up on the host, as they come
+    adds_up: bool = False
 
     @property
     def everything(self) -> tuple[UnitWork, ...]:
@@ -286,9 +288,9 @@ def gradient_bytes(workload: Workload) -> int:
 def landing_bytes(workload: Workload, k_prime: int) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
     gradients = sorted(leaving_gradients(workload), reverse=True)
-    if workload.stepping == "in backward" or workload.sum_bytes:
+    if workload.stepping == "in backward" or workload.adds_up:
         gradients = gradients[: landing_buffers(len(gradients), k_prime)]
-    return workload.sum_bytes + sum(gradients)
+    return sum(gradients)
 
 
 def leaving_gradients(workload: Workload) -> list[int]:

@@ -243,18 +243,14 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         # a loss scaler looks at all gradients, too
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
-    weights = [weight for unit in division.all_units() for weight in unit.weights]
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
-    sum_bytes = 0
-    if given.devices > 1:
-        sum_bytes = sum(weight.nbytes for weight in weights if weight.master.requires_grad)
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
     workload = Workload(
         units=tuple(units),
         resident=_work(division.resident, given, machine, vocabulary),
         stepping=stepping,
         lives_whole=not given.steps_by_unit,
-        sum_bytes=sum_bytes,
+        adds_up=given.devices > 1,
         # and gradients
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),
     )
@@ -316,9 +312,8 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
     # of several devices, gradients are added up in one pass, in the masters' dtype, and that is what the step reads
-    added = 0
-    if given.devices > 1:
-        added = given.devices * gradients + 2 * masters - gradients
+    sums = masters if given.devices > 1 else 0
+    added = given.devices * gradients + 2 * sums - gradients if sums else 0
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))
@@ -333,7 +328,7 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
         work,
         step_bytes=2 * (masters + state) + gradients + stepped + added,
         ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
-        host_bytes=weights + state + copies,
+        host_bytes=weights + state + copies + sums,
     )
     if given.optimizer_on == "host" or not trained:
         return work

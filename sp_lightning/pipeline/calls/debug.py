@@ -45,8 +45,11 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, operands: list[tuple[Tensor, int]]) -> None:
-        twins, weights = self._engine.arrangement.twins, self._engine.arrangement.weights
-        masters = {storage_key(weight.host): weight for weight in weights}
+        arrangement = self._engine.arrangement
+        twins = arrangement.twins
+        masters = {storage_key(weight.host): weight for weight in arrangement.weights}
+        for living in arrangement.parameters_on_device:  # a user may have made views of one vector of all weights
+            masters.pop(storage_key(living), None)
         for _, memory in operands:
             if memory in twins and twins[memory].unit.residency is not Residency.READABLE:
                 name = twins[memory].weight.name

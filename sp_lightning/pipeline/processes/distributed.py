@@ -106,6 +106,11 @@ class Processes:
         """Whether this is the first process of all."""
         return dist.get_rank() == 0
 
+    @property
+    def keeper(self) -> int:
+        """The number, among all processes, of the one that owns the weights on this machine."""
+        return dist.get_rank() - self.box.rank
+
     @torch.no_grad()
     def share(self, state: Any) -> Any:
         """Return the first process's state of a weight, which lies on the host, in all processes."""
