@@ -21,7 +21,7 @@ from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning import AutoPlanner, Machine, UnitWork
-from sp_lightning.planning.cost import ways_of
+from sp_lightning.planning.ways import ways_of
 
 from .helpers import (
     LiveBytes,

@@ -33,7 +33,10 @@ from sp_lightning.optim.layout import GROUP, LANES
 from sp_lightning.optim.rules import ADAM, LION, NESTEROV, Kind, Memory, Pass, Rule
 
 PIECE = 1 << 23
-"""Elements that are stepped at once, a multiple of `BLOCK`: each takes up to 24 bytes of the device meanwhile."""
+"""Elements that are stepped at once, a multiple of `BLOCK`."""
+
+BYTES_MEANWHILE = 24
+"""What each of them takes of the device's memory at most, while it is stepped."""
 
 
 def step_on_device(step: Pass) -> None:

@@ -15,18 +15,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.cost import (
-    Choice,
-    Machine,
-    Prediction,
-    Way,
-    Workload,
-    activation_bytes,
-    device_bytes,
-    gradient_bytes,
-    peak,
-    weight_bytes,
-)
+from sp_lightning.planning.cost import Choice, Machine, Prediction, Way, Workload
+from sp_lightning.planning.memory import activation_bytes, device_bytes, gradient_bytes, peak, weight_bytes
 from sp_lightning.planning.step import predict_placed
 
 _Number: TypeAlias = int | Literal["auto"]
@@ -36,7 +26,8 @@ _SPLITS = 4  # splits of the budget between activations and weights to try
 # numbers of units that visit to try, as parts of what would keep visits as busy as the host
 _OF_BALANCE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1)
 _FEW_SLOTS = (1, 2, 4)  # of windows to try with units that live on the device or visit
-_WITH_VISITS = 3  # sets of units on the device to try with visits: the fastest ones without
+_THOROUGHLY = 8  # windows to try with all ways for activations
+_PROMISING = 3  # placements to try further: with all windows, and with visits
 _K_PRIMES = (1, 2, 4)
 _LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
 # a window that fetches nothing ahead, or units that live on the device or visit, have to be faster by this factor
@@ -80,21 +71,22 @@ def choose(
         raise TooLittleMemory(budget, -spare)
     splits = [[least], *_splits(workload, activation_bytes(streaming, least) + spare)]
     search = _Search(workload, machine, budget_left, splits, fill)
-    predictions = search.predictions(placement or Choice(1), windows, is_thorough=True)
+    predictions = search.predictions(placement or Choice(1), windows)
+    predictions.sort(key=_seconds_with_margin)
+    best_windows = dict.fromkeys(Choice(each.choice.k, each.choice.k_prime) for each in predictions)
+    predictions += search.predictions(placement or Choice(1), [*best_windows][:_THOROUGHLY], is_thorough=True)
     fastest = [_best(predictions)]
     if placement is not None or not fill:
         return fastest[0]
     few = [fastest[0].choice, *(window for window in windows if window.slots in _FEW_SLOTS)]
-    for on_device in _sets_on_device(workload):
-        living = search.predictions(Choice(1, on_device=on_device), few)
-        if living:
-            fastest.append(_best(living))
-            predictions += living
+    streamed = fastest[0]
+    fastest += search.promising([Choice(1, on_device=living) for living in _sets_on_device(workload)], few)
+    predictions += fastest
     fastest.sort(key=_seconds_with_margin)
-    for prediction in fastest[:_WITH_VISITS]:
-        alone = [window for window in (prediction.choice, *few[1:]) if window.k_prime == 1]
-        for visiting in _sets_that_visit(workload, machine, prediction.choice):
-            predictions += search.predictions(replace(prediction.choice, visiting=visiting), alone)
+    for choice in dict.fromkeys([streamed.choice, *(prediction.choice for prediction in fastest[:_PROMISING])]):
+        alone = [window for window in (choice, *few[1:]) if window.k_prime == 1]
+        sets = _sets_that_visit(workload, machine, choice)
+        predictions += search.promising([replace(choice, visiting=visiting) for visiting in sets], alone)
     return _best(predictions)
 
 
@@ -113,6 +105,18 @@ class _Search:
         self._splits = splits
         self._fill = fill
 
+    def promising(self, placements: Iterable[Choice], windows: Sequence[Choice]) -> list[Prediction]:
+        """Return the best prediction for each placement that fits: with all windows for the most promising ones."""
+        found = []
+        for placement in placements:
+            predicted = next(filter(None, (self.predictions(placement, [window]) for window in windows)), None)
+            if predicted:
+                found.append(_best(predicted))
+        found.sort(key=_seconds_with_margin)
+        for number, prediction in enumerate(found[:_PROMISING]):
+            found[number] = _best([prediction, *self.predictions(prediction.choice, windows)])
+        return found
+
     def predictions(self, placement: Choice, windows: Iterable[Choice], is_thorough: bool = False) -> list[Prediction]:
         """Predict windows with units that live or visit as in a placement.
 
@@ -120,6 +124,8 @@ class _Search:
         """
         workload = self._workload.placed(placement)
         room = self._budget - gradient_bytes(workload)
+        if room < workload.on_device_bytes:
+            return []
         taken = {ways: activation_bytes(workload, ways) for split in self._splits for ways in split}
         choices: dict[Choice, None] = {}  # a set that keeps the order
         for window in windows:
@@ -133,7 +139,8 @@ class _Search:
                     tried = [*tried, _mixed(workload, fitting[0], faster, left)]
                 for ways in tried:
                     choice = replace(window, ways=ways)
-                    choices[choice] = None
+                    if is_thorough or not self._fill:
+                        choices[choice] = None
                     if self._fill:
                         choices[_filled(workload, choice, room - activation_bytes(workload, ways))] = None
         return [predict_placed(workload, self._machine, choice) for choice in choices]
@@ -210,7 +217,7 @@ def _sets_that_visit(workload: Workload, machine: Machine, choice: Choice) -> It
     balance = len(able) * on_host / (on_host + as_visits) if on_host else 0.0
     counts = {min(len(able), round(share * balance)) for share in _OF_BALANCE} | {len(able)}
     for count in sorted(counts - {0}):
-        yield from dict.fromkeys([_spread(count, able), tuple(able[:count])])
+        yield _spread(count, able)
 
 
 def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -22,8 +22,10 @@ from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, pars
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload, bytes_of_piece, ways_of
+from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of
+from sp_lightning.planning.memory import bytes_of_pieces
+from sp_lightning.planning.ways import ways_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -332,9 +334,11 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     )
     if given.optimizer_on == "host" or not trained:
         return work
-    work = replace(work, bytes_on_device=weights + masters + state + copies)  # and gradients, as many as masters
+    # and gradients, as many as masters; torch's own steps take as much again
+    temporary = masters if hasattr(torch.optim, str(given.optimizer)) and not given.is_compact else 0
+    work = replace(work, bytes_on_device=weights + masters + state + copies + temporary)
     if not given.may_visit:
         return work
     up, down = masters + state, masters + state + stepped
-    piece = bytes_of_piece(down + work.gradient_bytes, numbers)
-    return replace(work, visit_up=up, visit_down=down, visit_piece=piece)
+    pieces = bytes_of_pieces(down + work.gradient_bytes, numbers)
+    return replace(work, visit_up=up, visit_down=down, visit_bytes=pieces)

@@ -18,16 +18,9 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.window.places import sent_bytes
-from sp_lightning.planning.cost import (
-    UNITS_THAT_STAY,
-    Machine,
-    Stepping,
-    UnitWork,
-    Way,
-    Workload,
-    bytes_of_piece,
-    ways_of,
-)
+from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload
+from sp_lightning.planning.memory import bytes_of_pieces
+from sp_lightning.planning.ways import ways_of
 
 # offload only if the host has this many times as much memory free as would be offloaded
 _HOST_ROOM = 2
@@ -62,7 +55,8 @@ def bytes_on_device(engine: Engine, unit: Unit) -> int:
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     gradients = sum(master.nbytes for master in masters if master.requires_grad)
-    return values + copies + gradients + states.most_nbytes(masters)
+    temporary = states.bytes_of_step(masters) if engine.backend.device.type != "cpu" else 0
+    return values + copies + gradients + states.most_nbytes(masters) + temporary
 
 
 def _step_bytes(engine: Engine, unit: Unit) -> int:
@@ -298,7 +292,7 @@ def _unit_work(engine: Engine, unit: Unit, recording: Recording, steps: Sequence
         bytes_on_device=bytes_on_device(engine, unit),
         visit_up=up,
         visit_down=down,
-        visit_piece=bytes_of_piece(down + work.gradient_bytes, numbers) if up else 0,
+        visit_bytes=bytes_of_pieces(down + work.gradient_bytes, numbers) if up else 0,
     )
 
 

@@ -22,8 +22,9 @@ from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.assumed import ASSUMED, assumed
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.cost import Choice, Machine, UnitWork, activation_bytes
+from sp_lightning.planning.cost import Choice, Machine, UnitWork
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
+from sp_lightning.planning.memory import activation_bytes
 from sp_lightning.planning.probe import probe
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
@@ -144,7 +145,7 @@ class AutoPlanner(Planner):
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,
-            activation_bytes=activation_bytes(workload, choice.ways),
+            activation_bytes=activation_bytes(workload.placed(choice), choice.ways),
             policies=policies,
         )
         self._tell(plan)

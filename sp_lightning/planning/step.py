@@ -27,22 +27,14 @@ share their place with no other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.planning.cost import (
-    UNITS_THAT_STAY,
-    Choice,
-    Machine,
-    Prediction,
-    UnitWork,
-    Way,
-    Workload,
-    device_bytes,
-    landing_bytes,
-    leaving_gradients,
-    window_of,
-)
+from sp_lightning.pipeline.window.places import travel_together
+from sp_lightning.planning.cost import UNITS_THAT_STAY, Choice, Machine, Prediction, UnitWork, Way, Workload
+from sp_lightning.planning.memory import alone_in, device_bytes, landing_bytes, leaving_gradients
 
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
@@ -78,41 +70,37 @@ class _Phase:
         self.stepped_bytes = 0  # of host memory, that steps there read and write
         self._machine = machine
 
-    def send(self, sizes: Iterable[int]) -> None:
-        copies = list(sizes)
-        self.busy[Lane.TO_DEVICE] += sum(map(self._machine.up, copies))
-        self.copied[Lane.TO_DEVICE] += sum(copies)
+    def send(self, *sizes: int) -> None:
+        self.busy[Lane.TO_DEVICE] += sum(map(self._machine.up, sizes))
+        self.copied[Lane.TO_DEVICE] += sum(sizes)
 
-    def save(self, sizes: Iterable[int]) -> None:
-        """Leave out copies to the device that another phase has."""
-        copies = list(sizes)
-        self.busy[Lane.TO_DEVICE] -= sum(map(self._machine.up, copies))
-        self.copied[Lane.TO_DEVICE] -= sum(copies)
+    def leave_out(self, nbytes: int) -> None:
+        """Take back a copy to the device that another phase has."""
+        self.busy[Lane.TO_DEVICE] -= self._machine.up(nbytes)
+        self.copied[Lane.TO_DEVICE] -= nbytes
 
-    def bring_back(self, sizes: Iterable[int]) -> None:
-        copies = list(sizes)
-        self.busy[Lane.TO_HOST] += sum(map(self._machine.down, copies))
-        self.copied[Lane.TO_HOST] += sum(copies)
+    def bring_back(self, *sizes: int) -> None:
+        self.busy[Lane.TO_HOST] += sum(map(self._machine.down, sizes))
+        self.copied[Lane.TO_HOST] += sum(sizes)
 
     def step_on_host(self, unit: UnitWork) -> None:
         self.busy[Lane.HOST] += self._machine.step(unit)
         self.stepped_bytes += unit.step_bytes
 
     def visit(self, up: int, down: int) -> None:
-        self.send([up])
-        self.bring_back([down])
+        self.send(up)
+        self.bring_back(down)
         self.busy[Lane.VISIT] += (up + down) / self._machine.device
 
 
 class _Course:
     """Units as they compute one after another: each when it is there, and loaded when a place is free for it."""
 
-    def __init__(self, slots: int, begin: float = 0.0) -> None:
+    def __init__(self, slots: int, begin: float = 0.0, sent: float = 0.0) -> None:
         self.computed = begin
-        self.sent = 0.0  # when the lane to the device will have nothing more to do
-        self.ends: list[float] = []  # when each unit had computed
+        self._sent = sent  # when the lane to the device will have nothing more to do
         self._slots = slots
-        self._freed: list[float] = []  # the same, of those that stream
+        self._freed: list[float] = []  # when each unit that streams had computed
 
     def add(self, seconds: float, load: float, streams: bool, ready: float = 0.0) -> None:
         """Have a unit compute for so many seconds, once it is ready, and a load has brought it that takes so long.
@@ -121,13 +109,12 @@ class _Course:
         """
         arrived = ready
         if load:
-            begin = self.sent
+            begin = self._sent
             if streams and len(self._freed) >= self._slots:
                 begin = max(begin, self._freed[-self._slots])
-            self.sent = begin + load
-            arrived = max(self.sent, ready + load)
+            self._sent = begin + load
+            arrived = max(self._sent, ready + load)
         self.computed = max(self.computed, arrived) + seconds
-        self.ends.append(self.computed)
         if streams:
             self._freed.append(self.computed)
 
@@ -139,22 +126,24 @@ class _Step:
         self._workload = workload
         self._machine = machine
         self._slots = choice.slots
-        self._window = window = window_of(workload, choice)
-        # the units that forward begins with, and that are there at the turn
-        self._first = window.in_order[0], workload.resident
+        self._k_prime = choice.k_prime
+        self._window = window_of(workload, choice)
+        streamed = len(self._window.streamed)
+        # of the streamed units, those that forward finds on the device
+        self._staying = range(0 if workload.trains else max(0, streamed - self._slots), self._slots)
         self._forward = _Phase(machine)
         self._backward = _Phase(machine)
-        self._turn = _Phase(machine)
-        # once for all micro-steps; what of it sticks out is part of the turn
+        # once for all micro-steps
         self._optimizer = _Phase(machine)
         self._visits = _Phase(machine)
+        self._turn = 0.0  # from the end of backward until all gradients are gone
         self._add_computing(ways)
         self._add_loads()
         if workload.trains:
             self._add_activations(ways)
-            first, *others, resident = leaving_gradients(workload)
-            self._backward.bring_back(others)
-            self._turn.bring_back((first, resident))
+            gradients = leaving_gradients(workload)
+            self._backward.bring_back(*gradients)
+            self._turn = machine.down(gradients[0]) + machine.down(gradients[-1])
         if workload.stepping:
             self._add_steps()
 
@@ -170,8 +159,8 @@ class _Step:
         leaving = [way.leaving for way in ways[:-UNITS_THAT_STAY]]
         if not any(leaving):
             return
-        self._forward.bring_back(leaving)
-        self._backward.send(leaving)
+        self._forward.bring_back(*leaving)
+        self._backward.send(*leaving)
         # a unit does not end before the one before it is rid of its activations, nor before they are back again
         for nbytes, way, unit in zip(leaving, ways[1:], self._workload.units[1:], strict=True):
             backward_seconds = unit.backward_seconds + way.repeating
@@ -181,174 +170,191 @@ class _Step:
     def _add_loads(self) -> None:
         """Add what is sent between two steps of the optimizer; see [Note: loads]."""
         sizes = [unit.weight_bytes for unit in self._window.streamed]
-        others = max(0, len(sizes) - self._slots)
+        self._forward.send(*(size for number, size in enumerate(sizes) if number not in self._staying))
         if self._workload.trains:
-            self._forward.send(sizes[self._slots :])
-            self._backward.send(sizes[:others])
-        else:
-            alone = range(others, self._slots)  # with their places
-            self._forward.send(size for number, size in enumerate(sizes) if number not in alone)
+            self._backward.send(*sizes[: max(0, len(sizes) - self._slots)])
 
     def _add_steps(self) -> None:
         """Add the steps of all units, and the weights that they have changed where they lie on the device."""
         workload, window = self._workload, self._window
-        for unit in (*window.in_order, workload.resident):
+        for unit in (workload.resident, *window.in_order):
             if unit.visit_up:
                 self._visits.visit(self._bytes_up(unit), unit.visit_down)
             else:
                 self._optimizer.step_on_host(unit)
-        sent = [*window.streamed[: self._slots], *window.kept, workload.resident]
-        if workload.stepping != "in backward":  # visits bring new weights to the places of their units
-            self._visits.save(unit.weight_bytes for unit in window.streamed[self._slots :] if unit.visit_up)
-            sent = [unit for unit in sent if not unit.visit_up]
-        self._optimizer.send(unit.bytes_after_step for unit in sent)
+        for unit in filter(self._is_brought, window.streamed[self._slots :]):
+            self._visits.leave_out(unit.weight_bytes)
+        for unit in (workload.resident, *window.kept, *window.streamed[: self._slots]):
+            if not self._is_brought(unit):
+                self._optimizer.send(unit.bytes_after_step)
+
+    def _is_brought(self, unit: UnitWork) -> bool:
+        """Tell whether a visit brings new weights to the unit's place: as it is loaded for the next forward."""
+        return unit.visit_up > 0 and self._workload.stepping != "in backward"
 
     def _bytes_up(self, unit: UnitWork) -> int:
         """Return what a visit sends to the device; gradients that were added up lie on the host."""
         return unit.visit_up if self._workload.gradients_stay else unit.visit_up + unit.gradient_bytes
 
+    def _visit_seconds(self, unit: UnitWork) -> float:
+        return self._machine.visit(self._bytes_up(unit), unit.visit_down)
+
     def lanes(self) -> dict[Lane, float]:
         """Return the seconds of work in each lane."""
-        phases = (self._forward, self._backward, self._turn)
         times = self._workload.micro_steps
-        lanes = {lane: self._optimizer.busy[lane] + self._visits.busy[lane] for lane in Lane}
+        lanes = {}
         for lane in Lane:
-            lanes[lane] += times * sum(phase.busy[lane] for phase in phases)
+            micro_step = self._forward.busy[lane] + self._backward.busy[lane]
+            lanes[lane] = times * micro_step + self._optimizer.busy[lane] + self._visits.busy[lane]
         lanes[Lane.HOST] += (times - 1) * self._workload.add_seconds
         return lanes
 
     def copied(self, lane: Lane) -> int:
         """Return the bytes of all copies in a lane."""
-        phases = (self._forward, self._backward, self._turn)
-        copied = sum(phase.copied[lane] for phase in phases)
-        return self._workload.micro_steps * copied + self._optimizer.copied[lane] + self._visits.copied[lane]
+        micro_step = self._forward.copied[lane] + self._backward.copied[lane]
+        return self._workload.micro_steps * micro_step + self._optimizer.copied[lane] + self._visits.copied[lane]
+
+    # ------------------------------------------------------------------------------------------------ how long it takes
 
     def seconds(self) -> float:
         """Return how long it takes."""
         workload = self._workload
-        forward = self._seconds_of_forward()
         backward = self._seconds_of_backward()
+        loads = self._loads(self._in_forward, self._staying)
+        unchanged = self._end_of_forward(_Course(self._slots), loads, [0.0] * len(loads))
+        forward = max(unchanged, self._shared_seconds(self._forward))
         micro_step = forward + backward + workload.rest_seconds
         if not workload.stepping:
             return workload.micro_steps * micro_step
-        if workload.stepping == "in backward":
-            seconds = self._stepped_in_backward(forward, backward)
-        else:
-            seconds = backward + self._stepped_under_forward(backward)
-        return seconds + (workload.micro_steps - 1) * max(micro_step, workload.add_seconds)
+        others = max(micro_step, workload.add_seconds)
+        return self._seconds_with_steps(backward, loads) + (workload.micro_steps - 1) * others
 
-    def _seconds_of_forward(self) -> float:
-        """Return how long a forward takes in which no unit waits for a step."""
+    @property
+    def _in_forward(self) -> list[tuple[UnitWork, bool]]:
+        """What is resident, and the units as they travel: each, and whether it streams."""
         window = self._window
-        stay = range(self._slots)
-        if not self._workload.trains:
-            stay = range(max(0, len(window.streamed) - self._slots), self._slots)
-        units = list(zip(window.in_order, window.streams, strict=True))
-        computed = self._computed(units, [unit.forward_seconds for unit, _ in units], stay)
-        phase = self._forward
-        leaving = window.in_order[0].forward_seconds + phase.busy[Lane.TO_HOST]
-        return max(computed, phase.busy[Lane.COMPUTE] + phase.held_up, leaving, self._shared_seconds(phase))
+        return [(self._workload.resident, False), *zip(window.in_order, window.streams, strict=True)]
+
+    def _loads(self, units: Sequence[tuple[UnitWork, bool]], staying: range) -> list[float]:
+        """Return what it takes to load each unit; of those that stream, some are there."""
+        loads = []
+        number = 0
+        for unit, streams in units:
+            is_there = not streams or number in staying
+            loads.append(0.0 if is_there else self._machine.up(unit.weight_bytes))
+            number += streams
+        return loads
 
     def _seconds_of_backward(self) -> float:
         """Return how long a backward takes, without what its end leaves for the turn."""
-        window, phase = self._window, self._backward
+        phase = self._backward
         if not self._workload.trains:
             return 0.0
-        units = list(zip(window.in_order, window.streams, strict=True))[::-1]
-        once = sum(unit.backward_seconds for unit, _ in units)
-        again = (phase.busy[Lane.COMPUTE] - once) / len(units)
+        units = self._in_forward[:0:-1]
+        again = (phase.busy[Lane.COMPUTE] - sum(unit.backward_seconds for unit, _ in units)) / len(units)
         seconds = [unit.backward_seconds + again for unit, _ in units]
-        sent = phase.busy[Lane.TO_DEVICE]
-        computed = self._computed(units, seconds, range(self._slots))
-        if self._slots == 1:  # activations, too, come in turns with computing
-            computed = max(computed, phase.busy[Lane.COMPUTE] + sent)
-        elif sent:
-            computed = max(computed, seconds[0] + sent + seconds[-1])
-        leaving = seconds[0] + phase.busy[Lane.TO_HOST]
-        return max(computed, phase.busy[Lane.COMPUTE] + phase.held_up, leaving, self._shared_seconds(phase))
-
-    def _computed(self, units: Sequence[tuple[UnitWork, bool]], seconds: Sequence[float], stay: range) -> float:
-        """Return when units have computed for so many seconds each, of which those that stream are loaded.
-
-        Of these, the ones with numbers in `stay` are there already.
-        """
         course = _Course(self._slots)
-        number = 0
-        for (unit, streams), computing in zip(units, seconds, strict=True):
-            load = 0.0
-            if streams:
-                if number not in stay:
-                    load = self._machine.up(unit.weight_bytes)
-                number += 1
+        loads = self._loads(units, range(self._slots))
+        for (_, streams), computing, load in zip(units, seconds, loads, strict=True):
             course.add(computing, load, streams)
-        return course.computed
+        sent = phase.busy[Lane.TO_DEVICE]
+        coming = 0.0
+        if self._slots == 1:  # activations, too, come in turns with computing
+            coming = phase.busy[Lane.COMPUTE] + sent
+        elif sent:
+            coming = seconds[0] + sent + seconds[-1]
+        leaving = seconds[0] + phase.busy[Lane.TO_HOST] - self._turn
+        computing = phase.busy[Lane.COMPUTE] + phase.held_up
+        return max(course.computed, coming, computing, leaving, self._shared_seconds(phase))
 
-    def _stepped_in_backward(self, forward: float, backward: float) -> float:
-        """Return the seconds of a step whose units are stepped as backward has their gradients."""
-        machine, workload = self._machine, self._workload
-        gone = self._turn.busy[Lane.TO_HOST]
-        stepped = sum(machine.step(unit) for unit in self._first if not unit.visit_up)
-        sent = sum(machine.up(unit.bytes_after_step) for unit in self._first)
+    def _seconds_with_steps(self, backward: float, loads: Sequence[float]) -> float:
+        """Return how long a backward of so many seconds and a forward take, in which units wait for their steps."""
+        workload = self._workload
+        is_in_backward = workload.stepping == "in backward"
+        ready = self._stepped(backward)
+        waits = list(loads)
+        for number, (unit, _) in enumerate(self._in_forward):
+            sending = self._machine.up(unit.bytes_after_step)
+            if self._is_brought(unit):
+                waits[number] = self._visit_seconds(unit)
+            elif is_in_backward and not loads[number]:
+                ready[number] += sending
+            elif not loads[number]:
+                waits[number] = sending
+        begin = backward + workload.rest_seconds + self._optimizer.busy[Lane.COMPUTE]
+        phases = self._forward, self._optimizer, self._visits
+        if not is_in_backward:
+            gone = backward + self._turn
+            coming = self._forward.busy[Lane.TO_HOST] + self._visits.busy[Lane.TO_HOST]
+            forward = self._end_of_forward(_Course(self._slots, begin, backward), waits, ready)
+            return max(forward, gone + coming, gone + self._shared_seconds(*phases))
+        # backward leaves time for copies of what has been stepped
+        last = self._window.in_order[-1]
+        since_stepping = backward - last.backward_seconds - self._machine.down(last.gradient_bytes) / self._k_prime
         sending = self._backward.busy[Lane.TO_DEVICE] + self._visits.busy[Lane.TO_DEVICE]
-        since_stepping = backward - self._first_gradients()
-        others_sent = self._optimizer.busy[Lane.TO_DEVICE] - sent - max(0.0, since_stepping - sending)
-        turn = max(gone + stepped, others_sent) + sent
-        rest = workload.rest_seconds + self._optimizer.busy[Lane.COMPUTE]
-        device = max(backward + max(turn, rest), self._end_of_visits(backward) + sent) + forward
-        stepping = workload.add_seconds + self._optimizer.busy[Lane.HOST]
-        host = self._first_gradients() + stepping + self._last_forward()
-        phases = (self._forward, self._backward, self._turn, self._optimizer, self._visits)
-        return max(device, host, self._shared_seconds(*phases))
+        sent = backward + self._optimizer.busy[Lane.TO_DEVICE] - max(0.0, since_stepping - sending)
+        forward = self._end_of_forward(_Course(self._slots, max(begin, sent), sent), waits, ready)
+        return max(forward, self._shared_seconds(self._backward, *phases))
 
-    def _end_of_visits(self, backward: float) -> float:
-        """Return when all visits have ended that begin in a backward of so many seconds."""
-        if not self._visits.copied[Lane.TO_HOST]:
-            return 0.0
-        units = self._window.in_order[::-1]
+    def _end_of_forward(self, course: _Course, loads: Sequence[float], ready: Sequence[float]) -> float:
+        """Return when a forward ends whose units are loaded when they are ready."""
+        phase = self._forward
+        ends = []
+        for (unit, streams), load, moment in zip(self._in_forward, loads, ready, strict=True):
+            course.add(unit.forward_seconds, load, streams, moment)
+            ends.append(course.computed)
+        first = self._window.in_order[0].forward_seconds
+        computing = ends[1] - first + phase.busy[Lane.COMPUTE] + phase.held_up
+        return max(course.computed, computing, ends[1] + phase.busy[Lane.TO_HOST])
+
+    def _stepped(self, backward: float) -> list[float]:
+        """Return when each unit has been stepped, or its visit can begin that brings it: what is resident first.
+
+        Of the units whose gradients have come, the host steps the first ones first.
+        """
+        workload, machine = self._workload, self._machine
+        units = [unit for unit, _ in self._in_forward]
+        ready = [0.0] * len(units)
         pace = backward / max(1e-12, sum(unit.backward_seconds for unit in units))
-        computed = visited = 0.0
-        for unit in units:
+        slower = 1 + workload.add_seconds / max(1e-12, self._optimizer.busy[Lane.HOST])
+        waiting: list[int] = []
+        computed = gone = visited = stepped = 0.0
+        for number in reversed(range(len(units))):
+            unit = units[number]
             computed += pace * unit.backward_seconds
-            if unit.visit_up:
-                visited = max(visited, computed) + self._visit_seconds(unit)
-        first = pace * units[0].backward_seconds
-        copying = [self._backward.busy[lane] + self._visits.busy[lane] for lane in (Lane.TO_DEVICE, Lane.TO_HOST)]
-        return max(visited, first + max(copying), first + self._shared_seconds(self._backward, self._visits))
-
-    def _stepped_under_forward(self, backward: float) -> float:
-        """Return how long it takes from the end of backward to the end of the next forward."""
-        machine, workload, window = self._machine, self._workload, self._window
-        gone = self._turn.busy[Lane.TO_HOST]
-        # the part of the host's work that is left at the end of backward: of what has come, it steps the latest first
-        left = 1.0
-        stepping = workload.add_seconds + self._optimizer.busy[Lane.HOST]
-        if workload.stepping == "under forward" and stepping:
-            left -= min(1.0, max(0.0, backward - self._first_gradients()) / stepping)
-        stepped = workload.add_seconds
-        course = _Course(self._slots, begin=workload.rest_seconds + self._optimizer.busy[Lane.COMPUTE])
-        number = 0
-        for unit, streams in ((workload.resident, False), *zip(window.in_order, window.streams, strict=True)):
-            stays = not streams or number < self._slots
-            if streams:
-                number += 1
-            load = machine.up(unit.bytes_after_step if stays else unit.weight_bytes)
-            ready = 0.0
-            if unit.visit_up:
-                load = self._visit_seconds(unit)
-                ready = gone
+            stays = unit.visit_up > 0 and workload.gradients_stay
+            leaving = 0.0 if stays else machine.down(unit.gradient_bytes)
+            gone = max(gone + leaving, computed + leaving / self._k_prime)
+            has_come = gone
+            if workload.stepping == "after backward":
+                has_come = backward + self._turn
+            while waiting and stepped < has_come:
+                first = heappop(waiting)
+                stepped += slower * machine.step(units[first])
+                ready[first] = stepped
+            if self._is_brought(unit):
+                ready[number] = backward + self._turn
+            elif unit.visit_up:
+                visited = max(visited, computed if stays else gone) + self._visit_seconds(unit)
+                ready[number] = visited
             elif unit.step_bytes:
-                stepped += machine.step(unit)
-                ready = gone + max(machine.step(unit), left * stepped)
-            course.add(unit.forward_seconds, load, streams, ready)
-        began = course.ends[1] - window.in_order[0].forward_seconds
-        computing = began + self._forward.busy[Lane.COMPUTE] + self._forward.held_up
-        leaving = course.ends[1] + self._forward.busy[Lane.TO_HOST]
-        coming = gone + self._forward.busy[Lane.TO_HOST] + self._visits.busy[Lane.TO_HOST]
-        shared = self._shared_seconds(self._forward, self._optimizer, self._visits)
-        return max(course.computed, computing, leaving, coming, gone + shared)
+                heappush(waiting, number)
+                stepped = max(stepped, has_come) if len(waiting) == 1 else stepped
+        while waiting:
+            first = heappop(waiting)
+            stepped += slower * machine.step(units[first])
+            ready[first] = stepped
+        if visited:
+            ready[0] = max(ready[0], self._end_of_copies(backward))
+        return ready
 
-    def _visit_seconds(self, unit: UnitWork) -> float:
-        return self._machine.visit(self._bytes_up(unit), unit.visit_down)
+    def _end_of_copies(self, backward: float) -> float:
+        """Return when all copies have ended of a backward in which units visit."""
+        first = backward * self._window.in_order[-1].backward_seconds
+        first /= max(1e-12, sum(unit.backward_seconds for unit in self._window.in_order))
+        lanes = (Lane.TO_DEVICE, Lane.TO_HOST)
+        copying = [self._backward.busy[lane] + self._visits.busy[lane] for lane in lanes]
+        return first + max(*copying, self._shared_seconds(self._backward, self._visits))
 
     def _shared_seconds(self, *phases: _Phase) -> float:
         """Return how long what lanes share is busy in these phases: the link, and the host's memory."""
@@ -356,12 +362,42 @@ class _Step:
         stepped = sum(phase.stepped_bytes for phase in phases)
         return max(copied / self._machine.both, (copied + stepped) / self._machine.host_memory)
 
-    def _first_gradients(self) -> float:
-        """Return when in backward the host has the first gradients: those of the last unit."""
-        last = self._window.in_order[-1]
-        return last.backward_seconds + self._machine.down(last.gradient_bytes)
 
-    def _last_forward(self) -> float:
-        """Return what the last unit, which is stepped last, has to do then."""
-        last = self._window.in_order[-1]
-        return self._machine.up(last.weight_bytes) + last.forward_seconds
+@dataclass(frozen=True)
+class Window:
+    """The units as they travel: neighbors that do so together are one."""
+
+    in_order: list[UnitWork]  # all, in the order of the forward
+    streams: list[bool]  # whether each of these shares the arena
+    streamed: list[UnitWork]  # those that do
+    kept: list[UnitWork]
+
+
+def window_of(workload: Workload, choice: Choice) -> Window:
+    """Return the units of a choice as they travel."""
+    units = workload.units
+    alone = alone_in(workload, choice)
+    parts = travel_together(range(len(units)), choice.k_prime, alone)
+    in_order = [_joined([units[number] for number in numbers]) for numbers in parts]
+    streams = [numbers[0] not in alone for numbers in parts]
+    streamed = [unit for unit, shares in zip(in_order, streams, strict=True) if shares]
+    return Window(in_order, streams, streamed, [units[number] for number in choice.kept])
+
+
+def _joined(units: Sequence[UnitWork]) -> UnitWork:
+    """Return the work of units that are sent with one copy."""
+    if len(units) == 1:
+        return units[0]
+    visits = all(unit.visit_up for unit in units)
+    return UnitWork(
+        units[0].name,
+        weight_bytes=sum(unit.weight_bytes for unit in units),
+        gradient_bytes=sum(unit.gradient_bytes for unit in units),
+        step_bytes=sum(unit.step_bytes for unit in units),
+        forward_seconds=sum(unit.forward_seconds for unit in units),
+        backward_seconds=sum(unit.backward_seconds for unit in units),
+        bytes_after_step=sum(unit.bytes_after_step for unit in units),
+        # they visit together or not at all
+        visit_up=sum(unit.visit_up for unit in units) if visits else 0,
+        visit_down=sum(unit.visit_down for unit in units) if visits else 0,
+    )

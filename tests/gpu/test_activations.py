@@ -9,8 +9,8 @@ import torch
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.planning import Machine, UnitWork
-from sp_lightning.planning.cost import peak as activation_peak
-from sp_lightning.planning.cost import ways_of
+from sp_lightning.planning.memory import peak as activation_peak
+from sp_lightning.planning.ways import ways_of
 
 from ..zoo.blocks import Block, Chain
 from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, quick_training, train

@@ -80,7 +80,7 @@ def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, r
     ids=["in backward", "under forward", "apart", "accumulation"],
 )
 def test_the_planner_sees_when_the_optimizer_steps(training: dict[str, Any]) -> None:
-    options = {"memory_budget": 20 * UNIT_BYTES, "optimizer_on": "host"}
+    options = {"memory_budget": 20 * UNIT_BYTES}
     trained = MACHINES[Lane.HOST].train(AutoPlanner(), **options, **training)
     assert trained.summary.plan is not None
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.1)

@@ -12,7 +12,7 @@ import torch
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer import pieces
-from sp_lightning.planning import AutoPlanner, cost
+from sp_lightning.planning import AutoPlanner, memory
 
 from .. import simulated
 from ..simulated import WIDTH, SimulatedBackend, TimedBlock
@@ -107,13 +107,14 @@ H200 = Machine.real(1.5437e9, 0.09, 0.18, 54.5, 53.6, 93.3, 4000.0, 92.5, 200.0)
 DESKTOP = Machine.real(8e9, 1.3, 2.6, 25.0, 25.0, 63.0, 900.0, 44.0, 63.0)
 MACHINES = {name: Machine.of(machine) for name, machine in simulated.MACHINES.items()}
 MACHINES |= {"H200": H200, "desktop": DESKTOP}
-BUDGET = 26 * 2 * NUMBERS
+PIECE = 1024  # numbers
+BUDGET = 26 * 2 * NUMBERS + 24 * PIECE  # for 26 units, and for stepping a piece
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces, cost):
-        monkeypatch.setattr(module, "PIECE", 1024)
+    for module in (pieces, memory):
+        monkeypatch.setattr(module, "PIECE", PIECE)
 
 
 # what visits leave of a step in whose backward they are crowded, or that shares a memory with copies all the time
@@ -131,7 +132,7 @@ def test_the_work_of_the_optimizer_is_shared_in_the_best_proportion(name: str, m
     assert plan is not None
     print(f"\n{name}, {moments}: at best {bound:.4g}, planned {plan.step_seconds:.4g}, takes {trained.seconds[-1]:.4g}")
     allowed = MORE_THAN_BOUND.get((name, moments, clips), 1.1)
-    assert plan.step_seconds <= 1.1 * bound
+    assert plan.step_seconds <= allowed * bound
     assert trained.seconds[-1] <= allowed * bound
     assert trained.seconds[-1] <= 1.01 * today.seconds[-1]
     if name == "H200" and clips:

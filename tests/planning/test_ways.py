@@ -15,7 +15,9 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning import Machine, UnitWork
 from sp_lightning.planning.choose import choose_ways
-from sp_lightning.planning.cost import Way, peak, ways_of
+from sp_lightning.planning.cost import Way
+from sp_lightning.planning.memory import peak
+from sp_lightning.planning.ways import ways_of
 
 sizes = st.integers(0, 20)
 

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.pipeline.optimizer.kinds import STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import OURS, STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import HOST, move_parameters
@@ -110,6 +110,19 @@ class States:
                 nbytes += vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own)
             else:
                 nbytes += _nbytes(optimizer, parameters)
+        return nbytes
+
+    def bytes_of_step(self, parameters: Collection[nn.Parameter]) -> int:
+        """Return what a step of parameters that live on an accelerator takes of it meanwhile.
+
+        Torch's own code takes as much as the weights that it steps at once, unless it is fused, or goes one by one.
+        """
+        nbytes = 0
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups if type(optimizer) not in OURS else ():
+                if group.get("foreach", False) is not False and not group.get("fused"):
+                    own = set(map(id, group["params"]))
+                    nbytes += sum(each.nbytes for each in parameters if each.requires_grad and id(each) in own)
         return nbytes
 
     def bytes_of_visit(self, unit: Unit, fused: bool) -> tuple[int, int]:

@@ -1,0 +1,102 @@
+"""The device and host memory that a step takes with a given choice.
+
+[Note: the peak]
+From its forward to its backward a unit holds something: all that it saved, or its inputs alone, or next to nothing if
+these wait on the host. While it computes, in forward and in backward, it takes more. Meanwhile the units before it hold
+theirs, and those after it hold nothing yet, or nothing any more. What the unit before it saved may still be leaving for
+the host, or be coming back already. So the peak is the largest, over all units, of what the units before one hold, what
+of the last of them is under way, and what that one needs to compute; or, at the turn from forward to backward, what all
+units hold and what is taken after them. Gradients of units that visit stay from their backward until they are stepped,
+in the next forward: while a unit computes, its own and those of units after it are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
+from sp_lightning.pipeline.gradients.buffers import landing_buffers
+from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
+from sp_lightning.pipeline.window.places import place_in_arena, travel_together
+from sp_lightning.planning.cost import Choice, Way, Workload
+
+
+def device_bytes(workload: Workload, choice: Choice, ways: Sequence[Way]) -> int:
+    """Return the peak device memory of weights, gradients and activations; see `Workload.placed`."""
+    return weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways)
+
+
+def weight_bytes(workload: Workload, choice: Choice) -> int:
+    """Return the device memory for weights, for all else of units that live there, and for the pieces of visits."""
+    sizes = [unit.weight_bytes for unit in workload.units]
+    alone = alone_in(workload, choice)
+    if choice.k_prime == 1:
+        streamed = tuple(size for number, size in enumerate(sizes) if number not in alone)
+    else:
+        parts = travel_together(range(len(sizes)), choice.k_prime, alone)
+        streamed = tuple(sum(sizes[number] for number in part) for part in parts if part[0] not in alone)
+    own_places = workload.resident.weight_bytes + sum(sizes[number] for number in choice.kept)
+    return _arena_bytes(streamed, choice.slots) + own_places + workload.on_device_bytes
+
+
+def gradient_bytes(workload: Workload) -> int:
+    """Return the device memory for gradients on their way to the host."""
+    return STAGING_BUFFERS * max(leaving_gradients(workload))
+
+
+def landing_bytes(workload: Workload, k_prime: int) -> int:
+    """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
+    gradients = sorted(leaving_gradients(workload), reverse=True)
+    if workload.stepping == "in backward" or workload.adds_up:
+        gradients = gradients[: landing_buffers(len(gradients), k_prime)]
+    return sum(gradients)
+
+
+def leaving_gradients(workload: Workload) -> list[int]:
+    """Return the bytes of the gradients of each unit that go to the host."""
+    stay = workload.gradients_stay
+    return [0 if stay and unit.visit_up else unit.gradient_bytes for unit in workload.everything]
+
+
+def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
+    """Return the most bytes that are on the device at once, if so many are taken at the turn; see [Note: the peak].
+
+    Of each unit's gradients so many bytes stay.
+    """
+    held = most = under_way = 0
+    gradients = sum(staying)
+    for number, way in enumerate(ways):
+        most = max(most, held + under_way + way.working + gradients)
+        held += way.held
+        under_way = way.under_way
+        if staying:
+            gradients -= staying[number]
+    return max(most, held + under_way + turn)
+
+
+def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
+    """Return the peak device memory for saved tensors, gradients that stay, and what units and the turn take."""
+    staying = []
+    if workload.gradients_stay and any(unit.visit_up for unit in workload.units):
+        staying = [unit.gradient_bytes if unit.visit_up else 0 for unit in workload.units]
+    return peak(ways, workload.turn_bytes, staying) + workload.outside_bytes if workload.trains else 0
+
+
+@lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
+def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
+    if len(set(sizes)) == 1:
+        return sizes[0] * min(slots, len(sizes))
+    return place_in_arena(sizes, slots)[1]
+
+
+def bytes_of_pieces(nbytes: int, numbers: int) -> int:
+    """Return the device memory for the pieces of a visit of so many bytes that steps so many numbers, and its steps."""
+    of_piece = min(PIECE, numbers)
+    return (PIECES_AT_ONCE * nbytes // max(1, numbers) + BYTES_MEANWHILE) * of_piece
+
+
+def alone_in(workload: Workload, choice: Choice) -> set[int]:
+    """Return the numbers of units that do not stream: they live on the device, or are kept there."""
+    return {number for number, unit in enumerate(workload.units) if not unit.weight_bytes}.union(choice.kept)
