@@ -10,7 +10,7 @@ its busiest lane:
                 that backward ends with leave, are stepped, and come back as weights
     host        from the first gradients of backward, through the steps of all units, to the last one's next forward
 
-Units are followed one by one where they wait for each other (`_Course`): a load for a place, computing for a load.
+Units are followed one by one where they wait for each other (`Course`): a load for a place, computing for a load.
 Two lanes more are shared: the link by copies up and down, the host's memory by all copies and the steps on the host.
 
 A unit is stepped on the host, or where it lives, or it visits. If units are stepped as gradients come, those that were
@@ -28,13 +28,12 @@ share their place with no other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.window.places import travel_together
 from sp_lightning.planning.cost import UNITS_THAT_STAY, Choice, Machine, Prediction, UnitWork, Way, Workload
-from sp_lightning.planning.memory import alone_in, device_bytes, landing_bytes, leaving_gradients
+from sp_lightning.planning.memory import device_bytes, landing_bytes, leaving_gradients
+from sp_lightning.planning.travel import Course, window_of
 
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
@@ -91,32 +90,6 @@ class _Phase:
         self.send(up)
         self.bring_back(down)
         self.busy[Lane.VISIT] += (up + down) / self._machine.device
-
-
-class _Course:
-    """Units as they compute one after another: each when it is there, and loaded when a place is free for it."""
-
-    def __init__(self, slots: int, begin: float = 0.0, sent: float = 0.0) -> None:
-        self.computed = begin
-        self._sent = sent  # when the lane to the device will have nothing more to do
-        self._slots = slots
-        self._freed: list[float] = []  # when each unit that streams had computed
-
-    def add(self, seconds: float, load: float, streams: bool, ready: float = 0.0) -> None:
-        """Have a unit compute for so many seconds, once it is ready, and a load has brought it that takes so long.
-
-        A load that waits for the host holds up no other one.
-        """
-        arrived = ready
-        if load:
-            begin = self._sent
-            if streams and len(self._freed) >= self._slots:
-                begin = max(begin, self._freed[-self._slots])
-            self._sent = begin + load
-            arrived = max(self._sent, ready + load)
-        self.computed = max(self.computed, arrived) + seconds
-        if streams:
-            self._freed.append(self.computed)
 
 
 class _Step:
@@ -221,7 +194,7 @@ class _Step:
         workload = self._workload
         backward = self._seconds_of_backward()
         loads = self._loads(self._in_forward, self._staying)
-        unchanged = self._end_of_forward(_Course(self._slots), loads, [0.0] * len(loads))
+        unchanged = self._end_of_forward(Course(self._slots), loads, [0.0] * len(loads))
         forward = max(unchanged, self._shared_seconds(self._forward))
         micro_step = forward + backward + workload.rest_seconds
         if not workload.stepping:
@@ -253,7 +226,7 @@ class _Step:
         units = self._in_forward[:0:-1]
         again = (phase.busy[Lane.COMPUTE] - sum(unit.backward_seconds for unit, _ in units)) / len(units)
         seconds = [unit.backward_seconds + again for unit, _ in units]
-        course = _Course(self._slots)
+        course = Course(self._slots)
         loads = self._loads(units, range(self._slots))
         for (_, streams), computing, load in zip(units, seconds, loads, strict=True):
             course.add(computing, load, streams)
@@ -286,17 +259,17 @@ class _Step:
         if not is_in_backward:
             gone = backward + self._turn
             coming = self._forward.busy[Lane.TO_HOST] + self._visits.busy[Lane.TO_HOST]
-            forward = self._end_of_forward(_Course(self._slots, begin, backward), waits, ready)
+            forward = self._end_of_forward(Course(self._slots, begin, backward), waits, ready)
             return max(forward, gone + coming, gone + self._shared_seconds(*phases))
         # backward leaves time for copies of what has been stepped
         last = self._window.in_order[-1]
         since_stepping = backward - last.backward_seconds - self._machine.down(last.gradient_bytes) / self._k_prime
         sending = self._backward.busy[Lane.TO_DEVICE] + self._visits.busy[Lane.TO_DEVICE]
         sent = backward + self._optimizer.busy[Lane.TO_DEVICE] - max(0.0, since_stepping - sending)
-        forward = self._end_of_forward(_Course(self._slots, max(begin, sent), sent), waits, ready)
+        forward = self._end_of_forward(Course(self._slots, max(begin, sent), sent), waits, ready)
         return max(forward, self._shared_seconds(self._backward, *phases))
 
-    def _end_of_forward(self, course: _Course, loads: Sequence[float], ready: Sequence[float]) -> float:
+    def _end_of_forward(self, course: Course, loads: Sequence[float], ready: Sequence[float]) -> float:
         """Return when a forward ends whose units are loaded when they are ready."""
         phase = self._forward
         ends = []
@@ -361,43 +334,3 @@ class _Step:
         copied = sum(sum(phase.copied.values()) for phase in phases)
         stepped = sum(phase.stepped_bytes for phase in phases)
         return max(copied / self._machine.both, (copied + stepped) / self._machine.host_memory)
-
-
-@dataclass(frozen=True)
-class Window:
-    """The units as they travel: neighbors that do so together are one."""
-
-    in_order: list[UnitWork]  # all, in the order of the forward
-    streams: list[bool]  # whether each of these shares the arena
-    streamed: list[UnitWork]  # those that do
-    kept: list[UnitWork]
-
-
-def window_of(workload: Workload, choice: Choice) -> Window:
-    """Return the units of a choice as they travel."""
-    units = workload.units
-    alone = alone_in(workload, choice)
-    parts = travel_together(range(len(units)), choice.k_prime, alone)
-    in_order = [_joined([units[number] for number in numbers]) for numbers in parts]
-    streams = [numbers[0] not in alone for numbers in parts]
-    streamed = [unit for unit, shares in zip(in_order, streams, strict=True) if shares]
-    return Window(in_order, streams, streamed, [units[number] for number in choice.kept])
-
-
-def _joined(units: Sequence[UnitWork]) -> UnitWork:
-    """Return the work of units that are sent with one copy."""
-    if len(units) == 1:
-        return units[0]
-    visits = all(unit.visit_up for unit in units)
-    return UnitWork(
-        units[0].name,
-        weight_bytes=sum(unit.weight_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-        step_bytes=sum(unit.step_bytes for unit in units),
-        forward_seconds=sum(unit.forward_seconds for unit in units),
-        backward_seconds=sum(unit.backward_seconds for unit in units),
-        bytes_after_step=sum(unit.bytes_after_step for unit in units),
-        # they visit together or not at all
-        visit_up=sum(unit.visit_up for unit in units) if visits else 0,
-        visit_down=sum(unit.visit_down for unit in units) if visits else 0,
-    )
