@@ -410,6 +410,19 @@ def torchs_defaults(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """Raise where the host would wait for the device, if that can be told."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def is_block(name: str, module: nn.Module) -> bool:
     """The unit policy for models of Blocks."""
     return isinstance(module, Block)
