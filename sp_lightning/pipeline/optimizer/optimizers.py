@@ -258,7 +258,7 @@ class Optimizers:
         for unit in plan.units:
             steps.step(unit, step, used)
         steps.finish(waits if self._overlaps is not False else plan.units)
-        if any(unit.visit is not None for unit in plan.units):
+        if [unit for unit in plan.units if unit.visit is not None]:
             steps.window.prefetch()  # the first of them begin
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
