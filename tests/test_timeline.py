@@ -148,7 +148,11 @@ def elements(svg: str) -> list[ElementTree.Element]:
     ("machine", "kinds", "lanes"),
     [
         ({}, {"step"}, ["compute", "host to device", "device to host", "host"]),
-        ({"visit": 1e-3}, {"state-up", "visit", "state-down"}, ["compute", "host to device", "device to host", "visits"]),
+        (
+            {"visit": 1e-3},
+            {"state-up", "visit", "state-down"},
+            ["compute", "host to device", "device to host", "visits"],
+        ),
         ({"gradients": 0, "step": 0}, set(), ["compute", "host to device"]),
     ],
     ids=["host", "visits", "idle lanes"],

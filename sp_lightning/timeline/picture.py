@@ -225,7 +225,7 @@ def _legend_width(kind: Kind) -> float:
 
 def _color_of(kind: Kind) -> str:
     """Return the name of a kind's color, which is a name in CSS, too."""
-    return kind.value.replace(" ", "-")
+    return str(kind.value).replace(" ", "-")
 
 
 def _x(moment: float, numbers: Breakdown) -> float:
