@@ -24,6 +24,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
+from sp_lightning.pipeline.optimizer.visits import Visit
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
@@ -328,13 +329,19 @@ class SimulatedBackend(Backend):
         return sum(span.end - span.start for span in spans)
 
 
+def simulated(tickets: Iterable[Ticket]) -> list[SimulatedTicket]:
+    """Those with a time of their own; a visit's is that of its last piece."""
+    own = [ticket._gone if isinstance(ticket, Visit) else ticket for ticket in tickets]
+    return [ticket for ticket in own if isinstance(ticket, SimulatedTicket)]
+
+
 def ends(tickets: Iterable[Ticket]) -> list[float]:
-    return [ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
+    return [ticket.end for ticket in simulated(tickets)]
 
 
 def ends_so_far(tickets: Iterable[Ticket]) -> list[float]:
     """When they are done; never, for what has not been given its time."""
-    return [math.inf if ticket.waits else ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
+    return [math.inf if ticket.waits else ticket.end for ticket in simulated(tickets)]
 
 
 WIDTH = 64
@@ -377,7 +384,7 @@ class SimulatedProcesses(Processes):
         self.passes = 0
         self.box = SimulatedBox(count, backend)  # type: ignore[assignment]
 
-    keeper = 0  # type: ignore[assignment]
+    owner = 0  # type: ignore[assignment]
 
     def gather(self, own: Any) -> list[Any]:
         return [own] * self.count

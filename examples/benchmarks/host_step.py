@@ -3,6 +3,9 @@
     python examples/benchmarks/host_step.py
     python examples/benchmarks/host_step.py --parameters 50e6 --tensors 50 5000 --threads 1 2 --json out.json
 
+As on a CPU with AVX2 alone, numba's kernels with `NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=` (empty: the name alone
+leaves it the AVX-512 of this machine), and torch's with `ATEN_CPU_CAPABILITY=avx2`.
+
 There are three kinds of work: the update alone; the update after clipping by norm; and the work of mixed precision,
 where a bf16 gradient is cast and clipped, and the new weight is copied to bf16 for the device. Plain training makes a
 separate pass over memory for each of these. The variants take turns, in alternating order, and the median of each
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -206,7 +210,10 @@ def main() -> None:
             compact += measure_compact(tensors, elements, threads, arguments.rounds)
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"torch": torch.__version__, "rows": rows, "fewer bytes": compact}, file, indent=2)
+            names = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ATEN_CPU_CAPABILITY")
+            settings = {name: os.environ[name] for name in names if name in os.environ}
+            versions = {"torch": torch.__version__, "settings": settings}
+            json.dump({**versions, "rows": rows, "fewer bytes": compact}, file, indent=2)
 
 
 if __name__ == "__main__":

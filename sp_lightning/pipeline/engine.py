@@ -138,7 +138,7 @@ class Engine:
         self.saved.backward = self.backward
         self._names = self._named_parameters()
         weights = {id(weight.master): weight for weight in arrangement.weights}
-        living = frozenset(map(id, arrangement.parameters_on_device))
+        living = set(map(id, arrangement.parameters_on_device))
         self.optimizers.work_with(self.steps, weights, living, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
@@ -221,7 +221,6 @@ class Engine:
             return
         with self.at_work:
             is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
-            # a user has moved the module
             is_converted |= any(weight.device != self.device for weight in self.arrangement.parameters_on_device)
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
@@ -258,7 +257,7 @@ class Engine:
             for _, _, refusal, _ in everyones:
                 if refusal is not None:
                     raise refusal
-            self.window.note_edited(everyones[processes.keeper][0])
+            self.window.note_edited(everyones[processes.owner][0])
             if any(has_news for _, has_news, _, _ in everyones):
                 learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()

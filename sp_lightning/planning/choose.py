@@ -64,24 +64,25 @@ def choose(
     k: _Number = "auto",
     k_prime: _Number = "auto",
     fill: bool = True,
+    placement: Choice | None = None,
 ) -> Prediction:
     """Predict the fastest step within a budget of device memory, with its choice.
 
-    `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, or live there. If nothing fits, it
-    raises `TooLittleMemory`.
+    `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, live there or visit. Those that do
+    may be given by a `placement`. If nothing fits, it raises `TooLittleMemory`.
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     budget_left = budget - workload.reserve_bytes
     least = tuple(choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes))
-    streaming = workload.placed(Choice(1))
+    streaming = workload.placed(placement or Choice(1))
     spare = budget_left - min(device_bytes(streaming, window, least) for window in windows)
     if spare < 0:
         raise TooLittleMemory(budget, -spare)
     splits = [[least], *_splits(workload, activation_bytes(streaming, least) + spare)]
     search = _Search(workload, machine, budget_left, splits, fill)
-    predictions = search.predictions(Choice(1), windows, is_thorough=True)
+    predictions = search.predictions(placement or Choice(1), windows, is_thorough=True)
     fastest = [_best(predictions)]
-    if not fill:
+    if placement is not None or not fill:
         return fastest[0]
     few = [fastest[0].choice, *(window for window in windows if window.slots in _FEW_SLOTS)]
     for on_device in _sets_on_device(workload):

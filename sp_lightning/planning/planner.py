@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+import torch
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
+from sp_lightning.planning.assumed import ASSUMED, assumed
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.cost import Machine, UnitWork, activation_bytes
+from sp_lightning.planning.cost import Choice, Machine, UnitWork, activation_bytes
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
 from sp_lightning.planning.probe import probe
 
@@ -117,12 +119,15 @@ class AutoPlanner(Planner):
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
             machine = self._machine = probe(engine.backend, machine)
         assert budget is not None
-        search = partial(choose, workload, machine, k=k, k_prime=k_prime, fill=k == "auto")
+        search = partial(choose, k=k, k_prime=k_prime, fill=k == "auto")
+        placement: Choice | None = None
         try:
-            prediction = search(budget)
+            if torch.are_deterministic_algorithms_enabled():
+                placement = search(assumed(workload), ASSUMED, budget).choice
+            prediction = search(workload, machine, budget, placement=placement)
         except TooLittleMemory as error:
             self._tell(f"Superpipeline: {error} Use smaller batches, or a larger `memory_budget`.")
-            prediction = search(budget + error.missing)
+            prediction = search(workload, machine, budget + error.missing, placement=placement)
         choice = prediction.choice
         names = [unit.name for unit in workload.units]
         on_device = [workload.everything[number] for number in choice.on_device]

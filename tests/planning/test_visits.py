@@ -116,8 +116,12 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PIECE", 1024)
 
 
+# what visits leave of a step in whose backward they are crowded, or that shares a memory with copies all the time
+MORE_THAN_BOUND = {("H200", "fp32", False): 1.25, ("desktop", "fp32", False): 1.3}
+
+
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("moments", PER_NUMBER)
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_work_of_the_optimizer_is_shared_in_the_best_proportion(name: str, moments: str, clips: bool) -> None:
     machine = MACHINES[name]
@@ -125,6 +129,16 @@ def test_the_work_of_the_optimizer_is_shared_in_the_best_proportion(name: str, m
     trained = machine.train(moments, clips, memory_budget=BUDGET, optimizer_on="auto")
     plan, bound = trained.summary.plan, machine.bound(moments, clips)
     assert plan is not None
-    what = f"{name} {moments} clips={clips}: bound {bound:.4g}, planned {plan.step_seconds:.4g}"
-    print(f"{what}, takes {trained.seconds[-1]:.4g}, today {today.seconds[-1]:.4g}; k={plan.k}", end=" ")
-    print(f"kept {len(plan.kept)} visiting {len(plan.visiting)} living {len(plan.on_device)}")
+    print(f"\n{name}, {moments}: at best {bound:.4g}, planned {plan.step_seconds:.4g}, takes {trained.seconds[-1]:.4g}")
+    allowed = MORE_THAN_BOUND.get((name, moments, clips), 1.1)
+    assert plan.step_seconds <= 1.1 * bound
+    assert trained.seconds[-1] <= allowed * bound
+    assert trained.seconds[-1] <= 1.01 * today.seconds[-1]
+    if name == "H200" and clips:
+        assert trained.seconds[-1] <= (0.75 if moments == "fp32" else 0.77) * today.seconds[-1]
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
+def test_with_all_memory_a_step_takes_as_long_as_computing(clips: bool) -> None:
+    trained = H200.train("fp32", clips, memory_budget=20 * BUDGET)
+    assert trained.seconds[-1] <= 1.05 * 0.27

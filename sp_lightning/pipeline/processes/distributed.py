@@ -102,14 +102,14 @@ class Processes:
         return self.box.gather(own) if self.machines == 1 else _gather(own, self._everyone)
 
     @property
+    def owner(self) -> int:
+        """The rank of the process that owns the weights on this machine."""
+        return dist.get_rank() - self.box.rank
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first process of all."""
         return dist.get_rank() == 0
-
-    @property
-    def keeper(self) -> int:
-        """The number, among all processes, of the one that owns the weights on this machine."""
-        return dist.get_rank() - self.box.rank
 
     @torch.no_grad()
     def share(self, state: Any) -> Any:

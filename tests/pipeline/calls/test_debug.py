@@ -27,7 +27,8 @@ class Scene:
         optimizer_steps.depth = 0  # the last test may have ended one with an exception
         self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
         self.placed.unit.residency = Residency.READABLE
-        plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights=self.placed.weights)
+        facts = {"twins": self.placed.by_memory, "weights": self.placed.weights, "parameters_on_device": []}
+        plan: Any = SimpleNamespace(**facts)
         self.engine: Any = SimpleNamespace(arrangement=plan, at_work=False, device=torch.device("cpu"))
         self.check = AccessCheck(self.engine)
 
