@@ -100,7 +100,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
         help="what happens to what units save for backward (default: %(default)s)",
     )
     stream.add_argument(
-        "--optimizer-on", choices=["auto", "host"], default="auto", help="where units are stepped (default: %(default)s)"
+        "--optimizer-on", choices=["auto", "host"], default="auto", help="where they are stepped (default: %(default)s)"
     )
     return parser
 
