@@ -95,7 +95,7 @@ def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
     if plan.why_not is not None:
         return f"{name} steps all weights after backward: {plan.why_not}."
     if plan.why_not_in_backward is None:
-        return f"{name} steps each unit in backward, as soon as its gradients are on the host."
+        return f"{name} steps each unit in backward, as soon as its gradients are complete."
     return f"{name} steps unit by unit under the next forward: {plan.why_not_in_backward}."
 
 

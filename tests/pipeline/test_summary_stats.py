@@ -11,6 +11,7 @@ from torch.optim import Adam
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats
+from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.stats import readable_bytes
 
 from ..planning.parts import Fixed
@@ -103,7 +104,7 @@ def test_the_summary_of_a_model() -> None:
     pipeline.detach()
 
 
-def test_the_summary_where_units_are_stepped_in_all_ways() -> None:
+def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of visits are device memory, their state lies beside masters, and what lives there leaves the host."""
     model = chain(6, 16, 32)
     planner = Fixed((2, 1), (2, 1, (), (4,), (0, 1)))
@@ -124,6 +125,9 @@ def test_the_summary_where_units_are_stepped_in_all_ways() -> None:
     assert 2 * 2 * block < summary.visiting_bytes < summary.optimizer_bytes < 5 * 2 * block + 1024
     words = f"1 of 6 units live on the device with their state ({readable_bytes(summary.living_bytes)}), 2 visit it"
     assert dict(summary.rows())["optimizer steps"].startswith(words)
+    memory = DeviceMemory(total=4000, free=1000, allocated=3000, peak=3000, peak_so_far=3000, retries=0)
+    monkeypatch.setattr(pipeline.backend, "memory", lambda: memory)
+    assert pipeline._engine.budget == summary.device_bytes + summary.gradient_bytes + 900, "all that is streaming already"
     pipeline.detach()
 
 
