@@ -81,9 +81,9 @@ class _Range(NamedTuple):
 class PieceBuffer:
     """Device memory for a piece."""
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor, there: Ticket) -> None:
         self.bytes = memory
-        self.ticket: Ticket | None = None  # done when what was in it last has come down
+        self.ticket = there  # done when what was in it last has come down
 
 
 @dataclass

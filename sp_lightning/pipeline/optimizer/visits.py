@@ -68,7 +68,7 @@ class _PieceStep:
 
     piece: Piece
     passes: Sequence[Pass]  # of all weights of its segment
-    reads_there: bool  # whether gradients have stayed on the device; else they come with the piece
+    gradients: Sequence[Tensor]  # those that have stayed on the device; none if they come with the piece
     is_placed: bool
 
     def __call__(self) -> None:
@@ -76,8 +76,8 @@ class _PieceStep:
             for (number, begin, end), memory in self.piece.ranges:
                 whole = self.passes[number]
                 size = whole.memory.weight.numel()
-                if self.reads_there:
-                    flat = whole.memory.gradient.as_strided((size,), (1,))
+                if self.gradients:
+                    flat = self.gradients[number].as_strided((size,), (1,))
                     memory = memory._replace(gradient=flat[begin:end])
                 step_range(whole._replace(memory=memory), begin)
             if self.is_placed:
@@ -229,7 +229,10 @@ class Visit(Ticket):
             works = []
             for index in chosen:
                 work = of_segment.works[index]
-                works.append(work._replace(scaling=of_segment.scalings[index].numbers(work.weight.dtype)))
+                work = work._replace(scaling=of_segment.scalings[index].numbers(work.weight.dtype))
+                if of_segment.sums is None:  # the gradient is on the device
+                    work = work._replace(gradient=work.weight)
+                works.append(work)
             one_pass = OnePass(self._step.optimizer, self._step.settings[group])
             passes.update(zip(chosen, one_pass.passes_of(works), strict=True))
         return [passes[index] for index in range(len(passes))]
@@ -241,11 +244,10 @@ class Visit(Ticket):
         visits = self._visits
         name = self._unit.name
         trace = visits.backend.trace
-        earlier = [*self._earlier]
-        if piece.buffer.ticket is not None:
-            earlier.append(piece.buffer.ticket)
+        earlier = [*self._earlier, piece.buffer.ticket]
         up = trace.beside(Kind.STATE_UP, name, _Copies(visits.backend, piece.up), earlier, piece.bytes_up)
-        step = _PieceStep(piece, passes, of_segment.sums is None, self._is_placed)
+        gradients = [work.gradient for work in of_segment.works] if of_segment.sums is None else []
+        step = _PieceStep(piece, passes, gradients, self._is_placed)
         moved = piece.bytes_up + piece.bytes_down
         ready = trace.beside(Kind.VISIT, name, step, [up, *last[:1]], moved)
         copies = _Copies(visits.backend, piece.down)
@@ -300,7 +302,9 @@ class Visits:
             self._routes[segment] = route
         if not self._buffers or self._buffers[0].bytes.nbytes < route.nbytes:
             self.close()
-            self._buffers = [PieceBuffer(self.backend.allocate(route.nbytes)) for _ in range(PIECES_AT_ONCE)]
+            allocated = [self.backend.allocate(route.nbytes) for _ in range(PIECES_AT_ONCE)]
+            there = self.backend.computed()  # what has used the memory before comes first
+            self._buffers = [PieceBuffer(memory, there) for memory in allocated]
         if not route.pieces:
             route.lie_in(self._take_turns())
         return route.pieces
@@ -318,8 +322,7 @@ class Visits:
     def close(self) -> None:
         """Let go of the memory for pieces, when nothing is in it any more."""
         for buffer in self._buffers:
-            if buffer.ticket is not None:
-                buffer.ticket.join()
+            buffer.ticket.join()
         self._buffers.clear()
         for route in self._routes.values():
             route.pieces = []
