@@ -194,7 +194,7 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return streaming + self.steps.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 
