@@ -20,7 +20,7 @@ from lightning.pytorch.tuner import Tuner
 from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.callback import PREFIX
 from sp_lightning.pipeline import Stats, Summary, WindowPlan
-from sp_lightning.pipeline.lanes.backend import DeviceMemory
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.planning import choose
 from sp_lightning.timeline import break_down
 from sp_lightning.trainer.narrator import diagnose, outcome, planned

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning import optim
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner

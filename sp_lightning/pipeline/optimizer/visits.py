@@ -192,12 +192,22 @@ class Visit(Ticket):
             self._ready = backend.ask_later(self._ask, self._after)
         return self._ready
 
+    @property
     @override
-    def join(self) -> None:
+    def is_asked(self) -> bool:
+        return self._gone is not None
+
+    @override
+    def asked(self) -> Ticket:
+        """Return the ticket of what comes down; begin the visit if nobody has."""
         ready = self.begin() if self._ready is None else self._ready
         ready.asked()
         assert self._gone is not None
-        self._gone.join()
+        return self._gone
+
+    @override
+    def join(self) -> None:
+        self.asked().join()
         self._of_segments = ()  # with gradients on the device, which nothing reads any more
 
     @property

@@ -11,7 +11,8 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.lanes.backend import Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units.unit import Member
 
