@@ -168,7 +168,7 @@ class Engine:
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
-        self.steps.visits.close()
+        self.steps.visits.pieces.close()
         for member in arrangement.members:
             # the call of a module that looks into a unit may still be running
             member.put_back_masters()
@@ -194,7 +194,7 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        return streaming + self.steps.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return streaming + self.steps.visits.pieces.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 

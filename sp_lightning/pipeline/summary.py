@@ -25,7 +25,7 @@ class Summary:
         # of all weights in their own dtypes
         self.model_bytes = sum(weight.nbytes for weight in weights)
         # of the device, for slots, resident weights, all of the units that live there, and pieces of those that visit
-        self.device_bytes = layout.device_bytes + engine.steps.visits.nbytes()
+        self.device_bytes = layout.device_bytes + engine.steps.visits.pieces.nbytes()
         # of the device, for gradients on their way to the host
         self.gradient_bytes = engine.stream.routes.staging.nbytes()
         self.resident = tuple(weight.name for weight in resident)  # names of resident weights

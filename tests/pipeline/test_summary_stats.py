@@ -119,7 +119,7 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
     slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
     assert (summary.living, summary.visiting) == (("blocks.4",), ("blocks.0", "blocks.1"))
     assert summary.stepped_on_host == ("blocks.2", "blocks.3", "blocks.5")
-    assert summary.device_bytes == 2 * slot + summary.living_bytes + pipeline._engine.steps.visits.nbytes()
+    assert summary.device_bytes == 2 * slot + summary.living_bytes + pipeline._engine.steps.visits.pieces.nbytes()
     assert 3 * block < summary.device_bytes - 2 * slot - summary.living_bytes, "two pieces: weight, state, gradient"
     assert summary.host_bytes == 5 * slot
     assert 2 * 2 * block < summary.visiting_bytes < summary.optimizer_bytes < 5 * 2 * block + 1024
