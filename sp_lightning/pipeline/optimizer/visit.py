@@ -127,7 +127,7 @@ class Visit(Ticket):
         self._is_placed = False
         self._ready: Ticket | None = None  # done when the new weights are in the unit's place
         self._gone: Ticket | None = None  # done when all has come down
-        self._has_failed = False
+        self._error: BaseException | None = None  # of asking the device, which is not done twice
 
     def begin_in_place(self) -> Ticket:
         """Begin it, and return the ticket of new weights in the unit's place."""
@@ -165,6 +165,8 @@ class Visit(Ticket):
     @override
     def asked(self) -> Ticket:
         """Return the ticket of what comes down; begin the visit if nobody has."""
+        if self._error is not None:
+            raise self._error
         ready = self.begin() if self._ready is None else self._ready
         ready.asked()
         assert self._gone is not None
@@ -178,7 +180,7 @@ class Visit(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return self._has_failed or (self._gone is not None and self._gone.done)
+        return self._error is not None or (self._gone is not None and self._gone.done)
 
     def _ask(self) -> Ticket:
         """Ask the device for all pieces, and return a ticket for the new weights."""
@@ -189,8 +191,8 @@ class Visit(Ticket):
                     passes = self._passes_of(of_segment)
                     for piece in self._pieces.of(of_segment.segment, of_segment.sums, passes):
                         last = self._send(piece, of_segment, passes, last)
-        except BaseException:
-            self._has_failed = True
+        except BaseException as error:
+            self._error = error
             raise
         ready, self._gone = last
         return ready
