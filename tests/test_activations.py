@@ -35,16 +35,7 @@ from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning import AutoPlanner
 
 from .conftest import collect_until
-from .helpers import (
-    Plan,
-    Run,
-    assert_exact,
-    assert_same_story,
-    attached,
-    memory_with,
-    note_gradients,
-    note_state,
-)
+from .helpers import Plan, Run, assert_exact, assert_same_story, attached, memory_with, note_gradients, note_state
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
 from .zoo.language import tokens

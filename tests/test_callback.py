@@ -259,9 +259,7 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     """One picture of the steps asked for, and at the end a diagnosis with its evidence."""
     path = tmp_path / "new" / "timeline.html"
     assert_same_training(
-        arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3},
-        k=2,
-        k_prime=1,
+        arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3}, k=2, k_prime=1
     )
     text = path.read_text(encoding="utf-8")
     assert "2 steps of" in text

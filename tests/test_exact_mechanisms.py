@@ -19,16 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .helpers import (
-    Run,
-    assert_same_story,
-    attached,
-    bombs,
-    fail,
-    note_state,
-    sgd,
-    torchs_defaults,
-)
+from .helpers import Run, assert_same_story, attached, bombs, fail, note_state, sgd, torchs_defaults
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
 
@@ -418,11 +409,7 @@ def test_user_hooks_around_the_model(around: Callable[[], AbstractContextManager
     def story(run: Run) -> None:
         optimizer = sgd(run.model)
         for step in range(3):
-            with (
-                nullcontext() if inside else around(),
-                run.step(),
-                around() if inside else nullcontext(),
-            ):
+            with nullcontext() if inside else around(), run.step(), around() if inside else nullcontext():
                 loss = run.model(run.rows(step)).square().mean()
                 loss.backward()
             run.note(f"loss {step}", loss)

@@ -186,10 +186,7 @@ def test_threads_do_not_matter(moments):
         ),
         (lambda: optim.AdamW([weight(torch.half)], master="split"), "parameter 0 of its group is torch.float16"),
         (lambda: optim.Lion([weight(torch.double)]), "torch.float64 on cpu"),
-        (
-            lambda: optim.SGD([weight(torch.float, device="meta")]),
-            "torch.float32 on meta, but .* or an accelerator",
-        ),
+        (lambda: optim.SGD([weight(torch.float, device="meta")]), "torch.float32 on meta, but .* or an accelerator"),
         (lambda: optim.AdamW([weight(torch.float)], master="split"), 'master="split" is for bf16 parameters'),
         (
             lambda: optim.AdamW([("tail", weight(torch.bfloat16)), ("head", weight(torch.float))], master="split24"),

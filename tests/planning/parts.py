@@ -277,13 +277,7 @@ class Computing(TorchDispatchMode):
 
 
 def train(
-    model: nn.Module,
-    batch: Batch,
-    backend: SimulatedBackend,
-    planner: Planner | None,
-    *,
-    steps: int,
-    **options: Any,
+    model: nn.Module, batch: Batch, backend: SimulatedBackend, planner: Planner | None, *, steps: int, **options: Any
 ) -> Trained:
     """Train on virtual clocks; the device computes 1e9 FLOPs a second."""
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)

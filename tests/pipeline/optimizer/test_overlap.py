@@ -67,13 +67,6 @@ def open_soon(gate: threading.Event) -> None:
 # ------------------------------------------------------------------------------------------------------------ exactness
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 1), (4, 2), (5, 1)])
-def test_whatever_is_on_the_device(k: int, k_prime: int, seed: int) -> None:
-    """Steps, copies and computing interleave in any order."""
-    assert check(momentum, steps=3, seed=seed, k=k, k_prime=k_prime).overlapped_steps == 3 * 5
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", [adam, lambda model: Adam(model.parameters(), lr=torch.tensor(0.01))])
 def test_settings_of_a_step_are_those_when_it_was_called(make: Callable[[nn.Module], Optimizer]) -> None:
