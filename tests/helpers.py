@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
-from sp_lightning.pipeline.lanes.backend import DeviceMemory
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain

@@ -220,6 +220,8 @@ def test_a_more_compact_optimizer_is_named() -> None:
     named = host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.AdamW(weights)])
     assert named is not None
     assert named.startswith("`sp_lightning.optim.AdamW(master='split', moments='int8')` under")
+    halves = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
+    assert host_memory.name_more_compact([halves]) == named.partition(" under")[0], "the precision is chosen already"
     assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
     assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
     assert host_memory.name_more_compact([]) is None

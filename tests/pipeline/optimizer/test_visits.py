@@ -106,3 +106,25 @@ def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
     optimizer.step()
     assert lying == [optimizer.state[p]["exp_avg"].data_ptr() for p in model.blocks[0].parameters()]
     pipeline.detach()
+
+
+def test_a_visit_that_cannot_be_asked_for_raises_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), (), [0]))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=HostBackend(), planner=planner)
+    optimizer = AdamW(model.parameters(), fused=True)
+    asked = []
+
+    def fail(*_: object) -> None:
+        asked.append(1)
+        raise RuntimeError("no memory for pieces")
+
+    monkeypatch.setattr(pieces.Pieces, "of", fail)
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
+    model(torch.ones(4, 16)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="no memory for pieces"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="no memory for pieces"):
+        model.blocks[0].up.weight.sum()
+    assert len(asked) == 1
+    pipeline.detach()
