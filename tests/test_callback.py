@@ -407,19 +407,13 @@ def advice(retries=0.0, reason=None, idle=0.0, compact=None, **changes) -> list[
         ({"step": 7e-3, "optimizer_on": "host"}, ["The optimizer's steps take", "`optimizer_on='auto'` has units"]),
         ({"step": 7e-3, "optimizer_on": "host", "summary": {"device": "cpu"}}, ["The optimizer's steps take"]),
         ({"step": 7e-3, "peak": 4 << 30}, ["The optimizer's steps take"]),
-        (
-            {"step": 7e-3, "peak": 4 << 30, "k": 2},
-            ["The optimizer's", "6.0 GiB of the device are free: with `k="],
-        ),
+        ({"step": 7e-3, "peak": 4 << 30, "k": 2}, ["The optimizer's", "6.0 GiB of the device are free: with `k="]),
         (
             {"step": 7e-3, "peak": 4 << 30, "memory_budget": "4GB"},
             ["The optimizer's steps take", "6.0 GiB of the device are free: with a larger `memory_budget`"],
         ),
         ({"visit": 7e-3}, ["The optimizer's steps take 50.3 ms of the device's time in a step: a larger batch"]),
-        (
-            {"visit": 1e-3, "load": 5e-3, "compact": "Half"},
-            ["35% of these copies are optimizer state that visits"],
-        ),
+        ({"visit": 1e-3, "load": 5e-3, "compact": "Half"}, ["35% of these copies are optimizer state that visits"]),
         ({"idle": 1.0}, ["Lightning's `Trainer(profiler='simple')`"]),
         ({"idle": 1.0, "reason": "LBFGS looks at all weights"}, ["The optimizer steps while the device waits: LBFGS"]),
     ],

@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+    "adamw, a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(0.01), foreach=False),
     "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
     "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
@@ -32,7 +31,6 @@ from .parts import (
     autocast_step,
     by_kind,
     chain,
-    check,
     check_story,
     everything,
     momentum,
@@ -65,22 +63,6 @@ def open_soon(gate: threading.Event) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ exactness
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("make", [adam, lambda model: Adam(model.parameters(), lr=torch.tensor(0.01))])
-def test_settings_of_a_step_are_those_when_it_was_called(make: Callable[[nn.Module], Optimizer]) -> None:
-    """A scheduler, which replaces `step` and asks whether it was called, goes on while units are being stepped."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
-        optimizer = make(model)
-        scheduler = StepLR(optimizer, 1, gamma=0.5)
-        for _ in range(4):
-            plain_step(model, optimizer)
-            scheduler.step()
-        return everything(model, optimizer)
-
-    assert check_story(story).overlapped_steps == 4 * 5
 
 
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "AdamW": {"amsgrad": True}}
@@ -460,12 +442,14 @@ def test_an_optimizers_own_hooks_see_all_of_it(kind: str) -> None:
 def test_a_step_hook_that_changes_gradients() -> None:
     """Clipping in a hook on the optimizer."""
 
-    def make(model: nn.Module) -> Optimizer:
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = momentum(model)
         optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01) and None)
-        return optimizer
+        for _ in range(4):
+            plain_step(model, optimizer)
+        return everything(model, optimizer)
 
-    check(make)
+    check_story(story)
 
 
 @pytest.mark.parametrize("who", ["a hook", "the optimizer"])

@@ -257,17 +257,6 @@ def test_a_weight_that_cannot_be_repointed_is_unmanaged(replace: Callable[[Block
 # -------------------------------------------------------------------------------------------------------------- members
 
 
-@pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])
-def test_compiled_blocks_are_units(policy: Any) -> None:
-    """What `torch.compile(block)` returned is the member: it is what is called."""
-    model = chain(12)
-    model.blocks = nn.ModuleList(torch.compile(block) for block in model.blocks)
-    division = find_units(model, policy)
-    check_division(model, division)
-    assert [member.module for unit in division.units for member in unit.members] == list(model.blocks)
-    assert names(division) == [f"blocks.{index}" for index in range(12)]
-
-
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> None:
     """Each way to call it enters the unit."""
