@@ -164,7 +164,10 @@ def _seconds_with_margin(prediction: Prediction) -> float:
 
 
 def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iterator[Choice]:
-    """Yield the windows that are worth a try; moving units together only helps if each copy has a constant cost."""
+    """Yield the windows that are worth a try.
+
+    Moving units together only helps if each copy has a constant cost, or with one place for few units that are uneven.
+    """
     together: Sequence[int] = _K_PRIMES if machine.copy_seconds else _K_PRIMES[:1]
     for number in together if k_prime == "auto" else (k_prime,):
         if k != "auto":
@@ -175,7 +178,10 @@ def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iter
         while slots * number < units:
             yield Choice(slots * number, number)
             slots += max(1, slots // 4)
-        yield Choice(max(units, number), number)
+        for most in (units - number, units):
+            yield Choice(max(most, number), number)
+    if len(together) == 1 and k == k_prime == "auto":
+        yield from (Choice(number, number) for number in _K_PRIMES[1:] if number < units)
 
 
 def _sets_on_device(workload: Workload) -> Iterator[tuple[int, ...]]:
