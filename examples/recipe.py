@@ -99,6 +99,9 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
         default="auto",
         help="what happens to what units save for backward (default: %(default)s)",
     )
+    stream.add_argument(
+        "--optimizer-on", choices=["auto", "host"], default="auto", help="where they are stepped (default: %(default)s)"
+    )
     return parser
 
 
@@ -136,6 +139,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
                 k_prime=options.k_prime,
                 memory_budget=options.memory_budget,
                 activations=options.activations,
+                optimizer_on=options.optimizer_on,
             )
         except (ValueError, MisconfigurationException) as error:
             parser.error(str(error))

@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     """Trains, validates, tests and predicts with models larger than device memory.
 
-    Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), `k` of
-    which are on the device at a time, and units are copied while others compute. Losses, gradients and weights are
-    those of plain training.
+    The model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory; `k`
+    of them are on the device at a time, and units are copied while others compute. Every unit is stepped where it is
+    fastest; as many live on the device, with all that they have, as make steps faster. Losses, gradients and weights
+    are those of plain training.
 
     Args:
         accelerator: Set by the Trainer, as in every Lightning strategy.

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
-from sp_lightning.pipeline.lanes.backend import DeviceMemory
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain
@@ -408,6 +408,19 @@ def torchs_defaults(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """Raise where the host would wait for the device, if that can be told."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def is_block(name: str, module: nn.Module) -> bool:

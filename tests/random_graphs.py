@@ -28,10 +28,7 @@ AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
 Tree = tuple[Any, ...]  # the name of a node and its arguments, trees among them
 
 
-ADAPTED: dict[str, Callable[[nn.Linear], nn.Linear]] = {
-    "adapter": lambda layer: layer,
-    "int8": Int8Linear,
-}
+ADAPTED: dict[str, Callable[[nn.Linear], nn.Linear]] = {"adapter": lambda layer: layer, "int8": Int8Linear}
 """Frozen layers, some of them quantized, that have adapters beside them."""
 
 
@@ -175,8 +172,7 @@ def build(tree: Tree, pool: list[nn.Module], shape: str | None = None) -> nn.Mod
 
 def trees() -> st.SearchStrategy[Tree]:
     leaves = st.one_of(
-        st.tuples(st.just("leaf"), st.sampled_from(Leaf.KINDS)),
-        st.tuples(st.just("again"), st.integers(0, 5)),
+        st.tuples(st.just("leaf"), st.sampled_from(Leaf.KINDS)), st.tuples(st.just("again"), st.integers(0, 5))
     )
     return st.recursive(
         leaves,

@@ -14,9 +14,10 @@ def make_recording(
     load: float = 1e-3,
     gradients: float = 1e-3,
     step: float = 1e-3,
+    visit: float = 0.0,
     nbytes: int = 64 << 20,
 ) -> Recording:
-    """A chain of equal units through `k` slots; seconds for each unit."""
+    """A chain of equal units through `k` slots; seconds for each unit. If visits take any, all units visit."""
     free = dict.fromkeys(Lane, 0.0)
     spans: list[Span] = []
     moments = []
@@ -45,6 +46,11 @@ def make_recording(
             left.append(free[Lane.COMPUTE])
             if kind is Kind.BACKWARD:
                 landed = run(Kind.GRADIENTS, name, gradients, free[Lane.COMPUTE], nbytes)
-                stepped[unit] = run(Kind.STEP, name, step, landed, nbytes)
+                if visit:
+                    up = run(Kind.STATE_UP, name, load, free[Lane.COMPUTE], nbytes)
+                    stepped[unit] = run(Kind.VISIT, name, visit, up, 2 * nbytes)
+                    run(Kind.STATE_DOWN, name, gradients, stepped[unit], nbytes)
+                else:
+                    stepped[unit] = run(Kind.STEP, name, step, landed, nbytes)
     moments.append(free[Lane.COMPUTE])
     return Recording(sorted(spans, key=lambda span: span.begin), list(zip(moments[:-1], moments[1:], strict=True)))

@@ -24,7 +24,6 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
-from sp_lightning.pipeline.optimizer.visits import Visit
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
@@ -331,7 +330,7 @@ class SimulatedBackend(Backend):
 
 def simulated(tickets: Iterable[Ticket]) -> list[SimulatedTicket]:
     """Those with a time of their own; a visit's is that of its last piece."""
-    own = [ticket._gone if isinstance(ticket, Visit) else ticket for ticket in tickets]
+    own = [ticket.asked() for ticket in tickets]
     return [ticket for ticket in own if isinstance(ticket, SimulatedTicket)]
 
 

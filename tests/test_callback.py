@@ -19,11 +19,11 @@ from lightning.pytorch.tuner import Tuner
 
 from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.callback import PREFIX
-from sp_lightning.pipeline import Stats
-from sp_lightning.pipeline.lanes.backend import DeviceMemory
+from sp_lightning.pipeline import Stats, Summary, WindowPlan
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.planning import choose
 from sp_lightning.timeline import break_down
-from sp_lightning.trainer.narrator import diagnose, outcome
+from sp_lightning.trainer.narrator import diagnose, outcome, planned
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
 from .recordings import make_recording
@@ -43,13 +43,21 @@ SUMMARY = {
     "host_bytes_per_parameter": 13.0,
     "parameters": 1 << 30,
     "lowered": 0,
-    "living_on_device": "",
+    "units": 28,
+    "living": (),
+    "living_bytes": 14 << 30,
+    "visiting": (),
+    "visiting_bytes": 0,
+    "stepped_on_host": ("", "") * 5,
+    "unit_names": tuple(map(str, range(28))),
     "pinned": True,
 }
 
 
 def summary(**changes):
-    return SimpleNamespace(**{**SUMMARY, **changes})
+    made = object.__new__(Summary)
+    vars(made).update(SUMMARY, **changes)
+    return made
 
 
 @pytest.fixture
@@ -81,6 +89,17 @@ def test_outcome_in_numbers():
     assert ": 1 batch, 1 unit load, " in outcome(Stats(steps=1, loads=1), summary()), "nothing was stepped"
     lowered = outcome(Stats(), summary(host_bytes=6 << 30, lowered=8))
     assert "weights 4.0 GiB (4.0), copies of them in autocast's dtype 2.0 GiB (2.0), gradients" in lowered
+    three_ways = {"living": SUMMARY["unit_names"][:12], "visiting": SUMMARY["unit_names"][12:18]}
+    mixed = outcome(Stats(), summary(**three_ways, visiting_bytes=3 << 30))
+    assert "at most 1.0 GiB, with all of the units that live there.\n" in mixed
+    assert mixed.endswith(
+        "\nOptimizer steps: 12 of 28 units live on the device with their state (14.0 GiB), 6 visit it to be stepped "
+        "there, 10 are stepped on the host.\n"
+        "3.0 GiB of the optimizer's state are page-locked, as they visit the device."
+    )
+    assert "\nOptimizer steps: 0 of 28 units, and what is resident, live on" in outcome(Stats(), summary(living=("",)))
+    plan = WindowPlan(2, 1, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
+    assert "2 units living on the device with their state (1.0 GiB), 1 unit visiting it" in planned(plan)
 
 
 # --------------------------------------------------------------------------------------------- with and without one
@@ -240,9 +259,7 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     """One picture of the steps asked for, and at the end a diagnosis with its evidence."""
     path = tmp_path / "new" / "timeline.html"
     assert_same_training(
-        arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3},
-        k=2,
-        k_prime=1,
+        arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3}, k=2, k_prime=1
     )
     text = path.read_text(encoding="utf-8")
     assert "2 steps of" in text
@@ -343,7 +360,12 @@ def test_bad_arguments():
 def advice(retries=0.0, reason=None, idle=0.0, compact=None, **changes) -> list[str]:
     """The lines below the headline, for a recording and a pipeline with these properties."""
     recording = make_recording(
-        steps=3, **{name: changes.pop(name) for name in [*changes] if name in signature(make_recording).parameters}
+        steps=3,
+        **{
+            name: changes.pop(name)
+            for name in [*changes]
+            if name in signature(make_recording).parameters.keys() - {"k"}
+        },
     )
     begin, end = recording.steps[-1]
     recording.steps[-1] = begin, end + idle
@@ -382,6 +404,16 @@ def advice(retries=0.0, reason=None, idle=0.0, compact=None, **changes) -> list[
         ({"retries": 2.0, "load": 5e-3, "peak": 4 << 30}, ["The device's memory runs short", "6.0 GiB"]),
         ({"step": 7e-3}, ["The optimizer's steps take 46.3 ms of the host's time in a step: a larger batch"]),
         ({"step": 7e-3, "compact": "Half"}, ["The optimizer's steps take", "Half reads and writes half as much"]),
+        ({"step": 7e-3, "optimizer_on": "host"}, ["The optimizer's steps take", "`optimizer_on='auto'` has units"]),
+        ({"step": 7e-3, "optimizer_on": "host", "summary": {"device": "cpu"}}, ["The optimizer's steps take"]),
+        ({"step": 7e-3, "peak": 4 << 30}, ["The optimizer's steps take"]),
+        ({"step": 7e-3, "peak": 4 << 30, "k": 2}, ["The optimizer's", "6.0 GiB of the device are free: with `k="]),
+        (
+            {"step": 7e-3, "peak": 4 << 30, "memory_budget": "4GB"},
+            ["The optimizer's steps take", "6.0 GiB of the device are free: with a larger `memory_budget`"],
+        ),
+        ({"visit": 7e-3}, ["The optimizer's steps take 50.3 ms of the device's time in a step: a larger batch"]),
+        ({"visit": 1e-3, "load": 5e-3, "compact": "Half"}, ["35% of these copies are optimizer state that visits"]),
         ({"idle": 1.0}, ["Lightning's `Trainer(profiler='simple')`"]),
         ({"idle": 1.0, "reason": "LBFGS looks at all weights"}, ["The optimizer steps while the device waits: LBFGS"]),
     ],

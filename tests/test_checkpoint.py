@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -17,12 +18,22 @@ from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
 
 from .helpers import Trace, assert_same_trace
 from .lightning_modules import Base, fit, loader, note_end, plain, run, streamed, trainer
+from .planning.parts import Wanders
 
 STRATEGIES = {
     "plain": plain,
     "streamed": streamed,
     "planned": lambda: streamed(k="auto", memory_budget="1GiB"),  # steps are measured
+    "placed": lambda: Placed(k=2, debug=True),
 }
+
+
+class Placed(SuperpipelineStrategy):
+    """Units come to live on the device, or to visit it, and go again."""
+
+    def model_to_device(self) -> None:
+        with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=Wanders(1)):
+            super().model_to_device()
 
 
 class Tied(Base):

@@ -202,8 +202,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    ("model", "way"),
-    [*((model, "compile=True") for model in MODELS), ("weights-of-others", "torch.compile(block)")],
+    ("model", "way"), [*((model, "compile=True") for model in MODELS), ("weights-of-others", "torch.compile(block)")]
 )
 def test_models_are_exact(model: str, way: str, graphs: CompileCounterWithBackend) -> None:
     _, streamed = compare(way, MODELS[model], lambda run: train(run, evaluate=False), graphs, k=1)

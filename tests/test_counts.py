@@ -201,14 +201,36 @@ def test_a_frozen_weight_that_was_changed_is_sent_as_well(edit: Callable[[Tensor
     assert_same_story(story, lambda: adapted(chain(BLOCKS)), k=BLOCKS)
 
 
-def test_units_that_return_views_of_what_a_custom_function_has_computed() -> None:
-    """The views' base has no node in the graph. Unannounced, backward would use weights outside of their units."""
+class Scale(torch.autograd.Function):
+    """Scales gradients by a weight, which no hook for saved tensors sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.weight.mean(), None
+
+
+class ScalesGradients(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(NARROW, NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("kind", [Fused, ScalesGradients])
+def test_units_that_return_views_from_a_custom_function(kind: type[nn.Module]) -> None:
+    """Their base has no node in the graph, or an earlier one. Unannounced, backward would use weights elsewhere."""
     units = 5
-    with attached(Chain(Fused() for _ in range(units)), k=2, units=Fused) as pipe:
+    with attached(Chain(kind() for _ in range(units)), k=2, units=kind) as pipe:
         for _ in range(3):
             pipe.stats.clear()
             with pipe.step():
-                pipe.module(torch.randn(4, NARROW)).square().mean().backward()
+                pipe.module(torch.randn(4, NARROW, requires_grad=True).exp()).square().mean().backward()
         assert pipe.stats.loads == 2 * (units - 2)
         assert pipe.stats.misses == pipe.stats.heals == 0
 

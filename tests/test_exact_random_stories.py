@@ -15,13 +15,7 @@ import torch
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import (
-    clip_grad_norm_,
-    clip_grad_value_,
-    parameters_to_vector,
-    prune,
-    vector_to_parameters,
-)
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, prune, vector_to_parameters
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.utils.hooks import RemovableHandle
 

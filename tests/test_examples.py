@@ -77,7 +77,7 @@ def losses(output: str) -> tuple[float, float]:
 
 
 def test_finetune_lm_learns_and_says_what_it_streamed(call):
-    output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1")
+    output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1", "--optimizer-on=host")
     first, last = losses(output)
     assert last < 0.8 * first
     steps, loads = map(int, re.search(r"(\d+) optimizer steps, (\d+) unit loads", output).groups())
@@ -90,8 +90,13 @@ def test_finetune_lm_learns_and_says_what_it_streamed(call):
 
 @pytest.mark.parametrize("optimizer", ["split", "int8", "int8-24"])
 def test_finetune_lm_learns_with_compact_optimizers(call, optimizer):
-    first, last = losses(call("finetune_lm", *SMALL, "--steps=30", "--precision=bf16-true", f"--optimizer={optimizer}"))
+    """With the same numbers whether units live on the device, as memory to spare has them, or nothing streams."""
+    arguments = *SMALL, "--steps=30", "--precision=bf16-true", f"--optimizer={optimizer}"
+    first, last = losses(call("finetune_lm", *arguments))
     assert last < 0.8 * first
+    if optimizer == "int8":
+        assert losses(call("finetune_lm", *arguments, "--memory-budget=1GB")) == (first, last)
+        assert losses(call("finetune_lm", *arguments, "--strategy=auto")) == (first, last)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,7 @@ def test_finetune_lm_learns_with_compact_optimizers(call, optimizer):
         (["--k=0"], "--k: 0 is neither 'auto' nor an integer of at least 1"),
         (["--k=2", "--k-prime=3"], "k_prime"),
         (["--memory-budget=plenty"], "memory_budget"),
+        (["--optimizer-on=moon"], "--optimizer-on: invalid choice: 'moon'"),
         (["--optimizer=int8"], "--optimizer int8 is for bf16 weights: add --precision bf16-true"),
     ],
 )

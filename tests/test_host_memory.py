@@ -215,22 +215,13 @@ def test_a_run_that_will_not_fit_is_refused(
         trainer.fit(Blocks(), DataLoader(torch.randn(2, WIDTH), batch_size=2))
 
 
-def test_state_that_is_yet_to_be_made_is_counted() -> None:
-    weight = torch.nn.Parameter(torch.randn(64, 64).bfloat16())
-    for options in ({}, {"moments": "int8"}, {"master": "fp32"}, {"master": "split24", "moments": "bf16"}):
-        optimizer = optim.AdamW([weight], **options)
-        expected = host_memory._state_bytes(optimizer)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        assert expected == sum(value.nbytes for value in optimizer.state[weight].values()), options
-        assert host_memory._state_bytes(optimizer) == 0
-
-
 def test_a_more_compact_optimizer_is_named() -> None:
     weights = [torch.nn.Parameter(torch.ones(2))]
     named = host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.AdamW(weights)])
     assert named is not None
     assert named.startswith("`sp_lightning.optim.AdamW(master='split', moments='int8')` under")
+    halves = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
+    assert host_memory.name_more_compact([halves]) == named.partition(" under")[0], "the precision is chosen already"
     assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
     assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
     assert host_memory.name_more_compact([]) is None

@@ -53,7 +53,7 @@ BACK_FOR_TYPES = {
     "calls.guard": {"engine.Engine"},
     "gradients.stream": {"optimizer.early_step.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
-    "units.unit": {"optimizer.visits.Visit"},
+    "units.unit": {"optimizer.visit.Visit"},
     "weights.autocast": {"calls.graphs.Graphs"},
     "weights.leaf": {"weights.weight.Weight"},
     "weights.weight": {"calls.guard.Guard", "units.unit.Unit"},

@@ -231,8 +231,7 @@ def test_peak_memory_is_that_of_a_slice_of_the_logits():
 
 
 @pytest.mark.parametrize(
-    ("trained", "products"),
-    [("hidden weight", 4), ("hidden", 3), ("weight", 3), ("bias", 2), ("", 1)],
+    ("trained", "products"), [("hidden weight", 4), ("hidden", 3), ("weight", 3), ("bias", 2), ("", 1)]
 )
 def test_only_what_is_needed_is_computed(trained, products):
     """A frozen head (LoRA) gets no gradient, a frozen model none either, and evaluation is the forward alone."""

@@ -95,6 +95,7 @@ def test_other_errors_are_left_alone(error):
         ({"activations": "recompute"}, None, "Set `activations='recompute_offload'`."),
         ({"k": 3}, None, "Set `k=1`."),
         ({"memory_budget": "100MiB"}, WindowPlan(3, 1), f"Set `memory_budget={int(0.85 * (100 << 20))}`, so that"),
+        ({"memory_budget": "100MiB"}, WindowPlan(3, 1, on_device=("0",)), "is planned, and fewer units live there."),
         ({}, None, "Set `k=1`."),
         ({"k": 1}, None, "Use smaller batches, or `chunked_cross_entropy`"),
     ],
@@ -104,7 +105,9 @@ def test_one_option_is_named(options, plan, remedy):
     """The one that gives up the most which the user, or the plan, has taken."""
     module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
     pipeline = superpipeline(module, "cpu", **options)
-    pipeline.arrangement.plan = plan
+    arrangement = pipeline.arrangement
+    arrangement.plan = plan
+    arrangement.layout.units_on_device = [unit for unit in arrangement.units if plan and unit.name in plan.on_device]
     with pytest.raises(torch.OutOfMemoryError) as raised, out_of_memory_explained(pipeline, trains=True):
         raise torch.OutOfMemoryError(CUDA)
     pipeline.detach()

@@ -71,8 +71,7 @@ def test_the_scale_is_saved_and_restored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["TransformerEnginePrecision", "BitsandbytesPrecision", "DeepSpeedPrecision", "FSDPPrecision"],
+    "name", ["TransformerEnginePrecision", "BitsandbytesPrecision", "DeepSpeedPrecision", "FSDPPrecision"]
 )
 def test_plugins_that_need_weights_on_the_device_are_refused(name):
     cls = getattr(plugins, name)

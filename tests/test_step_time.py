@@ -49,13 +49,7 @@ class Measured:
     busy: dict[Lane, float]
 
 
-def train(
-    machine: Machine,
-    k: int,
-    k_prime: int = 1,
-    steps: int = 3,
-    devices: int = 1,
-) -> Measured:
+def train(machine: Machine, k: int, k_prime: int = 1, steps: int = 3, devices: int = 1) -> Measured:
     """Train on the simulated device; milliseconds are its seconds."""
     backend = SimulatedBackend(UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, STEP_BYTES / machine.step)
     model = Chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))

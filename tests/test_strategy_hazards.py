@@ -448,10 +448,7 @@ def test_exceptions_reach_lightnings_on_exception(hook):
     error = RuntimeError("the user's")
     module = Base()
     setattr(module, hook, mock.Mock(side_effect=error))
-    with (
-        mock.patch.object(Strategy, "on_exception") as told,
-        pytest.raises(RuntimeError, match="the user's"),
-    ):
+    with mock.patch.object(Strategy, "on_exception") as told, pytest.raises(RuntimeError, match="the user's"):
         fit(trainer(streamed()), module)
     told.assert_called_once_with(error)
     assert_plain(module)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
-from sp_lightning.timeline import break_down, write_timeline
+from sp_lightning.timeline import LANES, break_down, write_timeline
 from sp_lightning.timeline.picture import COLORS, where_time_goes
 
 from .recordings import make_recording
@@ -44,19 +44,22 @@ def test_a_recording_in_numbers():
                 span(Kind.BACKWARD, 4.0, 8.0),
                 span(Kind.GRADIENTS, 7.0, 9.0, nbytes=300),
                 span(Kind.STALL, 8.0, 9.0, "gradients"),
+                span(Kind.STATE_UP, 8.0, 9.0, nbytes=500),
+                span(Kind.VISIT, 9.0, 9.5, nbytes=900),
                 span(Kind.STEP, 9.0, 12.0),
+                span(Kind.STATE_DOWN, 9.5, 10.0, nbytes=400),
             ],
             [(0.0, 10.0)],
         )
     )
     assert numbers.seconds == 10
-    assert numbers.busy == {Lane.COMPUTE: 7, Lane.TO_DEVICE: 1, Lane.TO_HOST: 2, Lane.HOST: 1}
-    assert numbers.nbytes == {Lane.COMPUTE: 0, Lane.TO_DEVICE: 1000, Lane.TO_HOST: 300, Lane.HOST: 0}
+    assert numbers.busy == dict(zip(Lane, [7, 2, 2.5, 0.5, 1], strict=True))
+    assert numbers.nbytes == dict(zip(Lane, [0, 1500, 700, 900, 0], strict=True))
     assert (numbers.kinds[Kind.FORWARD], numbers.kinds[Kind.BACKWARD], numbers.kinds[Kind.STALL]) == (3, 4, 2)
     assert numbers.stalls == {"weights": 1, "gradients": 1}
     assert numbers.elsewhere == 1
     assert numbers.overlap == 2 / 4
-    assert numbers.rate(Lane.TO_HOST) == 150
+    assert numbers.rate(Lane.TO_HOST) == 280
     assert sum(seconds for _, _, seconds in where_time_goes(numbers)) == numbers.seconds
 
 
@@ -67,8 +70,9 @@ def test_a_recording_in_numbers():
         ({"load": 5e-3}, Lane.TO_DEVICE, "for weights. The bottleneck is the way from host to device, busy"),
         ({"step": 7e-3}, Lane.HOST, "for weights. The bottleneck is work on the host"),
         ({"gradients": 7e-3}, Lane.TO_HOST, "The bottleneck is the way from device to host"),
+        ({"visit": 7e-3}, Lane.VISIT, "The bottleneck is the step of units that visit the device"),
     ],
-    ids=["compute", "to device", "host", "to host"],
+    ids=["compute", "to device", "host", "to host", "visits"],
 )
 def test_the_bottleneck_of_a_recorded_step(machine, lane, words):
     """Also where computing waits for weights that wait for an optimizer that waits for gradients."""
@@ -140,15 +144,29 @@ def elements(svg: str) -> list[ElementTree.Element]:
     return [*ElementTree.fromstring(re.sub(' xmlns="[^"]+"', "", svg)).iter()]
 
 
-def test_a_picture(tmp_path):
-    """It carries the colors of light and dark pages, and is the one that the page shows."""
-    recording = make_recording(load=5e-3)
+@pytest.mark.parametrize(
+    ("machine", "kinds", "lanes"),
+    [
+        ({}, {"step"}, ["compute", "host to device", "device to host", "host"]),
+        (
+            {"visit": 1e-3},
+            {"state-up", "visit", "state-down"},
+            ["compute", "host to device", "device to host", "visits"],
+        ),
+        ({"gradients": 0, "step": 0}, set(), ["compute", "host to device"]),
+    ],
+    ids=["host", "visits", "idle lanes"],
+)
+def test_a_picture(tmp_path, machine, kinds, lanes):
+    """It carries the colors of light and dark pages, is the one that the page shows, and has no row for idle lanes."""
+    recording = make_recording(load=5e-3, **machine)
     write_timeline(recording, tmp_path / "a.svg", caption="mine")
     drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
     style, *shapes = elements(drawn)[1:]
     assert "prefers-color-scheme:dark" in style.text
     colors = {name for shape in shapes for name in re.findall(r"\b[fs]-([\w-]+)", shape.get("class", ""))}
-    assert {"page", "forward", "backward", "stall", "load", "gradients", "step"} <= colors <= COLORS.keys()
+    assert {"page", "forward", "backward", "stall", "load"} | kinds <= colors <= COLORS.keys()
+    assert [shape.text for shape in shapes if shape.text in LANES.values() and shape.get("font-size") == "14"] == lanes
     assert all(shade in style.text for color in colors for shade in COLORS[color])
     write_timeline(recording, tmp_path / "a.html", caption="mine")
     assert drawn in (tmp_path / "a.html").read_text(encoding="utf-8")

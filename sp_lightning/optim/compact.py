@@ -92,21 +92,23 @@ class CompactOptimizer(Optimizer):
             if not work.state and "master" in group:  # torch's SGD may step without state
                 work.state.update(make_state(work.weight, group, cls.moments_of(group)))
         steps = count_in([work.state for work in works])
-        return [cls.pass_of(group, work, step) for work, step in zip(works, steps, strict=True)]
+        rules = {step: cls.rule(group, step) for step in set(steps)}
+        return [cls.pass_of(group, work, step, rules[step]) for work, step in zip(works, steps, strict=True)]
 
     @classmethod
-    def pass_of(cls, group: dict[str, Any], work: Work, step: float) -> Pass:
-        """Return the pass that takes this step of a weight."""
+    def pass_of(cls, group: dict[str, Any], work: Work, step: float, rule: Rule) -> Pass:
+        """Return the pass that takes this step of a weight, whose update has these numbers."""
         p, gradient, state, copy, scaling = work
         assert scaling is not None
         low = state.get("master", state.get("low"))
         first, first_scale = moment_in(state, cls.first)
         second, second_scale = moment_in(state, cls.second)
-        if any(kept is not None and kept.stride() != p.stride() for kept in (low, first, second)):
-            raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
+        for kept in (low, first, second):
+            if kept is not None and kept.stride() != p.stride():
+                raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
         is_random = group.get("master") == "split24" or group.get("moments", "fp32") != "fp32"
         return Pass(
-            cls.rule(group, step),
+            rule,
             Memory(p, low, laid_like(gradient, p), first, second, copy, first_scale, second_scale),
             scaling._replace(factor=-scaling.factor) if group["maximize"] else scaling,
             seed=int(step) * 0x9E3779B1 & 0x7FFFFFFF if is_random else None,

@@ -139,7 +139,8 @@ def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> boo
     optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
     copy = torch.empty_like(gradient) if value.dtype == torch.float32 else None
-    run([_OURS[cls].pass_of(settings, Work(value, gradient, state, copy), 3.0)])
+    rule = _OURS[cls].rule(settings, 3.0)
+    run([_OURS[cls].pass_of(settings, Work(value, gradient, state, copy), 3.0, rule)])
     return (
         torch.equal(theirs, value)
         and (copy is None or torch.equal(copy, value.bfloat16()))

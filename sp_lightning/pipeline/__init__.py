@@ -4,7 +4,7 @@ from sp_lightning.pipeline.engine import Engine as Engine
 from sp_lightning.pipeline.engine import Planner as Planner
 from sp_lightning.pipeline.host_memory import available_host_memory as available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend as Backend
-from sp_lightning.pipeline.lanes.backend import is_out_of_memory as is_out_of_memory
+from sp_lightning.pipeline.lanes.device_memory import is_out_of_memory as is_out_of_memory
 from sp_lightning.pipeline.lanes.devices import AcceleratorBackend as AcceleratorBackend
 from sp_lightning.pipeline.lanes.devices import HostBackend as HostBackend
 from sp_lightning.pipeline.lanes.lanes import Kind as Kind

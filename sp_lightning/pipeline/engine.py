@@ -127,7 +127,6 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self._choose_visits(arrangement)
         self.stream = self._make_stream(arrangement.in_window)
         self.steps = UnitSteps(self.window, self.stream)
         self.backward = BackwardPass(self, self.window, self.stream)
@@ -152,13 +151,6 @@ class Engine:
         for member in arrangement.members:
             install_gate(member, self.calls)
 
-    def _choose_visits(self, arrangement: Arrangement) -> None:
-        """Have units that the planner has chosen visit the device for optimizer steps."""
-        plan = arrangement.plan
-        if plan is not None and self.processes is None:
-            for unit in arrangement.in_window:
-                unit.visits = not unit.resident and all(part.name in plan.visiting for part in unit.parts)
-
     def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
         by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
         parts = [part for unit in units for part in unit.parts]
@@ -176,7 +168,7 @@ class Engine:
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
-        self.steps.visits.close()
+        self.steps.visits.pieces.close()
         for member in arrangement.members:
             # the call of a module that looks into a unit may still be running
             member.put_back_masters()
@@ -202,7 +194,7 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        return streaming + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return streaming + self.steps.visits.pieces.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 

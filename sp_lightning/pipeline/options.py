@@ -38,7 +38,7 @@ class PipelineOptions:
     """How a module is streamed: arguments of `superpipeline` and of the strategy; every default works.
 
     Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, `activations="auto"` recomputes if
-    there is a budget, and `optimizer_on="auto"` leaves all state on the host.
+    there is a budget, and `optimizer_on="auto"` is `"host"`.
 
     Args:
         k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
@@ -56,9 +56,9 @@ class PipelineOptions:
             unit.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
             the result is that of a plain step; `True` makes anything else an error.
-        optimizer_on: Where weights are stepped. `"auto"` lets units live on the device, with their gradients and
-            optimizer state, where `k="auto"` finds memory to spare and steps are faster. With `"host"` all state lies
-            on the host.
+        optimizer_on: Where weights are stepped. With `"auto"`, where `k="auto"` finds that steps are faster, units live
+            on the device with their gradients and optimizer state, or visit it: their state lies on the host, and comes
+            to be stepped. With `"host"` the host steps all units.
         pin_memory: Whether to page-lock host memory, for fast copies, where the device gains by it.
         host_threads: Number of threads that step the optimizer on the host. `"auto"` uses `OMP_NUM_THREADS` if you set
             it, else three quarters of the cores; on a CPU, torch's number.

@@ -13,6 +13,7 @@ class Summary:
 
     def __init__(self, engine: Engine) -> None:
         arrangement, memory = engine.arrangement, engine.memory
+        layout = arrangement.layout
         weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         resident = arrangement.resident.weights
         self.device = str(engine.device)  # that forward and backward run on
@@ -23,8 +24,8 @@ class Summary:
         self.parameters = sum(weight.master.numel() for weight in weights)
         # of all weights in their own dtypes
         self.model_bytes = sum(weight.nbytes for weight in weights)
-        # of the device, for slots, resident weights, and all of the units that live there: never more
-        self.device_bytes = arrangement.layout.device_bytes
+        # of the device, for slots, resident weights, all of the units that live there, and pieces of those that visit
+        self.device_bytes = layout.device_bytes + engine.steps.visits.pieces.nbytes()
         # of the device, for gradients on their way to the host
         self.gradient_bytes = engine.stream.routes.staging.nbytes()
         self.resident = tuple(weight.name for weight in resident)  # names of resident weights
@@ -36,10 +37,23 @@ class Summary:
         kept = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         self.host_gradient_bytes = engine.landing.nbytes() + kept
         self.optimizer_bytes = engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights])
+        # the part of optimizer state that visits the device, and is page-locked for that
+        self.visiting_bytes = memory.nbytes_for("state")
         self.host_activation_bytes = engine.offloader.pool.held
         # devices that share this memory, but for buffers of each
         self.devices = 1 if engine.processes is None else engine.processes.box.count
         self.unit_names = tuple(unit.name for unit in arrangement.units)
+        # names of units that live on the device, with gradients and optimizer state, and what these take there
+        self.living = tuple(unit.name for unit in layout.units_on_device)
+        self.living_bytes = layout.window.on_device_bytes
+        # names of units that visit the device to be stepped, and of those that are stepped on the host
+        visiting = [unit for unit in arrangement.in_window if unit.visits]
+        self.visiting = tuple(part.name for unit in visiting for part in unit.parts)
+        self.stepped_on_host = tuple(
+            unit.name
+            for unit in arrangement.units
+            if unit.name not in self.visiting and any(weight.master.requires_grad for weight in unit.weights)
+        )
         # sent for each unit
         self.unit_bytes = tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units)
         # number of weights that are sent in autocast's dtype
@@ -54,18 +68,31 @@ class Summary:
         self.host_bytes_per_parameter = in_all / max(1, self.parameters)
 
     @property
-    def living_on_device(self) -> str:
-        """A description of the units that live on the device; empty if none do."""
-        if self.plan is None or not self.plan.on_device:
+    def stepping(self) -> str:
+        """Which units live on the device, visit it or are stepped on the host, in words; empty if all are the last."""
+        if not (self.living or self.visiting):
             return ""
-        count, nbytes = len(self.plan.on_device), readable_bytes(self.plan.on_device_bytes)
-        return f"{count} of {self.units} units, with gradients and optimizer state: {nbytes}"
+        in_units = set(self.living).intersection(self.unit_names)
+        there = f"{len(in_units)} of {self.units} units"
+        if len(in_units) < len(self.living):
+            there += ", and what is resident,"
+        return (
+            f"{there} live on the device with their state ({readable_bytes(self.living_bytes)}), {len(self.visiting)} "
+            f"visit it to be stepped there, {len(self.stepped_on_host)} are stepped on the host"
+        )
+
+    @property
+    def weights_on_device(self) -> str:
+        """What weights take of the device at most, in words."""
+        on_device = readable_bytes(self.device_bytes)
+        if self.living:
+            return f"{on_device}, with all of the units that live there"
+        return f"{on_device} of {readable_bytes(self.model_bytes)}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan as pairs of a name and a value."""
         streamed = "all stay on the device" if self.k >= self.units else "streamed"
         largest = readable_bytes(max(self.unit_bytes, default=0))
-        on_device, in_all = readable_bytes(self.device_bytes), readable_bytes(self.model_bytes)
         on_host = readable_bytes(self.host_bytes)
         if self.devices > 1:
             on_host += f" for {self.devices} devices"
@@ -76,10 +103,10 @@ class Summary:
             ("units", f"{self.units} ({streamed}), largest {largest}"),
             ("k, k_prime", f"{self.k}, {self.k_prime}"),
             ("resident", f"{len(self.resident)} weights, {readable_bytes(self.resident_bytes)}"),
-            ("weights on the device", f"{on_device} of {in_all}"),
+            ("weights on the device", self.weights_on_device),
             ("device memory saved", f"{self.saved:.0%} of what all weights take"),
             ("weights on the host", on_host),
-            *([("live on the device", self.living_on_device)] if self.living_on_device else []),
+            *([("optimizer steps", self.stepping)] if self.stepping else []),
         ]
 
     def __str__(self) -> str:

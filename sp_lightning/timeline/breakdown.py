@@ -13,13 +13,21 @@ LANES = {
     Lane.COMPUTE: "compute",
     Lane.TO_DEVICE: "host to device",
     Lane.TO_HOST: "device to host",
+    Lane.VISIT: "visits",
     Lane.HOST: "host",
 }
 """Names of the lanes in pictures and sentences."""
 
 # the share of the time from which on computing itself is the bottleneck
 _COMPUTES_ALL_THE_TIME = 0.9
-_BESIDE_COMPUTING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST)
+_BESIDE_COMPUTING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.VISIT, Lane.HOST)
+# what is busy where a lane is the bottleneck
+_BOTTLENECKS = {
+    Lane.TO_DEVICE: "the way from host to device",
+    Lane.TO_HOST: "the way from device to host",
+    Lane.VISIT: "the step of units that visit the device",
+    Lane.HOST: "work on the host",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Breakdown:
     kinds: dict[Kind, float]
     # how long computing waited for "weights", "optimizer", "gradients" or "activations"
     stalls: dict[str, float]
-    # the share of copies and work on the host that ran while the device computed; 1 if there was none
+    # the share of copies, visits and work on the host that ran while the device computed; 1 if there was none
     overlap: float
 
     @property
@@ -82,9 +90,8 @@ class Breakdown:
             return f"{device} In {lost} of the time {elsewhere}."
         if lane is Lane.COMPUTE:
             return f"{device} Computing is the bottleneck."
-        name = "work on the host" if lane is Lane.HOST else f"the way from {LANES[lane]}"
         busy = f"{self.share(self.busy[lane]):.0%}"
-        return f"{device} The bottleneck is {name}, busy {busy} of the time."
+        return f"{device} The bottleneck is {_BOTTLENECKS[lane]}, busy {busy} of the time."
 
     def metrics(self) -> dict[str, float]:
         """Return what the callback logs of recorded steps, for one step (docs/timeline.md)."""
@@ -99,6 +106,7 @@ class Breakdown:
             **waits,
             "to_device_gb_per_s": self.rate(Lane.TO_DEVICE) / 1e9,
             "to_host_gb_per_s": self.rate(Lane.TO_HOST) / 1e9,
+            "visit_seconds": self.busy[Lane.VISIT] / self.steps,
             "host_seconds": self.busy[Lane.HOST] / self.steps,
             "overlap": self.overlap,
         }
@@ -117,7 +125,7 @@ def break_down(recording: Recording) -> Breakdown:
     busy = dict.fromkeys(Lane, 0.0)
     kinds = dict.fromkeys(Kind, 0.0)
     stalls: dict[str, float] = {}
-    beside = 0.0  # while lanes other than the device's work
+    beside = 0.0  # while lanes beside computing work
     hidden = 0.0  # the part of it in which the device computes
     for seconds, work, causes in _stretches(spans, begin, end):
         lanes = {kind.lane for kind in work if kind is not Kind.STALL}

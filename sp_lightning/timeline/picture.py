@@ -1,4 +1,4 @@
-"""Draws a recording as SVG: a headline, where the device's time went, and a row of work for each lane.
+"""Draws a recording as SVG: a headline, where the device's time went, and a row for each lane that did anything.
 
 Below that stand the shapes and colors that it is made of, which differ between light and dark pages.
 """
@@ -6,7 +6,7 @@ Below that stand the shapes and colors that it is made of, which differ between 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from html import escape
 from typing import Literal
 
@@ -19,8 +19,8 @@ MARGIN = 28
 PLOT_LEFT, PLOT_RIGHT = 250, WIDTH - MARGIN
 _STRIP_TOP, _STRIP_HEIGHT = 104, 30
 _LANES_TOP, _LANE_HEIGHT, _LANE_GAP = 196, 58, 12
-_LANES_BOTTOM = _LANES_TOP + len(Lane) * (_LANE_HEIGHT + _LANE_GAP)
 _LABEL = 12  # font size of labels in bars
+_LEGEND_LINE = 20
 _STEP_ROOM = 56  # width of the words "step 100"
 
 _WORDS = {
@@ -31,6 +31,9 @@ _WORDS = {
     Kind.FETCH: "activations, back",
     Kind.GRADIENTS: "gradients",
     Kind.OFFLOAD: "activations, out",
+    Kind.STATE_UP: "optimizer state, up",
+    Kind.STATE_DOWN: "optimizer state, down",
+    Kind.VISIT: "optimizer step in a visit",
     Kind.STEP: "optimizer step",
     Kind.ADD: "gradients added up",
 }
@@ -53,6 +56,9 @@ COLORS = {
     "fetch": ("#55c5b7", "#6fd0c4"),
     "gradients": ("#f0922b", "#f39b3a"),
     "offload": ("#f3bb66", "#f3c47c"),
+    "state-up": ("#17657f", "#2383a3"),
+    "state-down": ("#b5541c", "#c9652b"),
+    "visit": ("#a8409f", "#bb55b2"),
     "step": ("#7a52d1", "#8d68e0"),
     "add": ("#b39ce8", "#bca8ee"),
     "elsewhere": ("#c3cad3", "#4a5563"),
@@ -65,17 +71,23 @@ _GLYPH = 0.56  # width of an average letter, relative to the font size
 def draw_timeline(recording: Recording, caption: str = "") -> str:
     """Draw the steps of a finished recording, of which there is at least one, as an SVG element."""
     numbers = break_down(recording)
-    shapes = [*_head(numbers, caption), *_strip(numbers)]
-    tops: dict[Lane, int] = {}
-    for row, lane in enumerate(Lane):
-        tops[lane] = _LANES_TOP + row * (_LANE_HEIGHT + _LANE_GAP)
-        shapes += _lane(lane, tops[lane], numbers)
-    shapes += _axis(recording, numbers)
     shown = [span for span in recording.spans if numbers.begin < span.end and span.begin < numbers.end]
     shown.sort(key=lambda span: (span.kind is Kind.STALL, span.begin, -span.end))  # stalls on top
+    lanes = {Lane.COMPUTE, *(span.lane for span in shown)}
+    shapes = [*_head(numbers, caption), *_strip(numbers)]
+    tops: dict[Lane, int] = {}
+    bottom = _LANES_TOP
+    for lane in (lane for lane in Lane if lane in lanes):
+        tops[lane] = bottom
+        shapes += _lane(lane, bottom, numbers)
+        bottom += _LANE_HEIGHT + _LANE_GAP
+    shapes += _axis(recording, numbers, bottom)
     shapes += [_bar(span, tops[span.lane], numbers) for span in shown]
-    shapes += _legend(recording)
-    return picture(WIDTH, _LANES_BOTTOM + 78, shapes)
+    bottom += 54
+    for row in _legend_rows({span.kind for span in shown}):
+        shapes += _legend(row, bottom)
+        bottom += _LEGEND_LINE
+    return picture(WIDTH, bottom + 4, shapes)
 
 
 def where_time_goes(numbers: Breakdown) -> list[tuple[str, str, float]]:
@@ -124,7 +136,7 @@ def _lane(lane: Lane, top: float, numbers: Breakdown) -> Iterator[str]:
     if lane is numbers.bottleneck:
         color = "backward" if lane is Lane.COMPUTE else "stall"
         yield text(PLOT_LEFT - 16, top + 19, "bottleneck", 11, color, "end", bold=True)
-    if numbers.nbytes[lane] and lane is not Lane.HOST:
+    if numbers.nbytes[lane] and lane in (Lane.TO_DEVICE, Lane.TO_HOST):
         moved = readable_bytes(round(numbers.nbytes[lane] / numbers.steps))
         rate = readable_bytes(round(numbers.rate(lane)))
         yield text(MARGIN, top + 36, f"{moved} at {rate}/s", 11, "muted")
@@ -136,21 +148,21 @@ def _lane(lane: Lane, top: float, numbers: Breakdown) -> Iterator[str]:
     yield box(PLOT_LEFT, top, PLOT_RIGHT - PLOT_LEFT, _LANE_HEIGHT, "lane", 4)
 
 
-def _axis(recording: Recording, numbers: Breakdown) -> Iterator[str]:
-    """Draw marks of time and of steps, in groups that a page's script moves."""
+def _axis(recording: Recording, numbers: Breakdown, bottom: float) -> Iterator[str]:
+    """Draw marks of time and of steps down to the bottom of the lanes, in groups that a page's script moves."""
     moments = round_steps(numbers.seconds)
     size, unit = next((pair for pair in UNITS_OF_TIME if moments[-1] >= pair[0]), UNITS_OF_TIME[-1])
     yield '<g id="ticks">'
     for moment in moments:
         words = f"{moment / size:g} {unit}" if moment else "0"
-        mark = line([(0, _LANES_TOP - 6), (0, _LANES_BOTTOM)], "grid")
-        label = text(0, _LANES_BOTTOM + 16, words, 11, "muted", "middle")
+        mark = line([(0, _LANES_TOP - 6), (0, bottom)], "grid")
+        label = text(0, bottom + 16, words, 11, "muted", "middle")
         yield _moved(_x(moment, numbers), mark, label)
     yield '</g><g id="steps">'
     for number, (begin, end) in enumerate(recording.steps if numbers.steps > 1 else [], 1):
         x = _x(begin - numbers.begin, numbers)
         words = f"step {number}" if _x(end - numbers.begin, numbers) - x >= _STEP_ROOM else ""
-        mark = line([(0, _LANES_TOP - 22), (0, _LANES_BOTTOM)], "edge")
+        mark = line([(0, _LANES_TOP - 22), (0, bottom)], "edge")
         yield _moved(x, mark, text(6, _LANES_TOP - 12, words, 11, "muted"))
     yield "</g>"
 
@@ -166,7 +178,7 @@ def _bar(span: Span, top: float, numbers: Breakdown) -> str:
     while text_width(label, _LABEL) + 4 > width and label:  # "model.layers.12", "layers.12", "12"
         label = label.partition(".")[2]
     drawn = max(width - min(0.6, 0.1 * width), 0.4)  # a gap to the next one, and never invisible
-    bar = box(x, top + 5, drawn, _LANE_HEIGHT - 10, span.kind.value, 2)
+    bar = box(x, top + 5, drawn, _LANE_HEIGHT - 10, _color_of(span.kind), 2)
     letters = "on-pale" if span.kind in _PALE else "on-color"
     times = f'data-begin="{begin:.9f}" data-end="{end:.9f}" data-name="{escape(name)}"'
     tip = f"<title>{escape(_tip(span, name))}</title>"
@@ -185,14 +197,35 @@ def _tip(span: Span, name: str) -> str:
     return words
 
 
-def _legend(recording: Recording) -> Iterator[str]:
-    x, y = float(PLOT_LEFT), _LANES_BOTTOM + 54
-    present = {span.kind for span in recording.spans}
-    for kind, words in _WORDS.items():
-        if kind in present:
-            yield box(x, y - 10, 12, 12, kind.value, 3)
-            yield text(x + 18, y, words, 12)
-            x += 18 + text_width(words, 12) + 18
+def _legend_rows(kinds: Set[Kind]) -> Iterator[list[Kind]]:
+    """Yield the kinds of work that are shown, as many in a row as there is room for."""
+    row: list[Kind] = []
+    width = 0.0
+    for kind in (kind for kind in _WORDS if kind in kinds):
+        if row and width + _legend_width(kind) > PLOT_RIGHT - PLOT_LEFT:
+            yield row
+            row = []
+            width = 0.0
+        row.append(kind)
+        width += _legend_width(kind)
+    yield row
+
+
+def _legend(row: Sequence[Kind], y: float) -> Iterator[str]:
+    x = float(PLOT_LEFT)
+    for kind in row:
+        yield box(x, y - 10, 12, 12, _color_of(kind), 3)
+        yield text(x + 18, y, _WORDS[kind], 12)
+        x += _legend_width(kind)
+
+
+def _legend_width(kind: Kind) -> float:
+    return 18 + text_width(_WORDS[kind], 12) + 18
+
+
+def _color_of(kind: Kind) -> str:
+    """Return the name of a kind's color, which is a name in CSS, too."""
+    return str(kind.value).replace(" ", "-")
 
 
 def _x(moment: float, numbers: Breakdown) -> float:

@@ -74,13 +74,8 @@ class Narrator:
             if self._is_new("a warning"):
                 self._lightning.warn(result)
             return
-        choice = (
-            result.k,
-            result.k_prime,
-            result.kept,
-            result.on_device,
-        )  # without times, which differ each time
-        if not self._silent and self._is_new(choice):
+        # without times, which differ each time
+        if not self._silent and self._is_new(result.window):
             self._lightning.info(f"Superpipeline: {planned(result)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
@@ -100,7 +95,7 @@ def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
     if plan.why_not is not None:
         return f"{name} steps all weights after backward: {plan.why_not}."
     if plan.why_not_in_backward is None:
-        return f"{name} steps each unit in backward, as soon as its gradients are on the host."
+        return f"{name} steps each unit in backward, as soon as its gradients are complete."
     return f"{name} steps unit by unit under the next forward: {plan.why_not_in_backward}."
 
 
@@ -132,7 +127,10 @@ def planned(plan: WindowPlan) -> str:
     if plan.kept:
         chosen.append(f"{_many(len(plan.kept), 'unit')} kept on the device")
     if plan.on_device:
-        chosen.append(f"{_many(len(plan.on_device), 'unit')} with optimizer state on the device")
+        there = readable_bytes(plan.on_device_bytes)
+        chosen.append(f"{_many(len(plan.on_device), 'unit')} living on the device with their state ({there})")
+    if plan.visiting:
+        chosen.append(f"{_many(len(plan.visiting), 'unit')} visiting it to be stepped there")
     cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of the device"
     return (
         f"chosen by the first steps: {', '.join(chosen)}. A step should take {cost}; "
@@ -149,7 +147,7 @@ def outcome(stats: Stats, summary: Summary) -> str:
     counts.append(f"{readable_bytes(stats.bytes_to_device)} to the device")
     counts.append(f"{readable_bytes(stats.bytes_to_host)} back")
     window = f"k={summary.k}, k_prime={summary.k_prime}"
-    weights = f"{readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
+    saved = "" if summary.living else f", {summary.saved:.0%} less"
     # What masters take beyond the model's own bytes is what is sent in their place.
     copies = max(0, summary.host_bytes - summary.model_bytes) if summary.lowered else 0
     parts = {
@@ -165,11 +163,14 @@ def outcome(stats: Stats, summary: Summary) -> str:
     in_all = f"{summary.host_bytes_per_parameter:.1f} bytes per parameter in all"
     lines = [
         f"Superpipeline: {', '.join(counts)}; {_many(stats.misses, 'load')} came late.",
-        f"Weights on {summary.device}, {window}: at most {weights}, {summary.saved:.0%} less.",
+        f"Weights on {summary.device}, {window}: at most {summary.weights_on_device}{saved}.",
         f"On the host{shared}: {', '.join(on_host)}; {in_all}.",
     ]
-    if summary.living_on_device:
-        lines.append(f"Living on the device: {summary.living_on_device}.")
+    if summary.stepping:
+        lines.append(f"Optimizer steps: {summary.stepping}.")
+    if summary.visiting_bytes:
+        page_locked = readable_bytes(summary.visiting_bytes)
+        lines.append(f"{page_locked} of the optimizer's state are page-locked, as they visit the device.")
     return "\n".join(lines)
 
 
@@ -219,23 +220,29 @@ def diagnose(
         else:
             reason = f"The optimizer steps while the device waits: {waits_for_optimizer}."
         advice.append(reason)
-    elif numbers.bottleneck is Lane.HOST:
-        advice += _on_the_host(numbers, compact)
+    elif numbers.bottleneck in (Lane.HOST, Lane.VISIT):
+        advice += _on_the_optimizer(numbers, pipeline, numbers.bottleneck, compact)
     else:
-        advice += _on_the_device(numbers, pipeline, numbers.bottleneck)
+        advice += _on_the_device(numbers, pipeline, numbers.bottleneck, compact)
     seconds = readable_seconds(numbers.seconds / numbers.steps)
     return [f"A step takes {seconds}. {numbers.headline()}", *(f"  - {words}" for words in advice)]
 
 
-def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterator[str]:
+def _unused(pipeline: Pipeline) -> int:
+    """Return the bytes of the device that were never needed; 0 if these are few, or unknown."""
+    peak, total = device_memory(pipeline)
+    if total is None or total - peak <= _WORTH_ROOM * total:
+        return 0
+    return total - peak
+
+
+def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane, compact: str | None) -> Iterator[str]:
     """Give advice where computing itself takes the time, or copies do."""
     summary, stats = pipeline.summary(), pipeline.stats
-    peak, total = device_memory(pipeline)
-    # The rest is unknown, or left free on purpose.
-    unused = total - peak if total is not None and pipeline.options.memory_budget is None else 0
-    has_room = total is not None and unused > _WORTH_ROOM * total
+    # what a budget leaves is left free on purpose
+    unused = _unused(pipeline) if pipeline.options.memory_budget is None else 0
     if lane is Lane.COMPUTE:
-        if stats.recomputed > stats.steps and has_room:
+        if stats.recomputed > stats.steps and unused:
             yield (
                 f"Units compute their forward twice, and {readable_bytes(unused)} of the device "
                 "are free: `activations='keep'`, or 'offload', computes it once."
@@ -243,26 +250,40 @@ def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane) -> Iterat
         return
     if not summary.pinned and summary.device != "cpu":
         yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
-    activations = numbers.kinds[Kind.FETCH if lane is Lane.TO_DEVICE else Kind.OFFLOAD]
-    part = activations / numbers.busy[lane]
+    activations, state = Kind.FETCH, Kind.STATE_UP
+    if lane is Lane.TO_HOST:
+        activations, state = Kind.OFFLOAD, Kind.STATE_DOWN
+    part = numbers.kinds[activations] / numbers.busy[lane]
     if part > _MUCH:
         way = "come back" if lane is Lane.TO_DEVICE else "leave"
         advice = "`activations='recompute'` moves none"
         yield f"{part:.0%} of these copies are activations that {way}: {advice}."
-    if has_room:
+    part = numbers.kinds[state] / numbers.busy[lane]
+    if part > _MUCH and compact is not None:
+        yield f"{part:.0%} of these copies are optimizer state that visits: {compact} has less (docs/host_memory.md)."
+    if unused:
         yield (
             f"{readable_bytes(unused)} of the device are free: a larger batch computes more for "
             "the same copies of weights and gradients."
         )
 
 
-def _on_the_host(numbers: Breakdown, compact: str | None) -> Iterator[str]:
-    stepping = numbers.kinds[Kind.STEP]
-    if stepping > _MUCH * numbers.busy[Lane.HOST]:
-        seconds = readable_seconds(stepping / numbers.steps)
-        yield (
-            f"The optimizer's steps take {seconds} of the host's time in a step: a larger batch, "
-            "or `accumulate_grad_batches`, steps less often for the same data."
-        )
-        if compact is not None:
-            yield f"{compact} reads and writes half as much host memory (docs/host_memory.md)."
+def _on_the_optimizer(numbers: Breakdown, pipeline: Pipeline, lane: Lane, compact: str | None) -> Iterator[str]:
+    """Give advice where a step waits for the optimizer, on the host or in visits."""
+    stepping = numbers.kinds[Kind.STEP if lane is Lane.HOST else Kind.VISIT]
+    if stepping <= _MUCH * numbers.busy[lane]:
+        return
+    whose = "host" if lane is Lane.HOST else "device"
+    yield (
+        f"The optimizer's steps take {readable_seconds(stepping / numbers.steps)} of the {whose}'s time in a step: a "
+        "larger batch, or `accumulate_grad_batches`, steps less often for the same data."
+    )
+    options, unused = pipeline.options, _unused(pipeline)
+    if options.optimizer_on == "host" and pipeline.summary().device != "cpu":
+        yield "`optimizer_on='auto'` has units stepped on the device, where that is faster."
+    elif unused and options.k != "auto":
+        yield f"{readable_bytes(unused)} of the device are free: with `k='auto'`, units live and are stepped there."
+    elif unused and options.memory_budget is not None:
+        yield f"{readable_bytes(unused)} of the device are free: with a larger `memory_budget`, more units live there."
+    if compact is not None:
+        yield f"{compact} reads and writes half as much memory (docs/host_memory.md)."

@@ -34,6 +34,9 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
     summary, memory = pipeline.summary(), pipeline.backend.memory()
     window = f"`k={summary.k}` of {summary.units} units"
     parts = [f"{readable_bytes(summary.device_bytes)} for weights ({window})"]
+    if summary.living:
+        there = f"{len(summary.living)} units that live there with their optimizer state"
+        parts.append(f"{readable_bytes(summary.living_bytes)} of that for {there}")
     if trains:
         activations = readable_bytes(pipeline.stats.activation_peak_bytes)
         parts += [
@@ -56,7 +59,8 @@ def _remedy(pipeline: Pipeline, trains: bool) -> str:
     if options.k != "auto" and summary.k > 1:
         return "Set `k=1`."
     if summary.plan is not None and budget is not None:
-        return f"Set `memory_budget={int(_SMALLER_BUDGET * budget)}`, so that less is planned."
+        smaller = f"Set `memory_budget={int(_SMALLER_BUDGET * budget)}`, so that less is planned"
+        return f"{smaller}, and fewer units live there." if summary.living else f"{smaller}."
     mostly_activations = trains and summary.device_bytes < pipeline.stats.activation_peak_bytes
     if summary.k > 1 and not mostly_activations:
         return "Set `k=1`."

@@ -13,8 +13,9 @@ from sp_lightning import optim
 from sp_lightning.optim import compact
 from sp_lightning.optim.compact import CompactOptimizer
 
-from ..optim.test_on_device import CASES, compare
+from ..optim.parts import CASES, compare
 
+pytest.importorskip("numba")
 pytestmark = pytest.mark.gpu
 
 

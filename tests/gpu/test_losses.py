@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from sp_lightning import chunked_cross_entropy
 
+from ..helpers import never_waiting
 from ..second_device import IN_USE
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +32,6 @@ def loss_and_gradients(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_numbers_memory_and_no_waiting(device, dtype):
     api = torch.get_device_module(device)
-    report_waiting = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
     hidden = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
     weight = torch.empty(VOCABULARY, WIDTH, device=device).normal_(0, WIDTH**-0.5).requires_grad_()
     labels = torch.randint(VOCABULARY, (TOKENS,), device=device)
@@ -41,11 +41,8 @@ def test_numbers_memory_and_no_waiting(device, dtype):
         loss_and_gradients(chunked, hidden, weight, labels, dtype)  # workspaces
         before = api.memory_allocated()
         api.reset_peak_memory_stats()
-        report_waiting("error")
-        try:
+        with never_waiting(device):
             found.append(loss_and_gradients(chunked, hidden, weight, labels, dtype))
-        finally:
-            report_waiting("default")
         peaks.append(api.max_memory_allocated() - before)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for expected, actual in zip(*found, strict=True):

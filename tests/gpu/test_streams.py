@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,30 @@ def make_workspaces(device: torch.device) -> None:
     block(torch.ones(ROWS, WIDTH, device=device, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_copies_wait_for_the_computing(k: int, cuda: torch.device) -> None:
-    """With a device that lags far behind the host, slots are refilled only when the units in them are done."""
+@pytest.mark.parametrize(
+    ("k", "pin", "activations"),
+    [
+        *product((1, 2, 3), [True], ["auto"]),
+        (2, True, "recompute"),
+        *product((1, 3), (True, False), ("offload", "recompute_offload")),
+    ],
+)
+def test_copies_wait_for_the_computing(k: int, pin: bool, activations: str, cuda: torch.device) -> None:
+    """With a device that lags far behind the host, memory is used again only when units and copies are done with it."""
     quick_losses, quick_weights = quick_training(cuda)
-    slow_losses, slow_weights = train(big_chain(cycles=5_000_000), cuda, k=k)
+    slow = big_chain(cycles=5_000_000)
+    slow_losses, slow_weights = train(slow, cuda, k=k, pin_memory=pin, activations=activations)
     assert all(map(torch.equal, quick_losses, slow_losses))
     assert all(map(torch.equal, quick_weights, slow_weights))
 
 
-def test_no_host_synchronization_in_a_step(cuda: torch.device) -> None:
-    with on_device(big_chain(), cuda) as pipe:
-        steps_that_wait_for_nothing(pipe, cuda, 4, first=2)
+@pytest.mark.parametrize(("activations", "first"), [("auto", 2), ("offload", 4), ("recompute_offload", 4)])
+def test_no_host_synchronization_in_a_step(activations: str, first: int, cuda: torch.device) -> None:
+    """The first two calls of a unit are looked at, to offload."""
+    with on_device(big_chain(), cuda, activations=activations) as pipe:
+        steps_that_wait_for_nothing(pipe, cuda, 7, first)
+        assert (pipe.stats.offloaded_bytes > 0) == (activations != "auto")
+        assert pipe.stats.activation_misses == 0
 
 
 def test_a_copy_that_waits_for_the_host_holds_up_no_other(cuda: torch.device) -> None:
@@ -118,17 +131,6 @@ def test_peak_memory(device: torch.device) -> None:
     assert summary.device_bytes <= 2.1 * BLOCK_BYTES
     assert 2 * BLOCK_BYTES <= peak <= summary.device_bytes + 4 * BLOCK_BYTES + activations
     assert peak < 0.7 * summary.model_bytes
-
-
-def test_nothing_stays_on_the_device(device: torch.device) -> None:
-    """After detach the device is as it was."""
-    api = torch.get_device_module(device)
-    make_workspaces(device)
-    api.synchronize()
-    before = api.memory_allocated()
-    train(big_chain(), device, steps=1)
-    api.synchronize()
-    assert api.memory_allocated() == before
 
 
 def test_copies_run_on_other_streams_beside_the_computing(cuda: torch.device, tmp_path: Path) -> None:

@@ -3,65 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, AdamW
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from ..helpers import is_block, lightning_run
-from ..planning.parts import Fixed
+from ..planning.parts import Fixed, train_placed
 from ..zoo import CASES
 from ..zoo.blocks import chain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
-Trained = tuple[list[torch.Tensor], AdamW]
-
-
-def train(model: nn.Module, device: torch.device, pipeline: Pipeline | None, fused: bool | None) -> Trained:
-    optimizer = AdamW(model.parameters(), 1e-2, fused=fused)
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(5):
-        loss = model(torch.randn(8, 16, device=device)).square().mean()
-        if pipeline is None:
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        else:
-            with pipeline.optimizers.clipping.measuring_norms():
-                loss.backward()
-            pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses, optimizer
-
-
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("there", [(1, 4), range(7)], ids=["some", "all"])
 def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None, device: torch.device) -> None:
     """The losses are those of plain training on the device, as far as two optimizers round alike."""
-    torch.manual_seed(0)
-    expected, _ = train(chain(6, 16, 32).to(device), device, None, fused)
-    torch.manual_seed(0)
-    model = chain(6, 16, 32)
-    options = PipelineOptions(units=is_block)
-    pipeline = Pipeline(model, device, options=options, planner=Fixed((2, 1), (2, 1), (2, 1, (), there)))
-    actual, optimizer = train(model, device, pipeline, fused)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    living = [parameter for number in there if number < 6 for parameter in model.blocks[number].parameters()]
-    assert all(parameter.device == device for parameter in living)
-    assert pipeline.summary().pinned == (device.type == "cuda"), "all that is still sent"
-    assert all(value.device == device for p in living for value in optimizer.state[p].values() if value.dim())
-    pipeline.detach()
-    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+    make, planner = partial(AdamW, lr=1e-2, fused=fused), Fixed((2, 1), (2, 1), (2, 1, (), there))
+    seen: list[nn.Module] = []
+
+    def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        living = [parameter for number in there if number < 6 for parameter in model.blocks[number].parameters()]
+        if step == 4:
+            assert all(parameter.device == device for parameter in living)
+            assert all(value.device == device for p in living for value in optimizer.state[p].values() if value.dim())
+            seen.append(model)
+
+    expected, _ = train_placed(make, None, device, steps=5, clip=0.1)
+    actual, _ = train_placed(make, planner, device, steps=5, clip=0.1, between=look)
+    assert all(parameter.device.type == "cpu" for parameter in seen[0].parameters())
+    assert all(value.device.type == "cpu" for state in actual["state"].values() for value in state.values())
+    torch.testing.assert_close(actual["losses"], expected["losses"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
@@ -127,4 +106,5 @@ def test_an_optimizer_that_looks_at_weights_together_since_lately(device: torch.
             model(torch.ones(8, 16, device=device)).square().mean().backward()
             optimizer.step(lambda: 0.0)
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu", device.type}
+    assert pipeline.summary().pinned == (device.type == "cuda"), "all that is still sent"
     pipeline.detach()

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from ..pipeline.units.test_moving import Detector
 from .parts import on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")]
 
 
-class Anchored(Detector):
-    """Computes with its anchors."""
+class Anchored(nn.Module):
+    """Computes with anchors that are no buffer, and moves them itself, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.anchors = torch.ones(4)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:  # type: ignore[override]
+        super()._apply(fn, *args)
+        self.anchors = fn(self.anchors)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.anchors

@@ -2,150 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sp_lightning import optim
 from sp_lightning.optim import on_device, passes
-from sp_lightning.optim.compact import CompactOptimizer, Work
-from sp_lightning.optim.formats import load_weight
 from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.on_device import step_on_device
-from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import Memory, Scaling
+
+from .parts import CASES, compare
 
 pytest.importorskip("numba")
-SIZE = (1 << 16) + 13
-NOTHING, FACTOR = Scaling(), Scaling(np.float32(0.3))
-ALL = Scaling(np.float32(0.3), np.float32(0.7), np.float32(0.5))
-UPDATES: list[tuple[type[CompactOptimizer], dict[str, Any], Scaling]] = [
-    (optim.AdamW, {"weight_decay": 0.1}, NOTHING),
-    (optim.AdamW, {"weight_decay": 0.0, "betas": (0.4, 0.99), "maximize": True}, ALL),
-    (optim.Adam, {"weight_decay": 0.1}, FACTOR),
-    (optim.SGD, {}, ALL),
-    (optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, NOTHING),
-    (optim.SGD, {"momentum": 0.9, "nesterov": True}, FACTOR),
-    (optim.Lion, {"weight_decay": 0.1}, ALL),
-]
-STILL = slice(1000)
-"""Elements of a weight that move by its decay alone, and stay halfway between two numbers of bf16 without it."""
-FORMATS = [
-    (torch.float32, "auto"), (torch.bfloat16, "fp32"), (torch.bfloat16, "split"), (torch.bfloat16, "split24"),
-    (torch.bfloat16, None),
-]  # fmt: skip
-CASES = [(*update, *kept) for update in UPDATES for kept in FORMATS]
-
-
-def numbers(count: int, only_finite: bool = False) -> Tensor:
-    """Random ones of many sizes, and what is at both ends of them, halfway between two of bf16, or no number."""
-    values = torch.randn(count) * 10.0 ** torch.randint(-6, 2, (count,))
-    if only_finite:
-        return values
-    edges = [0.0, -0.0, 1e-45, -1e-40, 1e-30, 3e38, -3e38, float("inf"), -float("inf"), float("nan")]
-    values[torch.randperm(count)[:1000]] = torch.tensor(edges).repeat(100)
-    ties = values.view(torch.int32)[torch.randperm(count)[:1000]]
-    values.view(torch.int32)[torch.randperm(count)[:1000]] = (ties & ~0xFFFF) | 0x8000
-    return values
-
-
-def begun(cls: type[CompactOptimizer], dtype: torch.dtype, options: dict[str, Any]) -> tuple[CompactOptimizer, Tensor]:
-    """An optimizer over a weight, with state as of some steps."""
-    torch.manual_seed(0)
-    only_finite = options["moments"] == "int8"
-    weight = numbers(SIZE, only_finite).to(dtype)
-    optimizer = cls([weight], **options)
-    group = optimizer.param_groups[0]
-    state = optimizer.state[weight]
-    cls.passes_of(group, [Work(weight, weight, state)])
-    for name, value in state.items():
-        if name == "low":
-            value.copy_(torch.randint(0, 1 << 8 * value.itemsize, (SIZE,)))
-            value[STILL] = 1 << (8 * value.itemsize - 1)
-        elif name in ("exp_avg", "momentum_buffer", "master"):
-            value.copy_(numbers(SIZE, only_finite))
-        elif name.startswith("exp_avg_sq") and value.is_floating_point() and value.numel() == SIZE:
-            value.copy_(numbers(SIZE).square())
-            value[STILL] = torch.tensor([0.0, -0.0]).repeat(STILL.stop // 2)  # was up, or not
-    if cls.first in state:
-        state[cls.first][STILL] = 0
-    return optimizer, weight
-
-
-@contextmanager
-def never_waiting(device: torch.device) -> Iterator[None]:
-    """Raise where the host would wait for the device, if that can be told."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def moved(memory: Memory, device: torch.device) -> Memory:
-    return Memory(*[None if tensor is None else tensor.to(device, copy=True) for tensor in memory])
-
-
-def assert_same_bits(ours: Memory, kernels: Memory) -> None:
-    """NaN has several."""
-    for name, left, right in zip(Memory._fields, ours, kernels, strict=True):
-        assert left is None or torch.equal(bits(left.cpu()), bits(right)), name
-
-
-def bits(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.masked_fill(tensor.isnan(), torch.nan).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
-
-
-def assert_near(ours: Memory, kernels: Memory) -> None:
-    """How the kernels divide is left to their compiler, so a code that lay halfway may be another one."""
-    left, right = (load_weight(memory.weight, memory.low, None) for memory in (ours, kernels))
-    torch.testing.assert_close(left.cpu(), right, rtol=1e-6, atol=1e-6)
-    for left, right in zip(ours[3:], kernels[3:], strict=True):
-        if left is None:
-            continue
-        if left.is_floating_point():
-            torch.testing.assert_close(left.cpu(), right, rtol=1e-6 if left.itemsize == 4 else 1e-2, atol=1e-6)
-        else:
-            apart = (left.cpu().int() - right.int()).abs()
-            assert apart.max() <= 1
-            assert apart.float().mean() < 1e-3
-
-
-def compare(
-    cls: type[CompactOptimizer], options: dict[str, Any], scaling: Scaling, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Take some steps both ways, with gradients in both dtypes."""
-    is_coded = options["moments"] == "int8"
-    optimizer, weight = begun(cls, dtype, {"lr": 1e-2, **options})
-    copy = torch.zeros(SIZE, dtype=torch.bfloat16) if dtype == torch.float32 else None
-    ours: Memory | None = None
-    for number in range(3):
-        gradient = numbers(SIZE, is_coded).to(torch.bfloat16 if number % 2 else dtype)
-        gradient[STILL] = 0
-        work = Work(weight, gradient, optimizer.state[weight], copy, scaling)
-        (step,) = cls.passes_of(optimizer.param_groups[0], [work])
-        if ours is None or is_coded:
-            ours = moved(step.memory, device)
-        ours = ours._replace(gradient=gradient.to(device))
-        # as tensors, which nobody waits for
-        factors = [torch.tensor(float(factor), device=device) for factor in step.scaling[:2]]
-        run([step])
-        with never_waiting(device):
-            step_on_device(step._replace(memory=ours, scaling=Scaling(*factors, scaling.limit)))
-        if is_coded:
-            assert_near(ours, step.memory)
-        else:
-            assert_same_bits(ours, step.memory)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])

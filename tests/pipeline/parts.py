@@ -135,13 +135,12 @@ class RecordingBackend(Backend):
 
 @dataclass
 class FakeSegment:
-    """Host memory without weights; a test says by `edited` that somebody has written to it."""
+    """Host memory without weights, to which nobody writes."""
 
     bytes: Tensor
     place: Tensor = field(init=False)
     epoch: int = 0
     lying: int = NOTHING
-    edited: bool = False
     sends_copies: bool = False
     is_followed: bool = False
     weights: Sequence[Weight] = ()
@@ -151,18 +150,16 @@ class FakeSegment:
         return self.bytes.nbytes
 
     def check(self) -> None:
-        if self.edited:
-            self.note_change()
+        """There is no change."""
 
     def note_change(self) -> None:
         self.epoch += 1
-        self.edited = False
 
     def refresh_copies(self) -> None:
         """There are none."""
 
     def take_sample(self) -> None:
-        """`edited` shows every change."""
+        """There is no change."""
 
     def pieces(self) -> list[tuple[Tensor, Tensor]]:
         return [(self.place, self.bytes)]

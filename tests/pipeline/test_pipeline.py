@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
-from torch.nn.utils import prune
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -151,20 +150,12 @@ def test_a_process_may_end_without_detach() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_parameter_that_went_elsewhere_in_its_module_streams_from_there() -> None:
-    """Pruning between steps: on a device, its mask has to go there; and the weight is part of its unit as before."""
-    model = layers()
-    with attached(model) as pipeline:
-        with pipeline.step():
-            model(torch.ones(1, 8)).sum().backward()
-        model.zero_grad()
-        prune.l1_unstructured(model[1], "weight", amount=0.5)
-        for _ in range(2):
-            with pipeline.step():
-                model(torch.ones(1, 8)).sum().backward()
-        assert pipeline.stats.arrangements == 2
-        assert not pipeline.summary().resident
-    assert torch.equal(model[1].weight_orig.grad != 0, model[1].weight_mask != 0)
+def test_a_conversion_in_a_step_is_an_error() -> None:
+    with attached(model := layers()) as pipeline, pipeline.step():
+        model(torch.ones(1, 8))
+        model[1].weight.data = torch.ones(8, 8, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="Convert the module between steps"):
+            model(torch.ones(1, 8))
 
 
 class Probe(nn.Module):
@@ -221,14 +212,17 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
     assert all(map(torch.equal, expected, actual))
 
 
-def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
-    """Nobody would ever read it."""
-    model = Probe(lambda model, x: x + model.scale)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_of_an_earlier_arrangement_is_refused(frozen: bool) -> None:
+    """Nobody would ever read its gradients, and the places of its weights are somebody else's by now."""
+    model: nn.Module = layers().requires_grad_(False) if frozen else Probe(lambda model, x: x + model.scale)
+    name = "3.weight" if frozen else "scale"
     with attached(model) as pipeline:
+        x = torch.ones(2, 8, requires_grad=True)
         with pipeline.step():
-            loss = model.loss(torch.ones(2, 8))
+            loss = model(x).sum() if frozen else model.loss(x)
         pipeline._engine.rearrange(None)
-        with pytest.raises(RuntimeError, match=r"weight 'scale' of a graph that was built before"):
+        with pytest.raises(RuntimeError, match=f"weight '{name}' of a graph that was built before"):
             loss.backward()
 
 

@@ -11,8 +11,10 @@ from torch.optim import Adam
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.stats import readable_bytes
 
+from ..planning.parts import Fixed
 from ..zoo.blocks import Block, chain
 
 
@@ -83,9 +85,14 @@ def test_the_summary_of_a_model() -> None:
         "devices": 1,
         "host_gradient_bytes": 0,
         "optimizer_bytes": 0,
+        "visiting_bytes": 0,
         "host_activation_bytes": 0,
         "parameters": (6 * block + head) // 4,
         "unit_names": tuple(f"blocks.{index}" for index in range(6)),
+        "living": (),
+        "living_bytes": 0,
+        "visiting": (),
+        "stepped_on_host": tuple(f"blocks.{index}" for index in range(6)),
         "unit_bytes": (block,) * 6,
         "lowered": 0,
         "pinned": False,
@@ -93,7 +100,34 @@ def test_the_summary_of_a_model() -> None:
         "saved": 1 - summary.device_bytes / summary.model_bytes,
         "host_bytes_per_parameter": summary.host_bytes / summary.parameters,
     }
-    assert summary.living_on_device == ""
+    assert summary.stepping == ""
+    pipeline.detach()
+
+
+def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of visits are device memory, their state lies beside masters, and what lives there leaves the host."""
+    model = chain(6, 16, 32)
+    planner = Fixed((2, 1), (2, 1, (), (4,), (0, 1)))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=Block), planner=planner)
+    optimizer = Adam(model.parameters(), fused=True)
+    for _ in range(3):
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pipeline._engine.settle()
+    summary, block = pipeline.summary(), sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
+    assert (summary.living, summary.visiting) == (("blocks.4",), ("blocks.0", "blocks.1"))
+    assert summary.stepped_on_host == ("blocks.2", "blocks.3", "blocks.5")
+    assert summary.device_bytes == 2 * slot + summary.living_bytes + pipeline._engine.steps.visits.pieces.nbytes()
+    assert 3 * block < summary.device_bytes - 2 * slot - summary.living_bytes, "two pieces: weight, state, gradient"
+    assert summary.host_bytes == 5 * slot
+    assert 2 * 2 * block < summary.visiting_bytes < summary.optimizer_bytes < 5 * 2 * block + 1024
+    words = f"1 of 6 units live on the device with their state ({readable_bytes(summary.living_bytes)}), 2 visit it"
+    assert dict(summary.rows())["optimizer steps"].startswith(words)
+    memory = DeviceMemory(total=4000, free=1000, allocated=3000, peak=3000, peak_so_far=3000, retries=0)
+    monkeypatch.setattr(pipeline.backend, "memory", lambda: memory)
+    assert pipeline._engine.budget == summary.device_bytes + summary.gradient_bytes + 900, "what streams counts"
     pipeline.detach()
 
 

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
+from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
 from sp_lightning.planning import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_on_device
 
 from .. import simulated
+from ..helpers import is_block
 from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
-from ..zoo.blocks import Chain
+from ..zoo.blocks import Chain, chain
 from ..zoo.case import Batch
 from ..zoo.vision import CLASSES, resnet50
 
@@ -149,6 +150,63 @@ class Wanders(Planner):
         return tuple(name for name in names if self._random.random() < share)
 
 
+BLOCKS = 6
+Make = Callable[[Any], Optimizer]
+
+
+def train_placed(
+    make: Make,
+    planner: Planner | None,
+    device: torch.device | str = "cpu",
+    *,
+    steps: int = 7,
+    dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
+    clip: float | None = None,
+    in_backward: bool = False,
+    accumulate: int = 1,
+    between: Callable[[int, nn.Module, Optimizer], None] = lambda step, model, optimizer: None,
+    **options: Any,
+) -> tuple[dict[str, Any], Stats]:
+    """Train six blocks, placed as the planner wants, or plainly without one; losses, weights and state on the host."""
+    torch.manual_seed(0)
+    model, pipeline = chain(BLOCKS, 16, 48, dropout=0.1).to(dtype), None
+    if planner is None:
+        model.to(device)
+    else:
+        backend = HostBackend(poison=True, max_delay=0.002) if device == "cpu" else None
+        chosen = PipelineOptions(units=is_block, **options)
+        pipeline = Pipeline(model, device, options=chosen, backend=backend, planner=planner)
+    optimizer = make(model.parameters())
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            torch.manual_seed(10 * step + micro)
+            inputs = torch.randn(8, 16).to(device, dtype)
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = model(inputs).float().square().mean()
+            scope: Any = nullcontext()
+            if pipeline is not None and clip is not None:
+                scope = pipeline.optimizers.clipping.measuring_norms()
+            elif pipeline is not None and in_backward and micro == accumulate - 1:
+                scope = pipeline.optimizers.stepping_in_backward(optimizer)
+            with scope:
+                loss.backward()
+            losses.append(loss.detach().cpu())
+        if clip is not None and pipeline is not None:
+            pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), clip)
+        elif clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        between(step, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = Stats() if pipeline is None else pipeline.stats
+    if pipeline is not None:
+        pipeline.detach()
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    return {"losses": losses, "weights": weights, "state": optimizer.state_dict()["state"]}, stats
+
+
 @dataclass(frozen=True)
 class Blocks(simulated.Machine):
     """Equal units on virtual clocks, and the seconds that each of them takes."""
@@ -219,13 +277,7 @@ class Computing(TorchDispatchMode):
 
 
 def train(
-    model: nn.Module,
-    batch: Batch,
-    backend: SimulatedBackend,
-    planner: Planner | None,
-    *,
-    steps: int,
-    **options: Any,
+    model: nn.Module, batch: Batch, backend: SimulatedBackend, planner: Planner | None, *, steps: int, **options: Any
 ) -> Trained:
     """Train on virtual clocks; the device computes 1e9 FLOPs a second."""
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)

@@ -109,13 +109,6 @@ def test_units_travel_together_where_a_copy_costs_more_than_its_bytes() -> None:
     assert choose(blocks(), replace(slow_start, copy_seconds=0.0), 800, fill=False).choice.k_prime == 1
 
 
-def test_spare_memory_is_filled_evenly() -> None:
-    """Two slots, two staging buffers, and four units that stay: one in three."""
-    chosen = choose(blocks(), FAST, 800).choice
-    assert (chosen.k, chosen.kept) == (2, (1, 4, 7, 10))
-    assert len(choose(blocks(reserve_bytes=200), FAST, 800).choice.kept) == 2
-
-
 def test_too_small_a_budget_raises_with_the_least_that_is_needed() -> None:
     """One slot, two staging buffers, and what the least greedy of all ways takes."""
     unit = UnitWork("", 100, 100, 100, 1.0, 2.0, bytes_after_step=100, ways=WAYS)

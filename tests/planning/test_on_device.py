@@ -58,6 +58,20 @@ def test_spare_memory_makes_steps_faster(blocks: Blocks) -> None:
     assert there.seconds[-1] < 0.8 * streamed.seconds[-1]
 
 
+def test_deterministic_placement_depends_on_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast_host = Blocks(forward=1.0, backward=2.0, up=0.1, down=0.1, step=0.1, units=12)
+
+    def living() -> list[tuple[str, ...]]:
+        trained = [blocks.train(AutoPlanner(), memory_budget=20 * UNIT_BYTES) for blocks in (SLOW_HOST, fast_host)]
+        return [each.summary.plan.on_device for each in trained if each.summary.plan is not None]
+
+    by_time = living()
+    assert by_time[0] != by_time[1]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    by_assumption = living()
+    assert by_assumption[0] == by_assumption[1] != ()
+
+
 def test_units_on_the_device_do_not_travel() -> None:
     model, pipeline = attach()
     optimizer = AdamW(model.parameters())

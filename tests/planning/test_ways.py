@@ -46,12 +46,6 @@ def ways_of_a_unit(draw: st.DrawFn) -> list[Way]:
 models = st.lists(ways_of_a_unit(), max_size=5)
 
 
-def peak_by_hand(ways: list[Way]) -> int:
-    before = [Way("keep", 0, 0, 0.0), *ways]
-    held = [sum(way.held for way in ways[:i]) for i in range(len(ways))]
-    return max((held[i] + before[i].under_way + way.working for i, way in enumerate(ways)), default=0)
-
-
 @given(models, sizes.map(lambda size: 5 * size))
 def test_it_is_the_cheapest_of_all(units: list[list[Way]], budget: int) -> None:
     """Against all choices there are."""
@@ -64,40 +58,6 @@ def test_it_is_the_cheapest_of_all(units: list[list[Way]], budget: int) -> None:
         assert sum(way.seconds for way in chosen) == min(sum(way.seconds for way in ways) for ways in fitting)
     else:
         assert peak(chosen) == min(peak(ways) for ways in product(*units))
-
-
-@given(models)
-def test_the_peak(units: list[list[Way]]) -> None:
-    ways = [unit[-1] for unit in units]
-    assert peak(ways) == peak_by_hand(ways)
-
-
-@pytest.mark.parametrize("budget", [0, 999, 1000, 10_000, 10**6])
-def test_many_blocks_of_all_sizes(budget: int) -> None:
-    """More choices than can be looked at one by one: still within the budget, and quick."""
-    units = [
-        [Way("keep", 10 + i % 37, 10 + i % 37, 0.0), Way("recompute", 1, 10 + i % 37, 1 + (i * 7919 % 101) / 100)]
-        for i in range(200)
-    ]
-    chosen = choose_ways(units, budget)
-    if budget >= 999:
-        assert peak(chosen) <= budget
-    if budget == 10**6:
-        assert all(way.policy == "keep" for way in chosen)
-
-
-def test_what_each_way_holds_and_costs() -> None:
-    """Copies that computing hides cost a little, what sticks out costs all of its time."""
-    unit, call = UnitWork("", 10, forward_seconds=3.0, backward_seconds=6.0), Footprint(30, 70, 100, 100, True)
-    ways = {way.policy: way for way in ways_of(unit, [call], 3.0, Machine(100.0, 100.0, 1.0))}
-    assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
-    assert (ways["recompute"].seconds, ways["recompute"].repeating, ways["recompute"].held) == (3.0, 3.0, 30)
-    assert ways["offload"].seconds == pytest.approx(0.2)  # a tenth of one second down, of one second up
-    ways = {way.policy: way for way in ways_of(unit, [call], 3.0, Machine(10.0, 20.0, 1.0))}
-    assert ways["offload"].seconds == pytest.approx((5 - 3) + (11 - 6) + 0.1 * 15)
-    both = ways["recompute_offload"]
-    assert (both.held, both.leaving, both.under_way, both.repeating) == (0, 30, 30, 3.0)
-    assert both.seconds == pytest.approx(3.0 + 0.1 * (30 / 10 + 30 / 20)), "the second forward hides copies as well"
 
 
 @pytest.mark.parametrize(

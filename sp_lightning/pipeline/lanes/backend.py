@@ -19,6 +19,9 @@ it, before any other job, and `wait` blocks the host until it has: computing can
 holds up no other copy meanwhile. So copies to the device need not keep their order: before another copy into the same
 memory is asked for, computing has to wait for the earlier one.
 
+Optimizer state that visits the device goes up, is stepped and comes down in lanes of its own (`beside`), each after
+what it needs: it waits for memory in between, and would hold up other copies.
+
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.
 """
@@ -36,43 +39,16 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Later, Origin, Recording, Span, Ticket, Worker
 from sp_lightning.pipeline.torch_private import profiler_is_on
 
-_OUT_OF_MEMORY = (
-    "CUDA error: out of memory",
-    "HIP error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
-)
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # the rank of a copy that comes after work; steps have their place in the forward
 BEFORE_OTHER_WORK = -1
 VISITED = (Lane.TO_DEVICE, Lane.VISIT, Lane.TO_HOST)
 """The lanes that optimizer state passes when it visits the device, one after the other."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that the device has no memory left.
-
-    The driver and libraries take memory of their own, and report in their own words that there is none.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
-
-
-class DeviceMemory(NamedTuple):
-    """The memory of a device, in bytes."""
-
-    total: int  # as much as this process may have
-    free: int  # what can be allocated now
-    allocated: int  # what is allocated now
-    peak: int  # the most that was allocated since the peak was counted anew
-    peak_so_far: int  # the most that was allocated at all
-    retries: int  # how often the allocator ran out of memory, freed its cache and tried again
 
 
 class Backend(ABC):

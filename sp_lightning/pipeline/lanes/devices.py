@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
@@ -158,12 +159,15 @@ class AcceleratorBackend(Backend):
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
+        asked = after.asked() if after.is_asked else None
+        if isinstance(asked, _StreamTicket):  # the device can wait for it
+            self._up_behind_work.wait_event(asked.event)
 
         def issue() -> Ticket:
             self._up_behind_work.wait_event(computed)
             return self._copy(self._up_behind_work, target, source)
 
-        return self.ask_later(issue, [after])
+        return issue() if isinstance(asked, _StreamTicket) else self.ask_later(issue, [after])
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:

@@ -119,6 +119,11 @@ class Ticket(ABC):
         """Return when it began and ended, in seconds since the origin; of a copy, if it was timed (`Backend.timed`)."""
         raise NotImplementedError
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether `asked` would return at once."""
+        return True
+
     def asked(self) -> Ticket:
         """Return the ticket of what was asked of a device, for which computing can wait; block until it was asked."""
         return self
@@ -207,6 +212,11 @@ class Later(Ticket):
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
         return self.asked().interval(origin)
+
+    @property
+    @override
+    def is_asked(self) -> bool:
+        return self.job.done
 
     @override
     def asked(self) -> Ticket:

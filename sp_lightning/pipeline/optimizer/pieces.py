@@ -6,16 +6,21 @@ the host, so it travels in one copy.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, GROUP
 from sp_lightning.optim.on_device import PIECE
-from sp_lightning.optim.rules import Memory
+from sp_lightning.optim.rules import Memory, Pass
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.buffers import as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import Segment
 
@@ -94,14 +99,14 @@ class Piece:
     up: list[tuple[Tensor, Tensor]]  # targets and sources
     down: list[tuple[Tensor, Tensor]]
     ranges: list[tuple[_Range, Memory]]
-    placed: list[tuple[Tensor, Tensor]]  # where new weights are sent from on the device, and where they go
+    placed: list[tuple[Tensor, Tensor]]  # where new weights go on the device, and where they are
 
-    @property
+    @cached_property
     def bytes_up(self) -> int:
         """What it sends to the device."""
         return sum(source.nbytes for _, source in self.up)
 
-    @property
+    @cached_property
     def bytes_down(self) -> int:
         """What comes back."""
         return sum(source.nbytes for _, source in self.down)
@@ -142,7 +147,8 @@ class Route:
         self.segment = segment
         self._memories = memories
         self._fields = fields
-        self.addresses = addresses_of(memories)
+        # what it is made for
+        self.tensors = [tensor for memory in memories for tensor in memory]
         self.divided = list(_ranges([memory.weight.numel() for memory in memories]))
         self.nbytes = max(self._lay_out(ranges)[1] for ranges in self.divided)
         self.pieces: list[Piece] = []
@@ -192,6 +198,52 @@ class Route:
         return piece
 
 
-def addresses_of(memories: Sequence[Memory]) -> list[int]:
-    """Return where everything lies that a route is made for: all but gradients on the device."""
-    return [0 if tensor is None else tensor.data_ptr() for memory in memories for tensor in memory]
+def are_same(objects: Sequence[object], others: Sequence[object] | None) -> bool:
+    """Tell whether two lists have the same objects; there may be no second one."""
+    return others is not None and len(objects) == len(others) and all(map(is_, objects, others))
+
+
+class Pieces:
+    """The routes of all segments that visit, and the device memory that they pass through."""
+
+    def __init__(self, backend: Backend, stats: Stats) -> None:
+        self.backend = backend
+        self.stats = stats
+        self.asking = threading.Lock()  # one visit after the other takes pieces: two threads ask for visits
+        self._routes: dict[Segment, Route] = {}
+        self._buffers: list[PieceBuffer] = []
+
+    def of(self, segment: Segment, sums: Tensor | None, passes: Sequence[Pass]) -> list[Piece]:
+        """Return the pieces in which a segment visits; `sums` is host memory that its gradients lie in, if they do."""
+        memories = [step.memory for step in passes]
+        route = self._routes.get(segment)
+        if route is None or not are_same([tensor for memory in memories for tensor in memory], route.tensors):
+            state = segment.memory.beside["state"].bytes
+            route = Route(segment, memories, fields_of(segment, state, sums))
+            self._routes[segment] = route
+        if not self._buffers or self._buffers[0].bytes.nbytes < route.nbytes:
+            self.close()
+            allocated = [self.backend.allocate(route.nbytes) for _ in range(PIECES_AT_ONCE)]
+            there = self.backend.computed()  # what has used the memory before comes first
+            self._buffers = [PieceBuffer(memory, there) for memory in allocated]
+        if not route.pieces:
+            route.lie_in(self._take_turns())
+        return route.pieces
+
+    def _take_turns(self) -> Iterator[PieceBuffer]:
+        while True:
+            buffer = self._buffers.pop(0)
+            self._buffers.append(buffer)
+            yield buffer
+
+    def nbytes(self) -> int:
+        """Return the bytes of device memory for pieces."""
+        return sum(buffer.bytes.nbytes for buffer in self._buffers)
+
+    def close(self) -> None:
+        """Let go of the memory for pieces, when nothing is in it any more."""
+        for buffer in self._buffers:
+            buffer.ticket.join()
+        self._buffers.clear()
+        for route in self._routes.values():
+            route.pieces = []

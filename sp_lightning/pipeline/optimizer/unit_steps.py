@@ -30,7 +30,8 @@ from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradie
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
-from sp_lightning.pipeline.optimizer.visits import Visit, Visits
+from sp_lightning.pipeline.optimizer.visit import Visit
+from sp_lightning.pipeline.optimizer.visits import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
 from sp_lightning.pipeline.units.unit import Unit

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.optimizer.visits import Visit
+    from sp_lightning.pipeline.optimizer.visit import Visit
 
 
 class Residency(enum.Enum):

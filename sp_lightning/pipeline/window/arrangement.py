@@ -191,6 +191,7 @@ class Arrangement:
             unit = join(neighbors)
             unit.index = index
             unit.send(chain.from_iterable(made[part] for part in neighbors))
+            unit.visits = self._may_visit(unit)
             if unit in self.layout.kept:
                 unit.lie_in(self._backend.allocate(unit.nbytes))
             else:
@@ -222,6 +223,13 @@ class Arrangement:
                     self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_needed()
+
+    def _may_visit(self, unit: Unit) -> bool:
+        """Tell whether a unit is to visit the device for optimizer steps; if processes share memory, one steps all."""
+        is_shared = any(segment.memory.shared is not None for segment in unit.segments)
+        if self.plan is None or unit.resident or is_shared:
+            return False
+        return all(part.name in self.plan.visiting for part in unit.parts)
 
     def _choose_dtypes(self, module: nn.Module, casts: Casts) -> None:
         """Decide in which dtype each weight is sent, and which leaves stand for it."""

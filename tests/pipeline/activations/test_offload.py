@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -93,51 +92,6 @@ def exp(x: Tensor) -> Callable[[], Tensor]:
 # --------------------------------------------------------------------------------------------------- a way and back
 
 
-def test_an_activation_goes_and_comes_back(scene: Scene) -> None:
-    """In the order: copy, wait when the next unit leaves, copy back one unit ahead, wait when backward reads it."""
-    x = large()
-    a, first = scene.call(exp(x))
-    assert scene.stages(first) == [Stage.LEAVING]
-    b, second = scene.call(exp(a))
-    assert scene.stages(first) == [Stage.HOST]
-    c, third = scene.call(exp(b), is_last=True)
-    assert scene.stages(second) == [Stage.HOST]
-    assert scene.stages(third) == [Stage.DEVICE]
-    assert scene.backend.said("download", "upload", "wait") == ["download", "wait", "download", "wait"]
-
-    scene.offloader.reach(third)
-    assert scene.stages(third) == [Stage.DEVICE], "it is used where it is"
-    assert scene.stages(second) == [Stage.BACK]
-    assert scene.stages(first) == [Stage.HOST]
-    assert scene.backend.said("upload", "wait") == ["wait", "wait", "upload"]
-    expected = (c * b * a).detach()
-    del a, b
-    c.sum().backward()
-    assert torch.equal(x.grad, expected)
-    assert scene.stats.activation_misses == 1  # the first one's, as nobody called `reach` for the second
-    assert scene.stats.offloaded_bytes == scene.stats.bytes_to_host == 2 * x.nbytes
-    assert scene.stats.fetched_bytes == scene.stats.bytes_to_device == 2 * x.nbytes
-
-
-def test_tensors_that_autograd_drops_are_freed(scene: Scene) -> None:
-    """Wherever it is: on the host, or on its way back."""
-    x = large()
-    outputs, bundles = [], []
-    for _ in range(4):
-        y, bundle = scene.call(exp(x))
-        outputs.append(y)
-        bundles.append(bundle)
-    scene.offloader.reach(bundles[0])
-    assert [scene.stages(bundle)[0].name for bundle in bundles] == ["BACK", "HOST", "HOST", "HOST"]
-    outputs.clear()
-    del y
-    scene.packed.clear()
-    scene.offloader.reach(bundles[0])
-    assert [bundle.alive() for bundle in bundles] == [[], [], [], []]
-    assert bytes_lent(scene.pool) == 0
-    assert scene.backend.said("upload", "wait")[-2:] == ["upload", "wait"], "nobody read it, and nobody overtakes it"
-
-
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     """Autograd frees what a CUDA graph saved in a thread of its own: nothing is touched there."""
     y, _ = scene.call(exp(large()))
@@ -152,30 +106,6 @@ def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     assert bytes_lent(scene.pool) == used
     scene.offloader.release_sent()
     assert bytes_lent(scene.pool) < used
-
-
-# ------------------------------------------------------------------------------------------------- one copy for many
-
-
-def test_views_of_one_memory_are_copied_once(scene: Scene) -> None:
-    """q, k and v of one projection, as attention saves them; all three come back in one piece."""
-    x = large(8, 3 * ROWS)
-    qkv = x * 1.0
-
-    def attention(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.view(8, 3, ROWS).transpose(0, 1).unbind(0)
-        return (q * k * v).sum()
-
-    expected = torch.autograd.grad(attention(qkv), x, retain_graph=True)[0]
-    y, bundle = scene.call(partial(attention, qkv))
-    downloads = [nbytes for what, (_, nbytes) in scene.backend.calls if what == "download"]
-    assert downloads == [qkv.nbytes, 8 * ROWS * 4]  # and the product of the first two
-    del qkv
-    scene.call(exp(large()))
-    scene.offloader.reach(bundle)
-    y.backward()
-    assert scene.backend.said("upload") == ["upload"] * 2
-    assert torch.equal(x.grad, expected)
 
 
 def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) -> None:
@@ -247,37 +177,6 @@ def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     scene.call(exp(large()))
     assert packed.activation.stage is Stage.HOST
     assert packed.is_changed
-
-
-# ------------------------------------------------------------------------------------------------ calls and their order
-
-
-def test_a_unit_inside_of_another(scene: Scene) -> None:
-    """Backward comes to the outer one's end, to the inner one, to the outer one's beginning: that is still there."""
-    x = large()
-    zero, before = scene.call(exp(x))
-    inner: list[Any] = []
-
-    noise = torch.randn(ROWS)
-
-    def forward() -> Tensor:
-        a = zero.sin() * noise
-        b, bundle = scene.call(lambda: a.exp())
-        inner.append(bundle)
-        return b.cos()
-
-    y, outer = scene.call(forward)
-    scene.call(exp(large()))
-    assert outer.before is inner[0]
-    assert inner[0].before is before
-    scene.offloader.reach(outer)
-    assert set(scene.stages(outer)) == set(scene.stages(inner[0])) == {Stage.BACK}
-    scene.offloader.reach(inner[0])
-    assert set(scene.stages(outer)) == set(scene.stages(before)) == {Stage.BACK}
-    expected = torch.autograd.grad((x.exp().sin() * noise).exp().cos().sum(), x)[0]
-    y.sum().backward()
-    assert torch.equal(x.grad, expected)
-    assert scene.stats.activation_misses == 0
 
 
 # ------------------------------------------------------------------------------------------------------- endings

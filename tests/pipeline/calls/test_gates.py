@@ -68,14 +68,6 @@ def test_a_gate_looks_like_the_plain_class(gated: Gated) -> None:
     assert type(gate) is nn.Linear
 
 
-def test_no_hook_is_registered(gated: Gated) -> None:
-    """Hooks would switch off torch's fast paths."""
-    gate = gated(nn.TransformerEncoderLayer(4, 2))
-    assert not gate._forward_hooks
-    assert not gate._forward_pre_hooks
-    assert not gate._backward_hooks
-
-
 def test_super_of_the_class_of_self(gated: Gated) -> None:
     """Instead of `super()`, which works as long as nobody derives from the class."""
 

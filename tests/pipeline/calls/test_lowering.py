@@ -238,60 +238,6 @@ def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
     assert_same_story(story, Normalizes, k=2, units=nn.Linear, debug=False)
 
 
-class Again(nn.Module):
-    """Calls a layer in a reentrant checkpoint, whose graph is built in backward, and then in the graph around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer = nn.Linear(12, 12), nn.Linear(12, 12)
-        self.inside, self.outside = 0, 1
-        self.checkpoints_again = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.repeat(self.outside, checkpoint(self.repeat, self.inside, self.first(x), use_reentrant=True))
-
-    def repeat(self, times: int, x: Tensor) -> Tensor:
-        for number in range(times):
-            again = number > 0 and self.checkpoints_again
-            x = checkpoint(self.once, x, use_reentrant=False) if again else self.once(x)
-        return x
-
-    def once(self, x: Tensor) -> Tensor:
-        return self.layer(x).sin()
-
-
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("unit", [nn.Linear, Again])
-@pytest.mark.parametrize("checkpoints_again", [False, True])
-@pytest.mark.parametrize(("inside", "outside", "lowered"), [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False)])
-def test_layers_that_a_checkpoint_calls_in_backward(
-    inside: int, outside: int, lowered: bool, checkpoints_again: bool, unit: type[nn.Module], policy: Policy
-) -> None:
-    """Also where backward has put a twin in place before; each backward adds up its gradients, without the others'.
-
-    A checkpoint of the other kind, within the one that runs in backward, has its first forward there.
-    """
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(12, 12), Again(), nn.Linear(12, 12))
-    model = copy.deepcopy(plain)
-    with attached(model, k=1, units=unit, activations=policy) as pipeline:
-        for step in range(6):
-            x = torch.randn(4, 12)
-            for runner in (plain, model):
-                if step == 2:  # the layer has been lowered by then
-                    runner.zero_grad()
-                    runner[1].inside, runner[1].outside = inside, outside
-                    runner[1].checkpoints_again = checkpoints_again
-                with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                    loss = runner(x).float().square().mean()
-                loss.backward()
-            grads = zip(plain.parameters(), model.parameters(), strict=True)
-            assert all(torch.equal(p.grad, q.grad) for p, q in grads)
-        lowered_now = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
-        assert ("1.layer.weight" in lowered_now) is lowered
-        assert "1.first.weight" in lowered_now
-
-
 class CallsTwice(nn.Module):
     """A unit that calls one of its layers twice."""
 

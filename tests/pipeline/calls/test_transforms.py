@@ -18,10 +18,7 @@ DIFFERENTIATING = {
     "vjp": lambda f, x: vjp(f, x)[1](torch.ones_like(x)),
     "hessian": lambda f, x: hessian(lambda x: f(x).sum())(x),
 }
-OTHERS = {
-    "jvp": lambda f, x: jvp(f, (x,), (x,))[1],
-    "vmap": lambda f, x: vmap(f)(x),
-}
+OTHERS = {"jvp": lambda f, x: jvp(f, (x,), (x,))[1], "vmap": lambda f, x: vmap(f)(x)}
 Transform = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 

@@ -128,17 +128,3 @@ def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
         gate.set()
         backend.wait(ticket)
         assert not memory.any()
-
-
-def test_drain_waits_for_chains_of_copies_and_work() -> None:
-    """A copy to the host, work with it, a copy of that to the device."""
-    with host_backend(poison=True, max_delay=0.01) as backend:
-        gradient, weight, slot = filled(0), filled(1), filled(0)
-        arrived = backend.download(gradient, filled(3))
-        step = backend.work(lambda: (weight.add_(gradient), None)[1], [arrived])
-        sent = backend.upload(slot, weight, step)
-        backend.drain()
-        assert arrived.done
-        assert step.done
-        assert sent.done
-        assert set(slot.tolist()) == {4}

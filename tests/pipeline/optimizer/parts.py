@@ -44,24 +44,6 @@ def check_story(
         return pipeline.stats
 
 
-def check(
-    make_optimizer: Callable[[nn.Module], Optimizer],
-    step: Callable[[nn.Module, Optimizer], Any] | None = None,
-    steps: int = 4,
-    make: Callable[[], nn.Module] = chain,
-    **options: Any,
-) -> Stats:
-    """All that can be seen after some steps, with nobody looking in between, is the same as in plain training."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
-        optimizer = make_optimizer(model)
-        for _ in range(steps):
-            (step or plain_step)(model, optimizer)
-        return everything(model, optimizer)
-
-    return check_story(story, make, **options)
-
-
 def plain_step(model: nn.Module, optimizer: Optimizer) -> None:
     """A step as in any tutorial; nothing is read."""
     optimizer.zero_grad()

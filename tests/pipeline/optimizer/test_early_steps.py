@@ -14,20 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
 
-from .parts import (
-    WIDTH,
-    Own,
-    X,
-    adam,
-    attached,
-    by_kind,
-    chain,
-    check_story,
-    everything,
-    momentum,
-    plain_step,
-    same,
-)
+from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step, same
 
 
 def train_in_backward(

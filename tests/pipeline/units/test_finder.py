@@ -178,15 +178,6 @@ def test_a_block_that_is_too_large_is_descended() -> None:
     assert max(size(division)) <= block // 2
 
 
-def test_modules_that_are_never_called_are_split() -> None:
-    """Learned while running: a parent that calls the children of a child."""
-    model = chain(4)
-    division = find_units(model, split=[model.blocks[1]])
-    check_division(model, division)
-    assert "blocks.1" not in names(division)
-    assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(division))
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -264,26 +255,6 @@ def test_a_weight_that_cannot_be_repointed_is_unmanaged(replace: Callable[[Block
 
 
 # -------------------------------------------------------------------------------------------------------------- members
-
-
-def test_an_encoder_looks_into_its_first_layer() -> None:
-    """nn.TransformerEncoder chooses its fast path by that layer's weights."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16)
-    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
-    division = find_units(model, nn.TransformerEncoderLayer)
-    (encoder,) = [member for member in division.callers if isinstance(member.module, nn.TransformerEncoder)]
-    assert encoder.entries == division.units[0].members[0].entries
-
-
-@pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])
-def test_compiled_blocks_are_units(policy: Any) -> None:
-    """What `torch.compile(block)` returned is the member: it is what is called."""
-    model = chain(12)
-    model.blocks = nn.ModuleList(torch.compile(block) for block in model.blocks)
-    division = find_units(model, policy)
-    check_division(model, division)
-    assert [member.module for unit in division.units for member in unit.members] == list(model.blocks)
-    assert names(division) == [f"blocks.{index}" for index in range(12)]
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

@@ -7,27 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.pipeline.units.tree import move_all_but_parameters
 
 from ...zoo.quantized import Int8Linear
 
 META = torch.device("meta")
-
-
-class Detector(nn.Module):
-    """Has anchors that are no buffer, and moves them itself, as detectors do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.anchors = torch.ones(4)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:  # type: ignore[override]
-        super()._apply(fn, *args)
-        self.anchors = fn(self.anchors)
-        return self
 
 
 def moved(*modules: nn.Module) -> nn.Module:
@@ -45,13 +31,6 @@ def test_buffers() -> None:
     assert first.running_mean is second.running_mean
     assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-
-
-def test_what_a_module_moves_itself() -> None:
-    detector = Detector()
-    moved(detector)
-    assert detector.anchors.is_meta
-    assert not detector.layer.weight.is_meta
 
 
 def test_what_the_root_moves_in_a_to_of_its_own() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.units.tree import Tree
 from sp_lightning.pipeline.weights.quantized import move_parameter
 
 from ...helpers import attached
@@ -81,14 +80,6 @@ def test_one_that_is_named_in_resident_is_all_there() -> None:
     assert [weight.name for weight in division.resident.weights] == ["blocks.1.up.a", "blocks.1.up.b"]
 
 
-def test_units_are_as_large_as_their_bytes() -> None:
-    """Not as the numbers that these stand for."""
-    model = quantized(Int8Linear)
-    model.blocks[1].up = LoRALinear(nn.Linear(WIDTH, 24, bias=False))
-    tree = Tree(model, ())
-    assert tree.bytes_of(model.blocks[0]) < tree.bytes_of(model.blocks[1])
-
-
 # ------------------------------------------------------------------------------------------------------ between steps
 
 
@@ -121,10 +112,7 @@ def give_other_memory(model: Chain, other: Chain) -> None:
 
 @pytest.mark.parametrize(
     ("quantize", "change"),
-    [
-        (Int8Linear, convert),
-        *product([Int8Linear, PackedLinear], [load, put_another_in_its_place, give_other_memory]),
-    ],
+    [(Int8Linear, convert), *product([Int8Linear, PackedLinear], [load, put_another_in_its_place, give_other_memory])],
 )
 def test_what_changes_between_steps_is_used(quantize: Quantize, change: Change) -> None:
     """And streams as before."""
@@ -146,19 +134,6 @@ def test_one_that_is_unfrozen_moves_to_the_device() -> None:
             gradient(model)
         assert list(pipeline.arrangement.unmanaged) == ["blocks.1.up.base.weight"]
     assert weight_of(model).grad is not None
-
-
-def test_they_stay_where_they_lie() -> None:
-    """Another arrangement does not move them."""
-    model = quantized(Int8Linear)
-    with attached(model) as pipeline:
-        gradient(model)
-        before = [part.data_ptr() for part in parts_of(weight_of(model))]
-        model.added = nn.Linear(1, 1)
-        with pipeline.step():
-            gradient(model)
-        assert pipeline.stats.arrangements > 1
-        assert [part.data_ptr() for part in parts_of(weight_of(model))] == before
 
 
 # ---------------------------------------------------------------------------------------------------------- in a step

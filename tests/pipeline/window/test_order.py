@@ -38,12 +38,3 @@ def test_a_long_text_does_not_fill_memory() -> None:
     order = seen(2, [(0, N), (1, N)] * 1000)
     assert order.upcoming(4) == [0, 1, 0, 1]
     assert sum(map(len, order._records.values())) <= 32
-
-
-def test_what_an_exception_ended_says_nothing_of_what_comes() -> None:
-    order = seen(3, step([2, 0, 1]), then=[(2, F)])
-    order.abandon()
-    assert order.upcoming(2) == [0, 1]
-    order.begin_step()
-    order.visit(2, F)
-    assert order.upcoming(2) == [0, 1]

@@ -45,10 +45,6 @@ class Scene:
     def bytes_of(unit: Unit) -> set[int]:
         return set(unit.place.tolist())
 
-    def change(self, index: int) -> None:
-        """Someone wrote to the masters of a unit."""
-        self.units[index].segments[0].edited = True  # type: ignore[attr-defined]
-
 
 def test_an_evicted_place_is_poisoned() -> None:
     """A read of a slot that was given away shows as NaN."""
