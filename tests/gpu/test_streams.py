@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
+from sp_lightning.pipeline.lanes.devices import AcceleratorBackend, make_backend
+from sp_lightning.pipeline.lanes.lanes import Kind
 
 from ..second_device import IN_USE
 from ..zoo.blocks import Block
@@ -182,3 +183,13 @@ def test_out_of_memory_in_a_step(device: torch.device) -> None:
         model.blocks[6].greedy = False
         model.zero_grad()
         assert torch.equal(micro_step(pipe, x).cpu(), expected[0])
+
+
+def test_what_waits_for_no_computing_can_be_recorded_alone(device: torch.device) -> None:
+    """It may be over before computing has come to where the recording begins."""
+    backend = make_backend(device, "auto", processes=1, debug=False)
+    for _ in range(200):
+        with backend.trace.record() as recording:
+            backend.trace.beside(Kind.STATE_UP, "0", lambda: None, [], nbytes=1)
+        assert [span.kind for span in recording.spans] == [Kind.STATE_UP]
+    backend.close()

@@ -227,7 +227,9 @@ class AcceleratorBackend(Backend):
     def origin(self) -> Origin:
         # so that the event completes now, not when the device gets to it
         self._api.synchronize(self.device)
-        return super().origin()
+        origin = super().origin()
+        origin.device.synchronize()  # other lanes may be done before computing has come to it
+        return origin
 
     @override
     def pin(self, memory: Tensor) -> bool:
