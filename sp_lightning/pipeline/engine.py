@@ -216,10 +216,9 @@ class Engine:
             is_converted |= any(weight.device != self.device for weight in self.arrangement.parameters_on_device)
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
-        arrangement = self.arrangement
         if torch.is_grad_enabled():
             with without_torch_function():
-                learned.note_trained(arrangement.parameters)
+                learned.note_trained(self.arrangement.parameters)
         if learned.has_news and self.processes is not None:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()

@@ -21,10 +21,8 @@ from .parts import Trained, finish
 
 UNITS = 28
 NUMBERS = WIDTH * WIDTH  # of a unit; a weight in bf16 takes two bytes
-PER_NUMBER = {
-    "fp32": (26.0, 12.0),
-    "int8": (14.25, 6.1),
-}  # bytes of a step on the host, and of a visit in each direction
+# bytes of a step on the host, and of a visit in each direction
+PER_NUMBER = {"fp32": (26.0, 12.0), "int8": (14.25, 6.1)}
 
 
 @dataclass(frozen=True)
