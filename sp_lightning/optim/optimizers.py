@@ -23,7 +23,8 @@ class AdamW(CompactOptimizer):
         weight_decay: Decoupled weight decay.
         amsgrad: Not supported.
         maximize: Step up the gradient, not down.
-        foreach, fused: Choose among torch's ways to step, all of which have one pass for it here.
+        foreach: A way of torch to step. All of them are one pass here.
+        fused: As `foreach`.
         master: How bf16 parameters keep their fp32 weights: "fp32" copies, "split" (the 16 bits that bf16 has not; the
             same numbers), "split24" (8 more bits, rounded at random), or None. "auto" is "split"; fp32 parameters need
             none.
