@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import sp_lightning
+from sp_lightning import optim
 from sp_lightning.pipeline import PipelineOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +18,7 @@ README = ROOT / "README.md"
 DOCUMENTS = [
     README,
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -72,6 +75,12 @@ def test_ci_runs_the_commands_of_the_readme():
     assert not [command for command in run if command not in told]
     # The README's line for the tests is installing and testing, in this order and nothing between.
     assert 'pip install -e ".[dev]" && pytest -n auto\n' in README.read_text(encoding="utf-8")
+
+
+def test_public_names_are_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = {*sp_lightning.__all__, *optim.__all__} - {"__version__"}
+    assert not [name for name in names if not re.search(rf"(\.|heading: ){name}$", reference, re.MULTILINE)]
 
 
 def test_scripts_in_commands_exist():
