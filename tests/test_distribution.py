@@ -14,11 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_BY_RUNS = ("examples/lightning_logs/metrics.csv", "tests/__pycache__/x.pyc", "build/lib/old.py", "a.ckpt")
-    "examples/lightning_logs/version_0/metrics.csv",
-    "tests/__pycache__/x.pyc",
-    "build/lib/old.py",
-    "a.ckpt",
-)
 
 
 def python(*arguments: str | Path, cwd: Path, **environment: str) -> str:
