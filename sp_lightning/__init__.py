@@ -59,7 +59,7 @@ def superpipeline(module: nn.Module, device: torch.device | str | None = None, *
     Raises:
         ValueError: If an argument is invalid, or does not fit the module or the available memory.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
         >>> pipeline = superpipeline(model, "cpu", k=2)
         >>> model(torch.ones(1, 8)).sum().backward()

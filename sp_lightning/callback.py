@@ -53,9 +53,8 @@ class CallbackMixin(_Base):
         ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one; before a run, if the
             timeline cannot be written.
 
-    Example::
-
-        trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback(timeline="timeline.html"))
+    Examples:
+        >>> trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback(timeline="timeline.html"))
     """
 
     lightning: ClassVar[Namespace]

@@ -77,7 +77,7 @@ def chunked_cross_entropy(
         RuntimeError: If a label is not in the vocabulary (on a GPU: torch's device-side assertion), or if gradients
             are differentiated again.
 
-    Example:
+    Examples:
         >>> hidden, head = torch.randn(2, 5, 8, requires_grad=True), torch.nn.Linear(8, 100, bias=False)
         >>> tokens = torch.randint(0, 100, (2, 5))
         >>> loss = chunked_cross_entropy(hidden, head.weight, tokens, shift=True)

@@ -61,10 +61,9 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         ValueError: If an argument has an invalid value.
         MisconfigurationException: If the Trainer's other arguments do not work with this strategy.
 
-    Example::
-
-        trainer = Trainer(strategy="superpipeline", precision="bf16-mixed")
-        trainer = Trainer(strategy=SuperpipelineStrategy(memory_budget="12GB", activations="recompute"))
+    Examples:
+        >>> trainer = Trainer(strategy="superpipeline", precision="bf16-mixed")
+        >>> trainer = Trainer(strategy=SuperpipelineStrategy(memory_budget="12GB", activations="recompute"))
     """
 
     strategy_name = "superpipeline"

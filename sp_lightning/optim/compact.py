@@ -141,7 +141,7 @@ class CompactOptimizer(Optimizer):
     def export(self) -> Iterator[tuple[Tensor, Tensor, State]]:
         """Yield each parameter, its fp32 weight, and its state as torch's optimizer keeps it, one after the other.
 
-        Example:
+        Examples:
             >>> for p, weight, state in optimizer.export():
             ...     torch_optimizer.state[twin_of[p]] = state
         """

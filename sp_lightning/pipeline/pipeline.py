@@ -56,7 +56,7 @@ class Pipeline:
     Raises:
         ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
         >>> pipeline = Pipeline(model, "cpu")
         >>> model(torch.ones(1, 8)).sum().backward()

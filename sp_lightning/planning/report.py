@@ -183,9 +183,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     Raises:
         ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
 
-    Example::
-
-        print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
+    Examples:
+        >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
     """
     given = assumptions or Assumptions()
     workload, machine = estimate(module, replace(given, gradient_clip_val=None))

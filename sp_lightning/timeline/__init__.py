@@ -100,11 +100,10 @@ def write_timeline(recording: Recording, path: str | Path, *, caption: str = "")
     Raises:
         ValueError: If `path` has another suffix, or if no step was recorded.
 
-    Example::
-
-        with pipeline.record() as recording:
-            train_some_steps()
-        sp_lightning.write_timeline(recording, "timeline.html")
+    Examples:
+        >>> with pipeline.record() as recording:
+        ...     train_some_steps()
+        >>> sp_lightning.write_timeline(recording, "timeline.html")
     """
     path = check_timeline_path(path)
     written = _FORMATS[path.suffix.lower()](recording, caption)
