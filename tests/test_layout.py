@@ -188,6 +188,7 @@ def test_metadata():
     assert (PACKAGE / "py.typed").is_file()
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["sp_lightning"]
     assert sp_lightning.__version__ == importlib.metadata.version("sp-lightning")
+    assert f"\nversion: {sp_lightning.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_declared_dependencies_are_those_imported():
