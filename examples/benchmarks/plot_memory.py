@@ -102,9 +102,10 @@ def planned(name: str, rooflines: Mapping[str, Any]) -> Curve:
             step = choose(work, machine, budget * GIB)
         except TooLittleMemory:
             continue
-        curve.points.append((step.device_bytes / GIB, step.seconds))
-        if step.device_bytes < 0.9 * budget * GIB:  # more memory makes no difference
+        point = step.device_bytes / GIB, step.seconds
+        if point in curve.points:  # more memory makes no difference
             break
+        curve.points.append(point)
     return curve
 
 

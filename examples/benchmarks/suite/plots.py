@@ -75,7 +75,7 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
         if sweep is not None:
             pictures[f"{name}-k"] = sweep
         if any(entry.budget is not None and entry.ok for entry in of_workload):
-            pictures[f"{name}-memory"] = plot_memory.plot(result, name, plot_memory.measured(of_workload))
+            pictures[f"{name}-over-memory"] = plot_memory.plot(result, name, plot_memory.measured(of_workload))
         for stem, drawn in pictures.items():
             path = folder / f"{stem}.svg"
             path.write_text(drawn, encoding="utf-8")
