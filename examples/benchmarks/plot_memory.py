@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,7 +33,10 @@ from sp_lightning.timeline.picture import box, line, picture, round_steps, text,
 
 WIDTH, LEGEND_LINE = 1120, 24
 LEFT, RIGHT, TOP, BOTTOM = 84, 1080, 108, 400
-COLORS = ("backward", "stall", "load", "step", "gradients", "visit", "state-up", "state-down", "offload")
+COLORS = (
+    "backward", "stall", "load", "step", "gradients", "visit",
+    "state-up", "state-down", "offload", "fetch", "add", "edge",
+)  # fmt: skip
 _FEW = 3  # curves whose points have their seconds beside them
 _BUDGETS = (5, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 128)  # GiB that are planned with
 _BYTES_STEPPED = 26  # that AdamW reads and writes on the host for a parameter
@@ -177,7 +180,7 @@ def _legend(curves: Sequence[Curve]) -> Iterator[list[str]]:
     yield row
 
 
-def _mark(x: float, y: float, words: str, anchor: Any) -> str:
+def _mark(x: float, y: float, words: str, anchor: Literal["start", "middle", "end"]) -> str:
     return text(x, y, words, 11, "muted", anchor)
 
 
