@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import memory as pool
 from sp_lightning.pipeline.activations import offload
+from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.policy import RECOMPUTING
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning import AutoPlanner
@@ -689,6 +690,20 @@ def test_a_larger_batch_is_not_trusted_to_fit(monkeypatch: pytest.MonkeyPatch) -
     """It recomputes, and is measured, before more is kept of it; smaller ones go on as chosen."""
     _, recomputed, _ = train_with_room(monkeypatch, 10**9, steps=7, rows=(16, 16, 16, 16, 64, 64, 16))
     assert recomputed == [12, 12, 12, 0, 12, 0, 0]
+
+
+def test_several_backward_passes_of_a_step_do_not_add_up() -> None:
+    """As of a GAN: what a unit has saved is free before its next forward, but calls in one graph add up."""
+
+    def footprints(*passes: int) -> dict[str, Footprint]:
+        with attached(chain(3), activations="auto", memory_budget="1GiB") as pipe:
+            for _ in range(2):
+                with pipe.step():
+                    for calls in passes:
+                        torch.stack([pipe.module(Run.rows(0)).sum() for _ in range(calls)]).sum().backward()
+            return pipe._engine.activations.auto.footprints()
+
+    assert footprints(1, 3, 2) == footprints(3) != footprints(1)
 
 
 def test_auto_does_not_recompute_again_what_could_not_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

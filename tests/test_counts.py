@@ -5,8 +5,10 @@ from __future__ import annotations
 import cProfile
 import pstats
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -232,6 +234,71 @@ def test_units_that_return_views_from_a_custom_function(kind: type[nn.Module]) -
             with pipe.step():
                 pipe.module(torch.randn(4, NARROW, requires_grad=True).exp()).square().mean().backward()
         assert pipe.stats.loads == 2 * (units - 2)
+        assert pipe.stats.misses == pipe.stats.heals == 0
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    """As a user writes one; transformers' are dictionaries as well."""
+
+    first: Tensor | None
+    rest: Any = None
+
+
+class Results(dict[str, Any]):
+    """A dictionary with a tensor as an attribute; it refuses changes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(number=3)
+        self.tensor = tensor
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError
+
+
+class Rows(list[Any]):
+    """A list of a class that pytree does not know, with a way back to itself."""
+
+    def __init__(self, *rows: Any) -> None:
+        super().__init__([*rows, self])
+
+
+class Returns(Chain):
+    """Its blocks return their output in something."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__(Block(WIDTH, HIDDEN) for _ in range(BLOCKS))
+        self.unwrap = unwrap
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, args, output: wrap(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.unwrap(block(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda x: (None, [3, {"x": x}]), lambda output: output[1][1]["x"]),
+        (lambda x: Pair("text", x), lambda output: output.right),
+        (lambda x: {"out": Output(None, [Output, Output(x)])}, lambda output: output["out"].rest[1].first),
+        (Results, lambda output: output.tensor),
+        (lambda x: Rows(3, Output(x)), lambda output: output[1].first),
+    ],
+    ids=["containers", "named tuple", "dataclass", "dictionary with attributes", "list of its own class"],
+)
+def test_tensors_are_found_in_whatever_a_unit_returns(
+    wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
+) -> None:
+    """Or backward would not know of the unit before it needs its weights."""
+    with streaming(Returns(wrap, unwrap), 2) as (pipe, optimizer):
+        train_step(pipe, optimizer)
+        assert pipe.stats.loads == 2 * BLOCKS - 2
         assert pipe.stats.misses == pipe.stats.heals == 0
 
 

@@ -317,15 +317,20 @@ def test_retained_gradients_and_hooks_on_activations() -> None:
 def save_and_load(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
+    assert b"sp_lightning" not in file.getvalue()
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def pickle_roundtrip(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
+def pickle_roundtrip(model: nn.Module, protocol: int = 5) -> nn.Module:
+    written = pickle.dumps(model, protocol)
+    assert b"sp_lightning" not in written, "it can be read without this package"
+    return pickle.loads(written)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle_roundtrip, save_and_load])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, pickle_roundtrip, partial(pickle_roundtrip, protocol=2), save_and_load]
+)
 def test_a_copy_of_an_attached_module_is_plain(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     """Copies have plain classes and weights of their own, and train like any module."""
 

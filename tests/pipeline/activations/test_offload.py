@@ -33,7 +33,7 @@ class Scene:
     """An offloader, and hooks that hand it everything, as `SavedTensors` does with what is no weight."""
 
     def __init__(self, backend: Backend | None = None) -> None:
-        self.backend = backend or RecordingBackend()
+        self.backend = backend or RecordingBackend(pins=True)
         self.stats = Stats()
         self.meter = Meter(self.backend, self.stats)
         self.offloader = Offloader(self.backend, self.meter, self.stats)
@@ -217,3 +217,29 @@ def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
     scene.offloader.abandon()
     with pytest.raises(OSError, match="on purpose"):
         z.sum().backward()
+
+
+# -------------------------------------------------------------------------------------------------- memory on loan
+
+PAGE = 4096
+
+
+def test_growing_steps_do_not_pile_up(scene: Scene) -> None:
+    """Other sizes each step, as with sentences of any length: what has become useless makes room."""
+    most = 0
+    for step in range(20):
+        loans = [scene.pool.take((step + 2) * PAGE + 7) for _ in range(6)]
+        most = max(most, bytes_lent(scene.pool))
+        for loan in loans:
+            scene.pool.give_back(loan)
+    assert scene.pool.held <= 1.5 * most
+    scene.pool.close()
+    assert not scene.backend.pinned
+
+
+def test_memory_is_given_up_only_when_no_copy_can_read_it(scene: Scene) -> None:
+    for loan in [scene.pool.take(2 * PAGE) for _ in range(3)]:
+        scene.pool.give_back(loan)
+    assert scene.backend.said("drain") == []
+    scene.pool.take(4 * PAGE)
+    assert scene.backend.said("drain") == ["drain"]
