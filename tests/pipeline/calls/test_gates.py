@@ -79,9 +79,6 @@ def test_super_of_the_class_of_self(gated: Gated) -> None:
     assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
 
 
-# ---------------------------------------------------------------------------------------- classes that change meanwhile
-
-
 class Doubled(nn.Module):
     """A parametrization."""
 
