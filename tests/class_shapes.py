@@ -206,6 +206,36 @@ def forward_of_the_instance(base: Any) -> type:
     return Made
 
 
+def own_deepcopy(base: Any) -> type:  # as torch.fx's and some quantized modules have it
+    class Made(base):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return remake(type(self), self.state_dict())
+
+    return Made
+
+
+def own_reduce(base: Any) -> type:
+    class Made(base):
+        def __reduce__(self) -> Any:
+            return remake, (self.__class__, dict(self.state_dict()))
+
+    return Made
+
+
+def remake(made: type, state: dict[str, Any]) -> Any:
+    module = made()
+    module.load_state_dict(state)
+    return module
+
+
+def own_state(base: Any) -> type:
+    class Made(base):
+        def __getstate__(self) -> dict[str, Any]:
+            return {**self.__dict__, "note": "on what was left out"}
+
+    return Made
+
+
 def multiplied(module: Any, factor: float, x: Any) -> Any:
     return factor * type(module).forward(module, x)
 
@@ -215,7 +245,7 @@ SHAPES: dict[str, Callable[[Any], type]] = {
     for make in (
         generic_first, generic_last, generic_of_int, abstract, protocol, mixins, slots_without_names, slots_with_names,
         dictionary, metaclass, unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, cached,
-        forward_of_the_instance,
+        forward_of_the_instance, own_deepcopy, own_reduce, own_state,
     )
 }  # fmt: skip
 

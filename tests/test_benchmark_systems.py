@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -16,6 +18,7 @@ from suite.systems import SYSTEMS, base, make_system
 from suite.systems.base import System
 from suite.systems.device import Device
 from suite.systems.paper import Paper
+from suite.systems.trainstream import TrainStream
 from suite.worker import Job, measure, run
 from suite.workloads import Window, Workload
 from torch import Tensor, nn
@@ -79,14 +82,8 @@ def train(system: System) -> dict[str, Tensor]:
     """Train a chain, and return all that is in it."""
     torch.manual_seed(0)
     module = system.prepare(BenchModule(Chain(), CHAIN, system), CHAIN, torch.device("cpu"))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=STEPS,
-        gradient_clip_val=CHAIN.clipping,
-        barebones=True,
-        **system.trainer_arguments(CHAIN),
-    )
+    arguments = {"gradient_clip_val": CHAIN.clipping, **system.trainer_arguments(CHAIN)}
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, barebones=True, **arguments)
     trainer.fit(module, Batches(CHAIN, STEPS, pinned=False).loader())
     return module.network.state_dict()
 
@@ -96,8 +93,8 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def job(workload: str, system: str) -> Job:
-    return Job(workload, system, None, WORKLOADS[workload].samples, round=0, warm_up=1, steps=2)
+def job(workload: str, system: str, budget: int | None = None) -> Job:
+    return Job(workload, system, None, WORKLOADS[workload].samples, round=0, warm_up=1, steps=2, budget=budget)
 
 
 def in_a_process(job: Job, folder: Path) -> dict[str, Any]:
@@ -141,10 +138,68 @@ class TestPaper:
         assert paper["values"] == plain["values"]
 
 
+class ClippingAdamW(torch.optim.AdamW):
+    """Clips in its step, as TrainStream's optimizer does."""
+
+    def step(self, closure=None):
+        loss = closure()
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], CHAIN.clipping)
+        super().step()
+        return loss
+
+
+class TestTrainStream:
+    @pytest.fixture
+    def wrapped(self, monkeypatch):
+        """Put a module in the place of trainstream, and return what its `wrap` was called with."""
+        wrapped: list[dict[str, Any]] = []
+
+        def wrap(model, optimizer, **options):
+            wrapped.append(options)
+            return model, ClippingAdamW([{**group, "fused": True} for group in optimizer.param_groups])
+
+        monkeypatch.setitem(sys.modules, "trainstream", SimpleNamespace(wrap=wrap))
+        return wrapped
+
+    def test_it_alone_clips_and_places_the_weights(self, wrapped):
+        assert_same(train(TrainStream()), train(Device()))
+        (options,) = wrapped
+        assert len(options.pop("blocks")) == BLOCKS
+        assert options == {"device": torch.device("cpu"), "max_grad_norm": CHAIN.clipping, "quantize": "none"}
+
+    @pytest.mark.parametrize(("budget", "paged"), [(250_000, 1.0), (500_000, 0.5)])
+    def test_with_a_budget_memory_is_limited_and_activations_are_paged(self, wrapped, budget, paged):
+        workload = WORKLOADS["toy-lm"]
+        system = make_system("trainstream", budget=budget)
+        system.prepare(BenchModule(Chain(), workload, system), workload, torch.device("cpu"))
+        system.make_optimizer([nn.Parameter(torch.ones(1))], workload)
+        assert system.device_limit(workload) == budget
+        assert (wrapped[0]["activation_offload"], wrapped[0]["offload"]) == (paged, True)
+
+    def test_bf16_parameters_are_for_workloads_with_masters(self, monkeypatch):
+        monkeypatch.setattr(base, "find_spec", lambda package: package)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        reasons = [make_system("trainstream-bf16").why_not(WORKLOADS[f"toy-lm-{end}"]) for end in ("mixed", "bf16")]
+        assert reasons == [None, "is the same as trainstream, except under bf16-mixed"]
+
+
+def test_zero3_leaves_a_share_of_model_and_optimizer_on_the_device():
+    workload = WORKLOADS["toy-lm"]
+    numbers = sum(parameter.numel() for parameter in Chain().parameters())
+    configs = []
+    for budget in workload.budgets:
+        system = make_system("deepspeed-zero3", budget=budget)
+        system.prepare(BenchModule(Chain(), workload, system), workload, torch.device("cpu"))
+        configs.append(system.config(workload)["zero_optimization"])
+    assert configs[0] == make_system("deepspeed-zero3").config(CHAIN)["zero_optimization"]
+    assert [config["offload_optimizer"]["ratio"] for config in configs[1:]] == [0.5, 0.0]
+    assert [config["stage3_model_persistence_threshold"] for config in configs[1:]] == [numbers // 2, numbers]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch needs a GPU")
-def test_fsdp2_reaches_the_losses_of_plain_training(tmp_path):
-    workload = "toy-lm-bf16"
-    fsdp2 = in_a_process(job(workload, "fsdp2"), tmp_path)
+@pytest.mark.parametrize(("workload", "budget"), [("toy-lm-bf16", None), ("toy-lm", 500_000)])
+def test_fsdp2_reaches_the_losses_of_plain_training(tmp_path, workload, budget):
+    fsdp2 = in_a_process(job(workload, "fsdp2", budget), tmp_path)
     assert fsdp2["error"] is None
     assert fsdp2["values"] == pytest.approx(measure(job(workload, "device"))["values"], abs=1e-5)

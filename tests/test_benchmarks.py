@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import bench
+import plot_memory
 import pytest
 import torch
 from suite.demand import demand_of, describe
+from suite.plots import write_plots
 from suite.report import report
 from suite.results import entries
 from suite.sets import SETS, WORKLOADS
@@ -76,6 +78,7 @@ def test_a_run_writes_what_it_measured(toy):
     assert {run["workload"] for run in toy["runs"]} == set(WHOLE)
     assert {run["status"] for run in toy["runs"]} == {"ok"}, [run["error"] for run in toy["runs"]]
     assert {tuple(run["window"]) for run in toy["runs"] if run["window"]} == {(1, 1), (4, 2)}
+    assert {run["budget"] for run in toy["runs"] if run["system"] == "superpipeline"} == {None, 250_000, 500_000}
     assert [run["samples"] for run in toy["runs"] if run["workload"] == "toy-batch"] == [2, 2, 4, 4]
     for run in toy["runs"]:
         assert len(run["step_seconds"]) == STEPS
@@ -106,6 +109,7 @@ def test_a_report_needs_nothing_but_the_file(toy, tmp_path, capsys):
     assert printed.count("of another planet (x 4)") == len(WHOLE)
     assert "k=4, k'=2" in (tmp_path / "plots" / "unheard-of-lm.svg").read_text(encoding="utf-8").replace("&#x27;", "'")
     assert (tmp_path / "plots" / "unheard-of-lm-k.svg").exists()
+    assert (tmp_path / "plots" / "unheard-of-lm-over-memory.svg").exists()
     assert "no GPU" in printed
     assert "not measured" in printed
 
@@ -177,7 +181,8 @@ def result_of(*runs: dict[str, Any]) -> dict[str, Any]:
 def ran(workload: str, system: str, seconds: list[float], device: int = 100, **more: Any) -> dict[str, Any]:
     """A record of a run."""
     options = {"window": None, "samples": WORKLOADS[workload].samples, "round": 0, **more}
-    job = Job(workload, system, options["window"], options["samples"], options["round"], 1, len(seconds))
+    numbers = options["samples"], options["round"], 1, len(seconds), options.get("budget")
+    job = Job(workload, system, options["window"], *numbers)
     return record(
         job,
         "ok",
@@ -202,6 +207,36 @@ def test_rounds_are_put_together():
     assert entry.device_bytes == 7
     assert entry.items_per_second == 4 * 16 / 3.0
     assert entry.tflops == pytest.approx(demand_of(WORKLOADS["toy-lm"]).model_flops_per_sample * 4 / 3.0 / 1e12)
+
+
+def test_time_over_memory_is_drawn_for_systems_in_all_budgets(tmp_path):
+    """A line for each system that takes budgets, which are not mistaken for rounds of one; a point for the others."""
+    name = "qwen2.5-1.5b-8k-memory"
+    ladder = [(10 * 2**30, 3.0), (20 * 2**30, 2.0), (None, 1.0)]
+    runs = [ran(name, "superpipeline", [seconds], budget or 2**36, budget=budget) for budget, seconds in ladder]
+    result = result_of(*runs, ran(name, "device", [0.9], 2**36))
+    ours, plain = plot_memory.measured(entries(result)[name])
+    assert (ours.title, ours.points) == ("superpipeline", [(10, 3.0), (20, 2.0), (64, 1.0)])
+    assert plain.points == [(64, 0.9)]
+    write_plots(result, tmp_path)
+    drawn = (tmp_path / f"{name}-over-memory.svg").read_text(encoding="utf-8")
+    assert drawn.count('rx="5"') == len(runs) + 1 + 2, "a dot for each point, and one for each line in the legend"
+    assert "planned" not in drawn
+
+
+def test_what_is_planned_is_drawn_from_measured_rates_and_says_so(tmp_path, monkeypatch):
+    """With more memory no step is slower, and the last is about as fast as plain training."""
+    file, output, curves = BENCHMARKS / "results" / "h200-small-2026-11-27.json", tmp_path / "memory.svg", []
+    plot = plot_memory.plot
+    monkeypatch.setattr(plot_memory, "_BUDGETS", (2, 8, 24, 64))
+    monkeypatch.setattr(plot_memory, "plot", lambda *given: curves.extend(given[-1]) or plot(*given))
+    monkeypatch.setattr(sys, "argv", ["plot_memory.py", str(file), "--plan", f"--output={output}"])
+    plot_memory.main()
+    memory, seconds = zip(*curves[0].points, strict=True)
+    assert 5 < memory[0] < 8 < memory[1] < 24 < memory[2] < 64, "2 GiB are too little"
+    assert 0.6 > seconds[0] > seconds[1] > seconds[2] > 0.25
+    assert [len(curve.points) for curve in curves] == [3, 1, 1]
+    assert output.read_text(encoding="utf-8").count('rx="2.5"') == 3 + 1, "a ring for each planned point, and a legend"
 
 
 def test_a_system_that_computes_something_else_is_marked():

@@ -190,25 +190,6 @@ def peeking() -> Chain:
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "buffers": lambda: Chain(Normed() for _ in range(3)),
-    "weights-change": lambda: Chain(Limited() for _ in range(3)),
-    "hooks": lambda: Chain(Hooked() for _ in range(3)),
-    "checkpoint-inside": lambda: Chain(Inside() for _ in range(3)),
-    "checkpoint-around": lambda: Checkpointed(Block(dropout=0.2) for _ in range(3)),
-    "checkpoint-around-reentrant": lambda: CheckpointedReentrant(Block(dropout=0.2) for _ in range(3)),
-    "weights-of-others": peeking,
-}
-
-
-@pytest.mark.parametrize(
-    ("model", "way"), [*((model, "compile=True") for model in MODELS), ("weights-of-others", "torch.compile(block)")]
-)
-def test_models_are_exact(model: str, way: str, graphs: CompileCounterWithBackend) -> None:
-    _, streamed = compare(way, MODELS[model], lambda run: train(run, evaluate=False), graphs, k=1)
-    assert streamed > 0, "nothing was compiled"
-
-
 class CompiledInside(Block):
     """Is not compiled itself; a layer, and a function that is given weights, are."""
 
@@ -219,17 +200,6 @@ class CompiledInside(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.function(self.up(self.norm(x)), self.down.weight, self.down.bias)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_functions_compiled_inside_of_blocks_are_exact(autocast: bool, graphs: CompileCounterWithBackend) -> None:
-    plain, streamed = compare(
-        "nothing",
-        lambda: Chain(CompiledInside() for _ in range(3)),
-        lambda run: train(run, 3, autocast, evaluate=False),
-        graphs,
-    )
-    assert plain == streamed > 0
 
 
 class CompiledFunction(Block):
@@ -243,11 +213,44 @@ class CompiledFunction(Block):
         return self.function(super().forward(x), self.up.weight)
 
 
-def test_a_compiled_function_does_not_get_weights_as_autocast_lowers_them(graphs: CompileCounterWithBackend) -> None:
-    def story(run: Run) -> None:
-        train(run, 3, autocast=True, evaluate=False)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "buffers": lambda: Chain(Normed() for _ in range(3)),
+    "weights-change": lambda: Chain(Limited() for _ in range(3)),
+    "hooks": lambda: Chain(Hooked() for _ in range(3)),
+    "checkpoint-inside": lambda: Chain(Inside() for _ in range(3)),
+    "checkpoint-around": lambda: Checkpointed(Block(dropout=0.2) for _ in range(3)),
+    "checkpoint-around-reentrant": lambda: CheckpointedReentrant(Block(dropout=0.2) for _ in range(3)),
+    "weights-of-others": peeking,
+    "dropout": lambda: chain(3, dropout=0.2),
+    "functions": lambda: Chain(CompiledInside() for _ in range(3)),
+    "functions-of-weights": lambda: Chain(CompiledFunction() for _ in range(3)),
+}
 
-    compare("nothing", lambda: Chain(CompiledFunction() for _ in range(3)), story, graphs)
+BY_OPTION = "compile=True"
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "autocast", "activations"),
+    [
+        *((model, BY_OPTION, False, "auto") for model in MODELS if not model.startswith("functions")),
+        ("weights-of-others", "torch.compile(block)", False, "auto"),
+        # a checkpoint compares what it has saved with what is computed again: both are compiled, or both are not
+        *((model, BY_OPTION, True, "auto") for model in MODELS if model.startswith("checkpoint")),
+        *(("dropout", BY_OPTION, *how) for how in [(False, "recompute"), (True, "recompute"), (False, "offload")]),
+        ("functions", "nothing", False, "auto"),
+        ("functions", "nothing", True, "auto"),
+        ("functions-of-weights", "nothing", True, "auto"),  # which get them as they are
+    ],
+)
+def test_models_are_exact(
+    model: str, way: str, autocast: bool, activations: str, graphs: CompileCounterWithBackend
+) -> None:
+    def story(run: Run) -> None:
+        train(run, 3, autocast, evaluate=False)
+
+    plain, streamed = compare(way, MODELS[model], story, graphs, k=1, activations=activations)
+    assert streamed > 0 or model == "functions-of-weights", "nothing was compiled"
+    assert streamed == plain or model in ("hooks", "weights-of-others", "functions-of-weights")
 
 
 def test_a_whole_graph_of_such_a_function_is_refused() -> None:
@@ -257,15 +260,6 @@ def test_a_whole_graph_of_such_a_function_is_refused() -> None:
         torch.autocast("cpu", torch.bfloat16),
     ):
         pipe.module(Run.rows(0))
-
-
-@pytest.mark.parametrize(("policy", "autocast"), [("recompute", False), ("recompute", True), ("offload", False)])
-def test_every_policy_for_activations_is_exact(policy: str, autocast: bool, graphs: CompileCounterWithBackend) -> None:
-    def story(run: Run) -> None:
-        train(run, 3, autocast, evaluate=False)
-
-    plain, streamed = compare("compile=True", lambda: chain(3, dropout=0.2), story, graphs, activations=policy)
-    assert plain == streamed == 2
 
 
 @pytest.mark.skipif(
@@ -405,13 +399,6 @@ def test_under_autocast(way: str, cache: bool, graphs: CompileCounterWithBackend
     assert not about_compiling(told)
     assert seen[1] == streamed == 3
     assert lowered[1] == 0
-
-
-@pytest.mark.parametrize("model", ["checkpoint-around", "checkpoint-around-reentrant", "checkpoint-inside"])
-def test_a_forward_under_autocast_is_recomputed_as_it_was(model: str, graphs: CompileCounterWithBackend) -> None:
-    """A checkpoint compares what it has saved with what is computed again: both are compiled, or both are not."""
-    _, streamed = compare("compile=True", MODELS[model], lambda run: train(run, autocast=True, evaluate=False), graphs)
-    assert streamed > 0
 
 
 # --------------------------------------------------------------------------------------------------- what users have

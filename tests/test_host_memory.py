@@ -215,18 +215,6 @@ def test_a_run_that_will_not_fit_is_refused(
         trainer.fit(Blocks(), DataLoader(torch.randn(2, WIDTH), batch_size=2))
 
 
-def test_a_more_compact_optimizer_is_named() -> None:
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    named = host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.AdamW(weights)])
-    assert named is not None
-    assert named.startswith("`sp_lightning.optim.AdamW(master='split', moments='int8')` under")
-    halves = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
-    assert host_memory.name_more_compact([halves]) == named.partition(" under")[0], "the precision is chosen already"
-    assert host_memory.name_more_compact([torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])]) is None
-    assert host_memory.name_more_compact([torch.optim.AdamW(weights), torch.optim.SGD(weights)]) is None
-    assert host_memory.name_more_compact([]) is None
-
-
 @pytest.mark.parametrize(("at", "clip", "most"), [("on_train_batch_end", 1.0, 4), ("on_train_batch_start", None, 2.5)])
 def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are arranged when it is attached, and for two windows: torch's layers are known to be lowered before.

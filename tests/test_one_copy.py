@@ -93,9 +93,6 @@ def test_memory(count: int) -> None:
     in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count)
 
 
-# ------------------------------------------------------------------------------------------------------------ writes
-
-
 class Clamps(Base):
     """Writes to weights between steps, in one process."""
 
@@ -131,9 +128,6 @@ def writes_by_others() -> None:
 def test_writes() -> None:
     in_processes([writes_by_the_owner])
     in_processes([writes_by_others])
-
-
-# ------------------------------------------------------------------------------------------------- processes that end
 
 
 class Ends(L.LightningModule):

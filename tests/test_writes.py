@@ -8,12 +8,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from .helpers import Run, assert_same_story, attached, note_state
-from .zoo.blocks import Block, Chain, chain
+from .zoo.blocks import Block, Chain
 
 Write = Callable[[nn.Parameter], object]
 
@@ -188,22 +187,3 @@ def test_buffers(name: str, elements: int, activations: str) -> None:
     """They are written to once for each forward, whether it runs again or not."""
     blocks = partial(WritesToBuffer, WRITES[name], elements)
     assert_same_story(train, lambda: Chain([blocks() for _ in range(4)]), activations=activations)
-
-
-def test_a_weight_with_other_memory_is_used_outside_of_its_unit() -> None:
-    """`vector_to_parameters` lays all weights in one vector; a penalty then asks for one in the middle of a step."""
-
-    def story(run: Run) -> None:
-        optimizer = SGD(run.model.parameters(), lr=0.1)
-        for step in range(3):
-            with torch.no_grad():
-                vector_to_parameters(parameters_to_vector(run.model.parameters()) * 0.99, run.model.parameters())
-            with run.step():
-                loss = run.model(run.rows(step)).square().mean() + run.model.blocks[1].up.weight.square().sum()
-                loss.backward()
-            run.note(f"{step} / loss", loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        note_state(run.trace, "end", run.model, [optimizer])
-
-    assert_same_story(story, lambda: chain(3))

@@ -20,9 +20,12 @@ machine() {
     (grep Mem /proc/meminfo; nproc; lscpu; nvidia-smi; python3 -m pip list 2>/dev/null) > "$RESULTS/machine.txt" 2>&1
 }
 
-compile() {  # DeepSpeed's optimizer, beside the next part; an interrupted compilation leaves a lock that others wait for
-    rm -f ~/.cache/torch_extensions/*/cpu_adam/lock
-    timeout 250 python3 -c "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load()" > "$RESULTS/compile.log" 2>&1 &
+compile() {  # rivals' kernels, beside the next part; an interrupted compilation leaves a lock that others wait for
+    rm -f ~/.cache/torch_extensions/*/cpu_adam/lock ~/.cache/trainstream/*/lock
+    {
+        timeout 120 python3 -c "import trainstream"
+        timeout 250 python3 -c "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load()"
+    } > "$RESULTS/compile.log" 2>&1 &
     COMPILE=$!
 }
 
@@ -38,16 +41,21 @@ memory_tests() {  # those of them whose answer depends on how fast the device is
 
 overhead() { at_most 60 python3 $HERE/overhead.py --device cuda --json "$RESULTS/overhead.json"; }
 
-bench() {  # NAME SECONDS WORKLOADS SYSTEMS
+bench() {  # NAME SECONDS WORKLOADS SYSTEMS OPTION...
     [ -n "$COMPILE" ] && wait "$COMPILE"
     local most; most=$(left 10)
     local seconds=$(($2 < most ? $2 : most))
-    timeout -k 5 $((seconds + 5)) python3 $HERE/bench.py run --workloads $3 --systems $4 --rounds 1 --steps 6 --host-memory 50GB --revision "$COMMIT" --time-limit "$seconds" --output "$RESULTS/$1.json" 2>&1 | grep -v -i warning | cut -c1-300
+    timeout -k 5 $((seconds + 5)) python3 $HERE/bench.py run --workloads $3 --systems $4 --rounds 1 --steps 6 --host-memory 50GB --revision "$COMMIT" --time-limit "$seconds" --output "$RESULTS/$1.json" "${@:5}" 2>&1 | grep -v -i warning | cut -c1-300
 }
 
 ours() { bench ours 130 qwen2.5-1.5b-8k "superpipeline-recompute device superpipeline"; }
 
-rivals() { bench rivals 280 qwen2.5-1.5b-8k "superpipeline-recompute deepspeed-zero3 device superpipeline fsdp2"; }
+memory() {  # in all budgets, and the picture of it
+    bench memory 580 qwen2.5-1.5b-8k-memory "superpipeline device trainstream deepspeed-zero3 trainstream-bf16 superpipeline-least"
+    python3 $HERE/plot_memory.py "$RESULTS/memory.json" --plan --output "$RESULTS/time_over_memory.svg"
+}
+
+fsdp2() { bench fsdp2 150 qwen2.5-1.5b-8k fsdp2 --warm-up 1 --steps 2; }  # after a minute it had not ended with six
 
 timelines() {
     timeout -k 5 120 python3 $HERE/timelines.py --workload llama-3.1-8b-24g-8k --thousands 16 8 4 1 --unclipped 8 --host-gigabytes 100 --revision "$COMMIT" --output "$RESULTS" > "$RESULTS/timelines.log" 2>&1

@@ -5,7 +5,8 @@
 The machine has torch, torchvision, pytorch-lightning, transformers and accelerate, so neither these nor their
 dependencies are collected. The rest (rivals, `lightning`, pytest and its plugins) is small, so all of it is taken
 along, needed or not. `on_a_gpu.md`, in this folder, explains how it is installed there without changing what the
-machine has. DeepSpeed is distributed only as source; its wheel is built here, without kernels.
+machine has. DeepSpeed is distributed only as source; its wheel is built here, without kernels. TrainStream's has
+sources, which it compiles when it is first imported, with the machine's nvcc.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess  # runs pip, with arguments from this file
 import sys
 from pathlib import Path
 
-ALONE = ["torchao==0.18.0", "diffusers==0.42.1", "lightning==2.6.6"]
+ALONE = ["torchao==0.18.0", "diffusers==0.42.1", "lightning==2.6.6", "trainstream==0.4.1"]
 """Collected without dependencies; those that the machine lacks are listed below."""
 BUILT = ["deepspeed==0.19.8"]
 IMPORTED = ["einops", "hjson", "importlib-metadata", "msgpack", "ninja", "py-cpuinfo", "pydantic", "requests"]

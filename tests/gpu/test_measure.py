@@ -1,4 +1,4 @@
-"""`sp-lightning measure` on a device, with little work: what it finds, and that it leaves nothing behind."""
+"""`sp-lightning measure` and the bench on a device, with little work: what they find, and leave behind."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from dataclasses import fields
 
 import pytest
 import torch
+from suite import rooflines
 
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import rates
 from sp_lightning.planning.expected import link_of, table
 
 pytestmark = pytest.mark.gpu
+
+
+def test_copies_of_the_bench_are_ordered_after_the_memory_they_fill(cuda: torch.device) -> None:
+    """The second device ends a process whose streams race."""
+    assert min(rooflines._copies_of_gpu(1 << 20).values()) > 0
 
 
 def test_all_rates_of_a_device(monkeypatch):

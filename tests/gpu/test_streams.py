@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 
+from sp_lightning import superpipeline
 from sp_lightning.pipeline.lanes.devices import AcceleratorBackend, make_backend
 from sp_lightning.pipeline.lanes.lanes import Kind
 
@@ -193,3 +194,22 @@ def test_what_waits_for_no_computing_can_be_recorded_alone(device: torch.device)
             backend.trace.beside(Kind.STATE_UP, "0", lambda: None, [], nbytes=1)
         assert [span.kind for span in recording.spans] == [Kind.STATE_UP]
     backend.close()
+
+
+def test_a_place_is_not_poisoned_while_it_is_copied_to(device: torch.device) -> None:
+    """The second device ends a process whose streams race."""
+    model = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+    pipeline = superpipeline(model, device, k=2, debug=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        with pipeline.step():
+            x = torch.randn(4, 16, device=device)
+            for number, block in enumerate(model):
+                if (number + step) % 3:
+                    x = block(x)
+            loss = x.square().mean()
+            loss.backward()
+        assert torch.isfinite(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    pipeline.detach()

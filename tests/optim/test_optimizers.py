@@ -302,23 +302,6 @@ def test_torch_refuses_what_it_would_misread(own, theirs, options, dtype):
     own([p], **options).load_state_dict(compact.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "names"),
-    [
-        (torch.float, {}, {"exp_avg", "exp_avg_sq"}),
-        (torch.bfloat16, {}, {"exp_avg"}),
-        (torch.float, {"moments": "int8"}, set()),
-    ],
-)
-def test_state_has_torchs_names_only_if_it_is_the_same(dtype, options, names):
-    p, own = stepped(optim.AdamW, dtype, **options)
-    assert own.state[p].keys() & {"exp_avg", "exp_avg_sq"} == names
-    theirs = torch.optim.AdamW([p])
-    with nullcontext() if len(names) == 2 else pytest.raises(KeyError, match="exp_avg"):
-        theirs.load_state_dict({**own.state_dict(), "param_groups": theirs.state_dict()["param_groups"]})
-        theirs.step()
-
-
 @pytest.mark.parametrize("master", ["fp32", "split24"])
 def test_torchs_default_dtype_and_device_are_not_those_of_state(master):
     """Lightning sets the dtype around a training step, in which manual optimization steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -18,7 +18,7 @@ from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.segment import NOTHING, HostMemory
+from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
@@ -131,57 +131,6 @@ class RecordingBackend(Backend):
     def said(self, *what: str) -> list[str]:
         """The names of the calls, in order; only those asked for."""
         return [name for name, _ in self.calls if name in what]
-
-
-@dataclass
-class FakeSegment:
-    """Host memory without weights, to which nobody writes."""
-
-    bytes: Tensor
-    place: Tensor = field(init=False)
-    epoch: int = 0
-    lying: int = NOTHING
-    sends_copies: bool = False
-    is_followed: bool = False
-    weights: Sequence[Weight] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return self.bytes.nbytes
-
-    def check(self) -> None:
-        """There is no change."""
-
-    def note_change(self) -> None:
-        self.epoch += 1
-
-    def refresh_copies(self) -> None:
-        """There are none."""
-
-    def take_sample(self) -> None:
-        """There is no change."""
-
-    def pieces(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self.place, self.bytes)]
-
-
-def slots(count: int, window: int, nbytes: int = 4) -> list[Unit]:
-    """Units of equal size that share `window` slots; unit number i sends bytes of value i."""
-    arena = torch.zeros(window * nbytes, dtype=torch.uint8)
-    units = []
-    for index in range(count):
-        segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
-        unit = Unit(str(index))
-        unit.index = index
-        unit.send([segment])  # type: ignore[list-item]
-        slot = index % window
-        unit.lie_in(arena[slot * nbytes : (slot + 1) * nbytes])
-        units.append(unit)
-    for unit in units:
-        unit.conflicts = frozenset(
-            other for other in units if other is not unit and (other.index - unit.index) % window == 0
-        )
-    return units
 
 
 @dataclass

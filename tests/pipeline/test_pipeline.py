@@ -257,6 +257,16 @@ def test_a_weight_that_leaves_its_unit_in_an_object_is_refused() -> None:
             model[1]()
 
 
+def test_a_backward_inside_of_a_forward_that_needs_its_place_says_what_to_do() -> None:
+    """No unit's weights are overwritten while a call is inside of it."""
+    model = layers()
+    with attached(model, k=1, debug=False) as pipeline, pipeline.step():
+        loss = model[0](torch.ones(1, 8)).sum()
+        model[2].register_forward_hook(lambda *_: loss.backward())
+        with pytest.raises(RuntimeError, match=r"larger `k`.*`resident`"):
+            model[2](torch.ones(1, 8))
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: int) -> None:
     """A validation step may switch autograd on, for forces or a Laplacian."""

@@ -13,7 +13,17 @@ import torch
 
 from suite import host_memory
 
-_PACKAGES = ("torch", "lightning", "transformers", "torchvision", "deepspeed", "torchao", "accelerate", "diffusers")
+_PACKAGES = (
+    "torch",
+    "lightning",
+    "transformers",
+    "torchvision",
+    "deepspeed",
+    "trainstream",
+    "torchao",
+    "accelerate",
+    "diffusers",
+)
 _HERE = Path(__file__).resolve().parent
 
 

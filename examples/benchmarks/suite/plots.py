@@ -1,4 +1,7 @@
-"""Plots of a result, as SVG: bars for each workload, memory and time over k. Made only from the JSON file."""
+"""Plots of a result, as SVG: bars for each workload; memory and time over k; time over memory.
+
+They are made only from the JSON file.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import plot_memory
 from plot_k import COLORS, plot
 
 from sp_lightning.pipeline import readable_bytes
@@ -70,6 +74,8 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
         sweep = windows(name, machine, of_workload)
         if sweep is not None:
             pictures[f"{name}-k"] = sweep
+        if any(entry.budget is not None and entry.ok for entry in of_workload):
+            pictures[f"{name}-over-memory"] = plot_memory.plot(result, name, plot_memory.measured(of_workload))
         for stem, drawn in pictures.items():
             path = folder / f"{stem}.svg"
             path.write_text(drawn, encoding="utf-8")

@@ -7,19 +7,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sp_lightning.pipeline import readable_bytes
+
 Run = Mapping[str, Any]
 
 
 @dataclass
 class Entry:
-    """One system on one workload, with a window and a number of samples.
+    """One system on one workload, with a window, a budget and a number of samples.
 
     Attributes:
         workload: Name of the workload.
         system: Name of the system.
-        title: Name of the system in tables, with its window.
+        title: Name of the system in tables, with its window and budget.
         window: k and k_prime; None for the system's own choice.
         samples: Samples per step.
+        budget: Bytes of device memory that it was to keep to; None for all there is.
         runs: The runs that succeeded.
         errors: Errors of the runs that failed, without repetition.
         description: The workload, as described in the file.
@@ -30,6 +33,7 @@ class Entry:
     title: str
     window: tuple[int, int] | None
     samples: int
+    budget: int | None
     description: Mapping[str, Any]
     runs: list[Run] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -108,11 +112,13 @@ def entries(result: Mapping[str, Any]) -> dict[str, list[Entry]]:
     found: dict[tuple[Any, ...], Entry] = {}
     for run in result["runs"]:
         window = tuple(run["window"]) if run["window"] else None
-        key = run["workload"], run["samples"], run["system"], window
+        budget = run.get("budget")  # files from before November 28 have none
+        key = run["workload"], run["samples"], run["system"], window, budget
         if key not in found:
             title = result["systems"][run["system"]] + (f", k={window[0]}, k'={window[1]}" if window else "")
+            title += f", in {readable_bytes(budget)}" if budget is not None else ""
             description = result["workloads"].get(run["workload"], {})
-            found[key] = Entry(run["workload"], run["system"], title, window, run["samples"], description)
+            found[key] = Entry(run["workload"], run["system"], title, window, run["samples"], budget, description)
         if run["status"] == "ok":
             found[key].runs.append(run)
         else:

@@ -22,7 +22,7 @@ from suite import host_memory, machine, rooflines, worker
 from suite.sets import WORKLOADS
 from suite.systems import SYSTEMS, make_system
 from suite.worker import Job, failure, record
-from suite.workloads import Workload
+from suite.workloads import Window, Workload
 
 SCHEMA = 1
 _PATIENCE = 4  # a process may take this many times its even share of the remaining time
@@ -62,14 +62,19 @@ def jobs_of(settings: Settings) -> Iterator[Job]:
     """Yield all jobs to measure, in order."""
     for turn in range(settings.rounds):
         for workload in settings.workloads:
-            systems = [
-                (name, window)
-                for name in settings.systems
-                for window in (None, *(workload.windows if SYSTEMS[name].takes_windows else ()))
-            ]
+            ways = [way for name in settings.systems for way in _ways(name, workload)]
             for samples in workload.ladder or (workload.samples,):
-                for name, window in systems[:: -1 if turn % 2 else 1]:
-                    yield Job(workload.name, name, window, samples, turn, settings.warm_up, settings.steps)
+                for name, window, budget in ways[:: -1 if turn % 2 else 1]:
+                    yield Job(workload.name, name, window, samples, turn, settings.warm_up, settings.steps, budget)
+
+
+def _ways(name: str, workload: Workload) -> Iterator[tuple[str, Window | None, int | None]]:
+    """Yield the system with its own choices in each budget of device memory, then with each window."""
+    system = SYSTEMS[name]
+    for budget in (system.takes_budgets and workload.budgets) or (None,):
+        yield name, None, budget
+    for window in workload.windows if system.takes_windows else ():
+        yield name, window, None
 
 
 def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -159,13 +164,10 @@ def _grow_host(target: int | None, processes: Processes, result: dict[str, Any],
 
 def _not_again(job: Job, runs: Sequence[dict[str, Any]]) -> str | None:
     """Return why a job is skipped: the same, with as many samples or fewer, has failed before."""
-    window = None if job.window is None else list(job.window)
+    sought = job.workload, job.system, job.window, job.budget
     for run in runs:
-        same = (run["workload"], run["system"], run["window"] and list(run["window"])) == (
-            job.workload,
-            job.system,
-            window,
-        )
+        window = tuple(run["window"]) if run["window"] else None
+        same = (run["workload"], run["system"], window, run["budget"]) == sought
         if same and _did_not_work(run) and run["samples"] <= job.samples:
             return f"it did not work with {run['samples']} samples in round {run['round'] + 1}"
     return None

@@ -15,6 +15,7 @@ from functools import cache
 from suite import shapes
 from suite.workloads import Window, Workload
 
+GIB = 2**30
 GB = 10**9  # GPUs are named by these, and limits of 24, 80 ... are multiples of them
 _LENGTH = 1024
 _BF16 = "AdamW in bf16 without fp32 masters (8 bytes a parameter), so that 128 GiB of host memory hold it"
@@ -90,6 +91,11 @@ def _small() -> list[Workload]:
     """1.5B and 3B, where all rivals fit; with and without clipping."""
     clipped = [_lm(f"{shape}-8k", shape, 8) for shape in ("qwen2.5-1.5b", "qwen2.5-3b")]
     return [*clipped, *(_unclipped(workload) for workload in clipped)]
+
+
+def _memory() -> list[Workload]:
+    """1.5B with more and more device memory, for every system that can be told how much to take."""
+    return [_lm("qwen2.5-1.5b-8k-memory", "qwen2.5-1.5b", 8, budgets=(10 * GIB, 20 * GIB, 40 * GIB, None))]
 
 
 def _capped(shape: str, gigabytes: int, thousands: int) -> Workload:
@@ -222,7 +228,7 @@ def _toy() -> list[Workload]:
     )
     vit = replace(vit, items_per_sample=1)
     return [
-        replace(lm, windows=((1, 1), (4, 2))),
+        replace(lm, windows=((1, 1), (4, 2)), budgets=(250_000, 500_000, None)),
         _unclipped(lm),
         replace(lm, name="toy-lm-mixed", precision="bf16-mixed"),
         replace(lm, name="toy-lm-bf16", precision="bf16-true", checkpointing=True, note="bf16 without masters"),
@@ -246,7 +252,7 @@ def _toy() -> list[Workload]:
     ]
 
 
-_BUILDERS = (_toy, _paper, _small, _large, _tokens, _masters, _lora, _vision, _generation, _batch)
+_BUILDERS = (_toy, _paper, _small, _memory, _large, _tokens, _masters, _lora, _vision, _generation, _batch)
 SETS: dict[str, list[Workload]] = {build.__name__.strip("_"): build() for build in _BUILDERS}
 ABOUT: dict[str, str] = {build.__name__.strip("_"): str(build.__doc__) for build in _BUILDERS}
 """A description of each set, in one sentence."""

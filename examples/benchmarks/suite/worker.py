@@ -20,6 +20,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline import readable_bytes
 from suite import host_memory, rooflines
 from suite.demand import describe
 from suite.module import Batches, BenchModule, Clock
@@ -44,6 +45,7 @@ class Job:
         round: Index of the round, which is how often the same was measured before.
         warm_up: Steps that do not count.
         steps: Steps that count.
+        budget: Bytes of device memory to keep to; None for all there is.
     """
 
     workload: str
@@ -53,10 +55,12 @@ class Job:
     round: int
     warm_up: int
     steps: int
+    budget: int | None = None
 
     def __str__(self) -> str:
         window = f" k={self.window[0]} k_prime={self.window[1]}" if self.window else ""
-        return f"{self.workload} x {self.samples}: {self.system}{window}, round {self.round + 1}"
+        budget = f" in {readable_bytes(self.budget)}" if self.budget is not None else ""
+        return f"{self.workload} x {self.samples}: {self.system}{window}{budget}, round {self.round + 1}"
 
 
 def record(job: Job, status: str, **values: Any) -> dict[str, Any]:
@@ -121,9 +125,9 @@ def measure(job: Job) -> dict[str, Any]:
         The record, with status "ok".
     """
     workload = replace(WORKLOADS[job.workload], samples=job.samples)
-    system = make_system(job.system, job.window)
+    system = make_system(job.system, job.window, job.budget)
     begin = time.perf_counter()
-    device = _device(workload)
+    device = _device(system.device_limit(workload))
     L.seed_everything(0, verbose=False)
     network = build_network(workload).train(workload.kind == "train")
     if workload.kind == "train" and system.checkpoints_blocks(workload):
@@ -156,13 +160,12 @@ def measure(job: Job) -> dict[str, Any]:
 def _run_trainer(
     module: L.LightningModule, workload: Workload, system: System, batches: Batches, clock: Clock, device: torch.device
 ) -> None:
-    arguments = system.trainer_arguments(workload)
+    arguments = {"gradient_clip_val": workload.clipping, **system.trainer_arguments(workload)}
     callbacks = [clock, *arguments.pop("callbacks", [])]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,
         max_steps=len(batches),
-        gradient_clip_val=workload.clipping,
         callbacks=callbacks,
         use_distributed_sampler=False,
         barebones=True,  # no progress bars, loggers or checkpoints
@@ -190,14 +193,14 @@ def _as_input(tensor: Tensor, workload: Workload, device: torch.device) -> Tenso
     return tensor.to(device, dtype, non_blocking=True)
 
 
-def _device(workload: Workload) -> torch.device:
-    """Return the device, limited to the memory that the workload allows. A CPU is never limited."""
+def _device(limit: int | None) -> torch.device:
+    """Return the device, limited to so many bytes of its memory. A CPU is never limited."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", 0)
-    if workload.device_limit is not None:
+    if limit is not None:
         _, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, workload.device_limit / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     return device
 
 

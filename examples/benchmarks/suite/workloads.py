@@ -40,6 +40,8 @@ class Workload:
         device_limit: Bytes of device memory that the process may use; None for all of it.
         passes: How often a step of inference needs the weights: once for each generated token.
         windows: Values of k and k_prime to measure in addition to the system's own choice, for systems that have them.
+        budgets: Increasing bytes of device memory to measure systems with that take a budget, None for all there is;
+            empty for that alone.
         ladder: Increasing numbers of samples to try, as far as each system gets; empty for `samples` alone.
         note: What a reader of the results has to know.
     """
@@ -58,6 +60,7 @@ class Workload:
     device_limit: int | None = None
     passes: int = 1
     windows: tuple[Window, ...] = ()
+    budgets: tuple[int | None, ...] = ()
     ladder: tuple[int, ...] = ()
     note: str = ""
 

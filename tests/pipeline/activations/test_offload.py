@@ -33,7 +33,7 @@ class Scene:
     """An offloader, and hooks that hand it everything, as `SavedTensors` does with what is no weight."""
 
     def __init__(self, backend: Backend | None = None) -> None:
-        self.backend = backend or RecordingBackend()
+        self.backend = backend or RecordingBackend(pins=True)
         self.stats = Stats()
         self.meter = Meter(self.backend, self.stats)
         self.offloader = Offloader(self.backend, self.meter, self.stats)
@@ -89,9 +89,6 @@ def exp(x: Tensor) -> Callable[[], Tensor]:
     return lambda: x.exp()
 
 
-# --------------------------------------------------------------------------------------------------- a way and back
-
-
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     """Autograd frees what a CUDA graph saved in a thread of its own: nothing is touched there."""
     y, _ = scene.call(exp(large()))
@@ -114,9 +111,6 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
     _, column = scene.call(lambda: (x[:, 3] * matrix[:, 3]).sum())
     assert scene.stages(column) == []  # nothing of it leaves
     assert scene.backend.said("download") == []
-
-
-# ------------------------------------------------------------------------------------------- what leaves, what stays
 
 
 def saved_by(scene: Scene, tensor: Tensor) -> Any:
@@ -160,9 +154,6 @@ def test_buffers_and_their_views_stay(scene: Scene) -> None:
     assert saved_by(scene, buffer[1]) is None
 
 
-# ------------------------------------------------------------------------------------------------- changes in place
-
-
 @pytest.mark.parametrize("when", ["before it left", "while it leaves"])
 def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     """As autograd would notice it; the copy may hold either of both."""
@@ -177,9 +168,6 @@ def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     scene.call(exp(large()))
     assert packed.activation.stage is Stage.HOST
     assert packed.is_changed
-
-
-# ------------------------------------------------------------------------------------------------------- endings
 
 
 def test_abandon_leaves_nothing_half_done(scene: Scene) -> None:
@@ -217,3 +205,27 @@ def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
     scene.offloader.abandon()
     with pytest.raises(OSError, match="on purpose"):
         z.sum().backward()
+
+
+PAGE = 4096
+
+
+def test_growing_steps_do_not_pile_up(scene: Scene) -> None:
+    """Other sizes each step, as with sentences of any length: what has become useless makes room."""
+    most = 0
+    for step in range(20):
+        loans = [scene.pool.take((step + 2) * PAGE + 7) for _ in range(6)]
+        most = max(most, bytes_lent(scene.pool))
+        for loan in loans:
+            scene.pool.give_back(loan)
+    assert scene.pool.held <= 1.5 * most
+    scene.pool.close()
+    assert not scene.backend.pinned
+
+
+def test_memory_is_given_up_only_when_no_copy_can_read_it(scene: Scene) -> None:
+    for loan in [scene.pool.take(2 * PAGE) for _ in range(3)]:
+        scene.pool.give_back(loan)
+    assert scene.backend.said("drain") == []
+    scene.pool.take(4 * PAGE)
+    assert scene.backend.said("drain") == ["drain"]

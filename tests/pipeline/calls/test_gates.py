@@ -1,10 +1,8 @@
-"""Gates: a module that is one looks, copies and pickles like a plain one."""
+"""Gates: a module that is one looks like a plain one, and its class may change meanwhile."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +60,7 @@ def test_a_gate_looks_like_the_plain_class(gated: Gated) -> None:
     assert gate.__class__ is nn.Linear
     assert type(gate) is not nn.Linear
     assert type(gated(nn.Linear(3, 3))) is type(gate), "one class for each plain class"
+    assert type(copy.copy(gate)) is nn.Linear
     gated.remove()
     assert type(gate) is nn.Linear
     gated.remove()
@@ -78,98 +77,6 @@ def test_super_of_the_class_of_self(gated: Gated) -> None:
     module = Derived(2, 2)
     expected = module(torch.ones(1, 2))
     assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
-
-
-# ------------------------------------------------------------------------------------------------------ copies, pickles
-
-
-class WithDeepcopy(nn.Linear):
-    """As torch.fx's and some quantized modules have it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WithDeepcopy:
-        made = type(self)(self.in_features, self.out_features)
-        made.load_state_dict(self.state_dict())
-        return made
-
-
-class WithReduce(nn.Linear):
-    """Says itself how it is made again."""
-
-    def __reduce__(self) -> Any:
-        return remake, (self.in_features, self.out_features, dict(self.state_dict()))
-
-
-def remake(inputs: int, outputs: int, state: dict[str, Tensor]) -> WithReduce:
-    made = WithReduce(inputs, outputs)
-    made.load_state_dict(state)
-    return made
-
-
-class WithState(nn.Linear):
-    """Leaves something out of its pickle, as loggers and locks must be."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "left_out": True}
-
-
-MAKE: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(2, 2),
-    lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
-    lambda: nn.LSTM(2, 2),
-    lambda: WithDeepcopy(2, 2),
-    lambda: WithReduce(2, 2),
-    lambda: WithState(2, 2),
-]
-
-
-def through_torch(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    assert b"sp_lightning" not in file.getvalue()
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def through_pickle(protocol: int) -> Callable[[nn.Module], nn.Module]:
-    def duplicate(module: nn.Module) -> nn.Module:
-        data = pickle.dumps(module, protocol)
-        assert b"sp_lightning" not in data
-        return pickle.loads(data)
-
-    return duplicate
-
-
-DUPLICATE = {
-    "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
-    "torch.save": through_torch,
-    **{f"pickle {protocol}": through_pickle(protocol) for protocol in (2, 5)},
-}
-
-
-@pytest.mark.parametrize("way", DUPLICATE)
-@pytest.mark.parametrize("make", MAKE, ids=lambda make: type(make()).__name__)
-def test_copies_and_pickles_are_of_the_plain_class(gated: Gated, make: Callable[[], nn.Module], way: str) -> None:
-    """Whatever a class does about its copies; what is written can be read without this package."""
-    module = make()
-    plain = type(module)
-    gate = gated(module)
-    for child in module.children():
-        gated(child)
-    gate_class = type(gate)
-    duplicate = DUPLICATE[way](module)
-    assert type(duplicate) is plain
-    if way != "copy":
-        assert all(type(child) is nn.Linear or type(child) is nn.BatchNorm1d for child in duplicate.children())
-    assert type(module) is gate_class, "the original is a gate as before"
-    assert all(map(torch.equal, duplicate.state_dict().values(), module.state_dict().values()))
-    assert getattr(duplicate, "left_out", True) is True
-    duplicate(torch.ones(2, 2))
-    if way != "copy":  # which has the same children
-        assert gated.keeper.calls == []
-
-
-# ---------------------------------------------------------------------------------------- classes that change meanwhile
 
 
 class Doubled(nn.Module):

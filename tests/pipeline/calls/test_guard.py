@@ -67,8 +67,6 @@ def scene() -> Iterator[Scene]:
     assert not optimizer_steps.depth
 
 
-# -------------------------------------------------------------------------------------------------------- in a step
-
 COMPUTES: list[Callable[[Scene], Any]] = [
     lambda s: s.w + 1,
     lambda s: 1 + s.w,

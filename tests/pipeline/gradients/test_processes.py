@@ -314,20 +314,6 @@ def quantized_weights_of_the_first() -> None:
     assert [part.dtype for part in parts[:2]] == [torch.int8, torch.float32]
 
 
-def buffers_of_the_first() -> None:
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
-    model[2].register_buffer("odd", torch.arange(3, dtype=torch.uint8) + dist.get_rank())
-    pipeline = Pipeline(model, "cpu", processes=Processes(1))
-    model(torch.randn(5, WIDTH) + dist.get_rank())
-    pipeline.processes.broadcast(model.buffers())
-    everyones: list[Any] = [None, None]
-    dist.all_gather_object(everyones, {name: buffer.clone() for name, buffer in model.named_buffers()})
-    assert_same_trace(*everyones)
-    assert everyones[1]["2.odd"].tolist() == [0, 1, 2]
-    pipeline.detach()
-
-
 def test_single_things() -> None:
     in_processes(
         [
@@ -340,7 +326,6 @@ def test_single_things() -> None:
             a_pass_of_one_process_alone,
             other_units,
             quantized_weights_of_the_first,
-            buffers_of_the_first,
         ]
     )
 

@@ -81,9 +81,6 @@ def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         AcceleratorBackend(torch.device("mps"))
 
 
-# ----------------------------------------------------------------------------------------------------------- page-locks
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_sent_is_page_locked_and_released(fails: bool) -> None:
     """As far as the system lets it; none is left registered after detach."""

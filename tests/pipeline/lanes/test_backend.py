@@ -22,9 +22,6 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(("superpipeline", "test"))}
 
 
-# ------------------------------------------------------------------------------------------------------------ workers
-
-
 def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
     worker, done, gate = Worker("test-thread"), list[str](), threading.Event()
     worker.submit(Job(lambda: (gate.wait(10), None)[1]))
@@ -82,9 +79,6 @@ def test_a_thread_that_cannot_start_raises_in_every_join() -> None:
         with pytest.raises(OSError, match="no such cores"):
             ticket.join()
     worker.close()
-
-
-# ------------------------------------------------------------------------------------------------- the emulated device
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])

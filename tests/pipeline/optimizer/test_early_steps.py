@@ -258,9 +258,6 @@ def test_an_exception_while_stepping_in_backward_warns(inside: bool) -> None:
         plain_step(model, optimizer)
 
 
-# ---------------------------------------------------------------------------------------------- who looks all the same
-
-
 def stepped_early(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer) -> None:
     """Units have taken a step whose `step()` has not come yet."""
     plain_step(model, optimizer)

@@ -226,9 +226,6 @@ def test_resident_names(policy: Any, resident: list[str]) -> None:
         find_units(model, policy, ["blocks.9"])
 
 
-# ---------------------------------------------------------------------------------------------- what cannot be streamed
-
-
 class Quantised(nn.Parameter):
     """A tensor subclass, as quantized weights are."""
 
@@ -252,9 +249,6 @@ def test_a_weight_that_cannot_be_repointed_is_unmanaged(replace: Callable[[Block
     assert "blocks.1.up.weight" in division.unmanaged
     assert set(division.unmanaged) <= {"blocks.1.up.weight", "blocks.1.up.bias"}
     assert unit_of(division, model.blocks[1].down.weight) == "blocks.1"
-
-
-# -------------------------------------------------------------------------------------------------------------- members
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

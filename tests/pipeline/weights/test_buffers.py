@@ -1,4 +1,4 @@
-"""Memory for tensors that travel together: exact, aligned, page-aligned, and hidden from forked processes."""
+"""Memory for tensors that travel together: exact, page-aligned, and hidden from forked processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, is_dense, lay_out
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 from ...processes import in_processes
 from ..parts import RecordingBackend
@@ -26,44 +26,6 @@ def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
     assert buffer.bytes.untyped_storage().nbytes() <= max(nbytes, 1)
     if nbytes:
         assert buffer.bytes.data_ptr() % mmap.PAGESIZE == 0
-
-
-def test_what_lies_beside_weights_stays() -> None:
-    """For as long as as much is asked for."""
-    backend = RecordingBackend(pins=True)
-    weights = HostBuffer(100, backend, pin=False)
-    copies = weights.get_beside("copies", 50, pin=True)
-    assert weights.get_beside("copies", 50, pin=True) is copies
-    assert backend.pinned == {copies.bytes.data_ptr()}
-    others = weights.get_beside("copies", 60, pin=True)
-    assert backend.pinned == {others.bytes.data_ptr()}
-    weights.release()
-    assert not backend.pinned
-
-
-def test_layout_is_aligned_and_without_gaps() -> None:
-    assert lay_out([1, 256, 257, 0, 3]) == ([0, 256, 512, 1024, 1024], 1280)
-    assert lay_out([]) == ([], 0)
-    assert ALIGNMENT == 256
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).t(), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(()), True),
-        (torch.zeros(0, 4), True),
-        (torch.zeros(1, 4).expand(3, 4), False),
-        (torch.zeros(3, 8)[:, ::2], False),
-        (torch.zeros(3, 8)[:, :4], False),
-        (torch.zeros(1, 8)[:, :4], True),
-    ],
-)
-def test_dense(tensor: Tensor, dense: bool) -> None:
-    """A tensor that fills its bytes exactly once, in any order of dimensions."""
-    assert is_dense(tensor) is dense
 
 
 def shares_nothing_with_a_device() -> None:

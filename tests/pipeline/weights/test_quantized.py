@@ -49,9 +49,6 @@ def gradient(model: nn.Module) -> Tensor:
     return x.grad
 
 
-# ------------------------------------------------------------------------------------------------------- what streams
-
-
 def test_one_that_is_trained_lives_on_the_device() -> None:
     """Its gradient is one of its own class, too."""
     model = quantized(Int8Linear)
@@ -78,9 +75,6 @@ def test_one_that_is_named_in_resident_is_all_there() -> None:
     division = find_units(quantized(Int8Linear), Block, resident=["blocks.1.up"])
     assert list(division.unmanaged) == ["blocks.1.up.base.weight"]
     assert [weight.name for weight in division.resident.weights] == ["blocks.1.up.a", "blocks.1.up.b"]
-
-
-# ------------------------------------------------------------------------------------------------------ between steps
 
 
 def load(model: Chain, other: Chain) -> None:
@@ -134,9 +128,6 @@ def test_one_that_is_unfrozen_moves_to_the_device() -> None:
             gradient(model)
         assert list(pipeline.arrangement.unmanaged) == ["blocks.1.up.base.weight"]
     assert weight_of(model).grad is not None
-
-
-# ---------------------------------------------------------------------------------------------------------- in a step
 
 
 class Keeps(nn.Module):
@@ -197,9 +188,6 @@ def test_other_memory_in_a_step_is_an_error() -> None:
         pipeline.weights_changed()
         with pytest.raises(RuntimeError, match=r"'blocks.1.up.base.weight' was converted, or given other memory"):
             model(inputs())
-
-
-# ------------------------------------------------------------------------------------------------------------- moving
 
 
 def test_all_that_a_weight_consists_of_moves() -> None:

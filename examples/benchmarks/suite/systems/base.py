@@ -34,6 +34,7 @@ class System:
 
     Args:
         window: k and k_prime; None leaves the choice to the system.
+        budget: Bytes of device memory, one of `Workload.budgets`; None for all there is.
 
     Attributes:
         name: Name on the command line and in JSON.
@@ -42,6 +43,8 @@ class System:
         packages: Modules that it imports beyond the package's own dependencies.
         needs_cuda: Whether it does not work on the CPU.
         takes_windows: Whether it has k and k_prime. If so, it is measured with each of `Workload.windows`.
+        takes_budgets: Whether a setting decides how much device memory it takes. If so, it is measured with each of
+            `Workload.budgets`.
         runs_in_trainer: Whether the Trainer runs it. If not, `predict_step` of the module that `prepare` returns is
             called in a plain loop, with batches on the device. This is for systems that place the weights themselves,
             because a Lightning strategy would move them.
@@ -56,12 +59,14 @@ class System:
     packages: ClassVar[tuple[str, ...]] = ()
     needs_cuda: ClassVar[bool] = False
     takes_windows: ClassVar[bool] = False
+    takes_budgets: ClassVar[bool] = False
     runs_in_trainer: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     observed_steps: ClassVar[int] = 0
 
-    def __init__(self, window: Window | None = None) -> None:
+    def __init__(self, window: Window | None = None, budget: int | None = None) -> None:
         self.window = window
+        self.budget = budget
 
     def why_not(self, workload: Workload) -> str | None:
         """Return why it cannot run the workload on this machine, as far as that is known beforehand; None if it can."""
@@ -73,6 +78,19 @@ class System:
         if self.needs_cuda and not torch.cuda.is_available():
             return "needs a GPU"
         return None
+
+    def device_limit(self, workload: Workload) -> int | None:
+        """Return the bytes of device memory that torch may use in the process; None for all there is."""
+        return workload.device_limit
+
+    def share_on_device(self, workload: Workload) -> float:
+        """Return where the budget stands among the workload's: from 0.0, the least, to 1.0; 0.0 if there are none.
+
+        It is for systems that take no bytes, but can be told how much of the model to leave on the device.
+        """
+        if not workload.budgets:
+            return 0.0
+        return workload.budgets.index(self.budget) / (len(workload.budgets) - 1)
 
     def checkpoints_blocks(self, workload: Workload) -> bool:
         """Tell whether to use the model's activation checkpointing; systems that manage activations return False."""
@@ -89,7 +107,10 @@ class System:
         return module
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        """Return the Trainer's strategy, precision, plugins and callbacks, but not devices, clipping or steps."""
+        """Return the Trainer's strategy, precision, plugins and callbacks, but not devices or steps.
+
+        A system that clips by itself returns `gradient_clip_val=None`, too.
+        """
         return {"strategy": "auto", "precision": workload.precision}
 
     def configure_model(self, module: L.LightningModule, workload: Workload) -> None:

@@ -14,6 +14,10 @@ the strategy's arguments cover only some of them. These settings differ from the
 - Under `bf16-true`, masters and moments are bf16, as in plain training.
 - Zero-dimensional parameters become vectors of length one, because ZeRO's broadcast fails for them.
 
+With more device memory, ZeRO-3 leaves a share of the model there: `stage3_model_persistence_threshold` is that share of
+all parameters, without a threshold for a single one, and `ratio` is the share of the optimizer that stays on the host.
+The latter goes by whole groups, so `sub_group_size` is 1e8 then.
+
 Under `bf16-mixed`, DeepSpeed keeps weights in bf16 and masters in fp32 instead of casting per operation.
 """
 
@@ -28,7 +32,7 @@ from torch import nn
 from typing_extensions import override
 
 from suite.systems.scalars import WithoutScalars
-from suite.workloads import Kind, Workload
+from suite.workloads import Kind, Window, Workload
 
 _ADAMW_WEIGHT_DECAY = 0.01  # the default of torch.optim.AdamW; that of DeepSpeedCPUAdam is 0
 
@@ -98,7 +102,17 @@ class DeepSpeedZeRO3(DeepSpeedZeRO2):
 
     name = "deepspeed-zero3"
     title = "DeepSpeed ZeRO-3 offload"
+    takes_budgets = True
     stage: ClassVar[int] = 3
+
+    def __init__(self, window: Window | None = None, budget: int | None = None) -> None:
+        super().__init__(window, budget)
+        self._parameters = 0
+
+    @override
+    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
+        self._parameters = sum(parameter.numel() for parameter in module.parameters())
+        return super().prepare(module, workload, device)
 
     @override
     def config(self, workload: Workload) -> dict[str, Any]:
@@ -111,6 +125,14 @@ class DeepSpeedZeRO3(DeepSpeedZeRO2):
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,
         }
+        share = self.share_on_device(workload)
+        if share:
+            config["zero_optimization"] |= {
+                "stage3_param_persistence_threshold": self._parameters,
+                "stage3_model_persistence_threshold": int(share * self._parameters),
+                "sub_group_size": 100_000_000,
+            }
+            config["zero_optimization"]["offload_optimizer"]["ratio"] = 1 - share
         return config
 
     @override

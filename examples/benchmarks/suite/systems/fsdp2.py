@@ -10,6 +10,8 @@ Written against torch 2.15 and lightning 2.6.6. The settings, with their reasons
 - The process group uses gloo in addition to nccl, because without it the norm of gradients on the host cannot be
   computed (pytorch#148532).
 - Zero-dimensional parameters become vectors of length one, as `fully_shard` requires.
+- With more device memory, the first blocks are not offloaded: they are groups without `CPUOffloadPolicy`, and the
+  optimizer steps them on the device.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class FSDP2(WithoutScalars):
     name = "fsdp2"
     title = "FSDP2, CPU offload"
     kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
+    takes_budgets = True
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
@@ -41,18 +44,21 @@ class FSDP2(WithoutScalars):
 
     @override
     def configure_model(self, module: L.LightningModule, workload: Workload) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         settings = {
             "mesh": module.device_mesh["data_parallel"],
-            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if workload.precision == "bf16-mixed" else None
             ),
         }
-        for block in module.network.blocks():
-            fully_shard(block, **settings)
-        fully_shard(module.network, **settings)
+        on_host, on_device = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()), OffloadPolicy()
+        blocks = module.network.blocks()
+        resident = round(self.share_on_device(workload) * len(blocks))
+        for number, block in enumerate(blocks):
+            fully_shard(block, **settings, offload_policy=on_device if number < resident else on_host)
+        rest = on_device if resident == len(blocks) else on_host
+        fully_shard(module.network, **settings, offload_policy=rest)
 
 
 class _HostStrategy(ModelParallelStrategy):

@@ -41,8 +41,8 @@ class Paper(System):
     title = "the paper's scheme"
     takes_windows: ClassVar[bool] = True
 
-    def __init__(self, window: Window | None = None) -> None:
-        super().__init__(window or (2, 1))
+    def __init__(self, window: Window | None = None, budget: int | None = None) -> None:
+        super().__init__(window or (2, 1), budget)
         self._device = torch.device("cpu")
         self._strategy: PaperStrategy | None = None
 

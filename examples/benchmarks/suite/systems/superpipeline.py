@@ -1,7 +1,7 @@
 """This package's strategy: with its own choices, with given k and k_prime, and set to use less device memory.
 
-By default it uses all available device memory, if only to keep activations that would otherwise be recomputed. Systems
-that recompute all activations show how little it needs.
+By default it uses all available device memory, if only to keep activations that would otherwise be recomputed; with a
+budget, `memory_budget`. Systems that recompute all activations show how little it needs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Superpipeline(System):
     name = "superpipeline"
     title = "superpipeline"
     takes_windows = True
+    takes_budgets = True
     activations: ClassVar[ActivationPolicy] = "auto"
     observed_steps: ClassVar[int] = 2  # one that is left out, as in the callback's own recordings, and one that counts
 
-    def __init__(self, window: Window | None = None) -> None:
-        super().__init__(window)
+    def __init__(self, window: Window | None = None, budget: int | None = None) -> None:
+        super().__init__(window, budget)
         self._observer = _Observer(self.observed_steps)
 
     @override
@@ -41,7 +42,9 @@ class Superpipeline(System):
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         k, k_prime = self.window or ("auto", "auto")
-        strategy = sp_lightning.SuperpipelineStrategy(k=k, k_prime=k_prime, activations=self.activations)
+        strategy = sp_lightning.SuperpipelineStrategy(
+            k=k, k_prime=k_prime, activations=self.activations, memory_budget=self.budget
+        )
         return {"strategy": strategy, "precision": workload.precision, "callbacks": [self._observer]}
 
     @override
@@ -60,6 +63,7 @@ class SuperpipelineRecompute(Superpipeline):
     title = "superpipeline_recompute"
     kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
     takes_windows = False
+    takes_budgets = False
     activations = "recompute"
 
 
@@ -70,8 +74,8 @@ class SuperpipelineLeast(SuperpipelineRecompute):
     title = "superpipeline, recompute_offload, k=1"
     activations = "recompute_offload"
 
-    def __init__(self, window: Window | None = None) -> None:
-        super().__init__(window or (1, 1))
+    def __init__(self, window: Window | None = None, budget: int | None = None) -> None:
+        super().__init__(window or (1, 1), budget)
 
 
 class _Observer(L.Callback):

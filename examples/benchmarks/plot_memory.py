@@ -1,0 +1,218 @@
+"""Plot step time over device memory: what systems reached within a ladder of budgets, and what is planned for ours.
+
+    python examples/benchmarks/plot_memory.py results.json --output memory.svg         # as measured
+    python examples/benchmarks/plot_memory.py results.json --plan --output memory.svg  # and as planned
+
+The file is written by `bench.py run --set memory`; any other with a decoder does, too. `--plan` adds a line that nobody
+has measured: steps as the search of `sp-lightning plan` expects them, on a machine with the rates in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # contain the suite, the examples, the package
+sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
+
+from suite.results import Entry, entries  # noqa: E402
+from suite.sets import GIB, WORKLOADS  # noqa: E402
+
+from sp_lightning.planning.choose import TooLittleMemory, choose  # noqa: E402
+from sp_lightning.planning.estimate import Assumptions, estimate  # noqa: E402
+from sp_lightning.planning.report import readable_seconds  # noqa: E402
+from sp_lightning.timeline.picture import box, line, picture, round_steps, text, text_width  # noqa: E402
+
+WIDTH, LEGEND_LINE = 1120, 24
+LEFT, RIGHT, TOP, BOTTOM = 84, 1080, 108, 400
+COLORS = (
+    "backward", "stall", "load", "step", "gradients", "visit",
+    "state-up", "state-down", "offload", "fetch", "add", "edge",
+)  # fmt: skip
+_FEW = 3  # curves whose points have their seconds beside them
+_BUDGETS = (5, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 128)  # GiB that are planned with
+_BYTES_STEPPED = 26  # that AdamW reads and writes on the host for a parameter
+# of the rate of one large matrix product, what plain training of 1.5B reached on an H200 (docs/performance.md)
+_REACHED = 0.4
+
+
+@dataclass
+class Curve:
+    """One system's steps.
+
+    Attributes:
+        title: The system, for the legend.
+        is_planned: Whether nobody has measured it.
+        points: Device memory in GiB, and seconds of a step.
+    """
+
+    title: str
+    is_planned: bool = False
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+
+def measured(of_workload: Sequence[Entry]) -> list[Curve]:
+    """Return a curve for each system whose device memory was counted; systems without budgets have one point.
+
+    Args:
+        of_workload: All entries of a workload.
+    """
+    curves: dict[str, Curve] = {}
+    for entry in of_workload:
+        nbytes = entry.device_bytes or entry.counted_device_bytes if entry.ok else None
+        if nbytes is not None and entry.window is None:
+            title = entry.title.partition(", in ")[0]
+            curves.setdefault(entry.system, Curve(title)).points.append((nbytes / GIB, entry.seconds))
+    return list(curves.values())
+
+
+def planned(name: str, rooflines: Mapping[str, Any]) -> Curve:
+    """Return what the planner expects of a workload, without measuring anything.
+
+    The bench's networks compute their loss in slices (`chunked_cross_entropy`), which take less than a unit does, so
+    logits are not counted.
+
+    Args:
+        name: Name of the workload, which is one of a decoder.
+        rooflines: The rates of the machine.
+    """
+    workload = WORKLOADS[name]
+    both, up, down = (rooflines[f"{way}_bytes_per_second"] / 1e9 for way in ("both_ways", "to_device", "to_host"))
+    given = Assumptions(
+        to_device=up,
+        to_host=down,
+        both_ways=both,
+        compute=_REACHED * rooflines["matmul_flops"]["bfloat16"] / 1e12,
+        host_bandwidth=_BYTES_STEPPED * rooflines["adamw_parameters_per_second"]["float32"] / 1e9,
+        precision=workload.precision,  # type: ignore[arg-type]
+        gradient_clip_val=workload.clipping,
+        tokens=workload.samples * workload.items_per_sample,
+    )
+    with torch.device("meta"):
+        work, machine = estimate(workload.network(), given)
+    work = replace(work, outside_bytes=max(way.working for unit in work.units for way in unit.ways))
+    curve = Curve("superpipeline, planned and not measured", is_planned=True)
+    for budget in _BUDGETS:
+        try:
+            step = choose(work, machine, budget * GIB)
+        except TooLittleMemory:
+            continue
+        point = step.device_bytes / GIB, step.seconds
+        if point in curve.points:  # more memory makes no difference
+            break
+        curve.points.append(point)
+    return curve
+
+
+def plot(result: Mapping[str, Any], name: str, curves: Sequence[Curve]) -> str:
+    """Draw seconds over GiB as SVG, with a line for each curve; what is planned has rings instead of dots.
+
+    Args:
+        result: A result of `bench.py run`.
+        name: Name of the workload.
+        curves: What to draw.
+
+    Raises:
+        ValueError: If there are no points.
+    """
+    points = [point for curve in curves for point in curve.points]
+    if not points:
+        raise ValueError("There is nothing to draw: device memory was not counted, or nothing ran.")
+    widest, slowest = (1.06 * max(values) for values in zip(*points, strict=True))
+
+    def place(gigabytes: float, seconds: float) -> tuple[float, float]:
+        return LEFT + (RIGHT - LEFT) * gigabytes / widest, BOTTOM - (BOTTOM - TOP) * seconds / slowest
+
+    is_planned = any(curve.is_planned for curve in curves)
+    shapes = list(_head(result, name, is_planned))
+    for value in round_steps(slowest, 5):
+        _, y = place(0, value)
+        shapes += [line([(LEFT, y), (RIGHT, y)], "grid"), _mark(LEFT - 8, y + 4, readable_seconds(value), "end")]
+    for value in round_steps(widest, 10):
+        x, _ = place(value, 0)
+        shapes.append(_mark(x, BOTTOM + 18, f"{value:.4g}", "middle"))
+    shapes.append(_mark(RIGHT, BOTTOM + 38, "device memory, GiB", "end"))
+    ordered = [replace(curve, points=sorted(curve.points)) for curve in curves]
+    for curve, color in zip(ordered, COLORS, strict=False):
+        shapes.append(line([place(*point) for point in curve.points], color, 2.5))
+        for point in curve.points:
+            x, y = place(*point)
+            shapes += _dot(x, y, color, curve.is_planned)
+            if len(curves) <= _FEW:
+                shapes.append(text(x, y - 11, readable_seconds(point[1]), 11, "text", "middle"))
+    rows = list(_legend(ordered))
+    return picture(WIDTH, BOTTOM + 52 + LEGEND_LINE * len(rows), [*shapes, *(shape for row in rows for shape in row)])
+
+
+def _head(result: Mapping[str, Any], name: str, is_planned: bool) -> Iterator[str]:
+    """Say what is trained, on which machine, and what was measured of it."""
+    description = result["workloads"][name]
+    items = f"{description['samples'] * description['items_per_sample']:,} {description['items']}"
+    clipping = "" if description["clipping"] is None else ", clipping by norm"
+    yield text(28, 40, f"Time of a step over device memory: {name}", 20, bold=True)
+    machine = f"{items} a step{clipping}. {result['machine']['gpu'] or 'CPU, emulated device'}, "
+    if is_planned:
+        machine += f"dots measured on {result['began'][:10]}; rings planned with the rates measured then, not measured"
+    else:
+        machine += f"measured on {result['began'][:10]}"
+    yield text(28, 64, machine, 13, "muted")
+
+
+def _legend(curves: Sequence[Curve]) -> Iterator[list[str]]:
+    """Yield rows of names, as many in a row as there is room for."""
+    x, y = 28.0, BOTTOM + 62.0
+    row: list[str] = []
+    for curve, color in zip(curves, COLORS, strict=False):
+        width = 16 + text_width(curve.title, 12) + 28
+        if row and x + width > WIDTH:
+            yield row
+            x, y, row = 28.0, y + LEGEND_LINE, []
+        row += [*_dot(x + 5, y - 4, color, curve.is_planned), text(x + 16, y, curve.title, 12)]
+        x += width
+    yield row
+
+
+def _mark(x: float, y: float, words: str, anchor: Literal["start", "middle", "end"]) -> str:
+    return text(x, y, words, 11, "muted", anchor)
+
+
+def _dot(x: float, y: float, color: str, is_ring: bool) -> list[str]:
+    shapes = [box(x - 5, y - 5, 10, 10, color, radius=5)]
+    if is_ring:
+        shapes.append(box(x - 2.5, y - 2.5, 5, 5, "page", radius=2.5))
+    return shapes
+
+
+def main() -> None:
+    """Read the results, draw them, and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="file written by bench.py run")
+    parser.add_argument("--workload", metavar="NAME", help="by default the first in the file")
+    parser.add_argument("--plan", action="store_true", help="draw what is planned, too")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write, an .svg")
+    options = parser.parse_args()
+    if options.output.suffix != ".svg":
+        parser.error(f"--output {options.output} must end in .svg")
+    if not options.result.is_file():
+        parser.error(f"{options.result} is not a file")
+    result = json.loads(options.result.read_text(encoding="utf-8"))
+    found = entries(result)
+    name = options.workload or next(iter(found), "")
+    if name not in found:
+        parser.error(f"--workload {name!r} is not in {options.result}, which has {', '.join(found) or 'none'}")
+    curves = measured(found[name])
+    if options.plan:
+        curves.insert(0, planned(name, result["rooflines"]))
+    options.output.write_text(plot(result, name, curves), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
