@@ -28,7 +28,9 @@ def python(*arguments: str | Path, cwd: Path, **environment: str) -> str:
 def tracked() -> set[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("an sdist is not built of an sdist")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    # whoever owns the checkout, as in a container
+    listing = ["git", "-c", "safe.directory=*", "ls-files"]
+    listed = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
 
