@@ -1,4 +1,4 @@
-"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed. Shared with pairs.py."""
+"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed. pairs.py reads like it."""
 
 from __future__ import annotations
 

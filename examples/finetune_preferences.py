@@ -3,7 +3,7 @@ r"""Teach a language model which of two answers is preferred (DPO, arXiv 2305.18
 The answer that was chosen should become more probable, compared with a reference, than the one that was rejected. The
 reference is the model as it was: without its adapters, or with `--train full` a frozen copy, which streams as well.
 
-    python examples/finetune_preferences.py             # a tiny random model learns to prefer right answers about HTTP
+    python examples/finetune_preferences.py             # a tiny random model learns to answer in a friendly way
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
         --train full --lr 5e-7 --precision bf16-true --optimizer int8   # 6 bytes a parameter, and 2 of the reference
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
@@ -112,15 +112,18 @@ class PreferenceLM(CausalLM):
 
     def margins(self, batch: dict[str, Tensor]) -> Tensor:
         """Return by how much the reward of each chosen answer exceeds that of the rejected one."""
-        with torch.no_grad():  # first: backward finds on the device what the model's own forward has left there
-            if self.reference is not None:
-                expected = log_probabilities(self.reference, batch)
-            else:
-                with without_adapters(self.model):
-                    expected = log_probabilities(self.model, batch)
-        rewards = self.hparams["beta"] * (log_probabilities(self.model, batch) - expected)
+        before = self.log_probabilities_before(batch)  # first: backward begins with what is left on the device
+        rewards = self.hparams["beta"] * (log_probabilities(self.model, batch) - before)
         chosen, rejected = rewards.chunk(2)
         return chosen - rejected
+
+    @torch.no_grad()
+    def log_probabilities_before(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the log-probability that the reference gives to each answer."""
+        if self.reference is not None:
+            return log_probabilities(self.reference, batch)
+        with without_adapters(self.model):
+            return log_probabilities(self.model, batch)
 
 
 def log_probabilities(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
@@ -132,8 +135,8 @@ class PreferenceData(L.LightningDataModule):
     """Pairs of answers for training and validation.
 
     Args:
-        pairs: A file of JSON lines with `chosen` and `rejected`; its last tenth is for validation. `None` uses right
-            and wrong answers about HTTP.
+        pairs: A file of JSON lines with `chosen` and `rejected`; its last tenth is for validation. `None` uses
+            friendly and rude answers about HTTP.
         model: Name of the hub model whose tokenizer and template are used. `None` tokenizes into bytes.
         batch_size: Pairs per batch.
         length: Tokens of prompt and answer; longer ones are cut.
@@ -191,7 +194,7 @@ class PrintMargins(L.Callback):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, epochs=4, batch_size=8, lr=5e-4)
+    recipe.add_training(parser, epochs=3, batch_size=8, lr=5e-4)
     data = add_model(parser)
     data.add_argument("--pairs", type=recipe.file, metavar="FILE", help="JSON lines with chosen and rejected answers")
     data.add_argument("--length", type=recipe.positive, default=256, help="tokens of both parts (default: %(default)s)")

@@ -43,11 +43,12 @@ class Adapted(nn.Module):
         self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the layer's and the adapter's output."""
+        """Return the sum of the layer's and the adapter's output, or the layer's alone."""
+        output = self.base(x)
         if not self.is_on:
-            return self.base(x)
+            return output
         change = self.up(self.down(x.to(self.down.weight.dtype)))  # in fp32, even if the base is in bf16
-        return self.base(x) + (change * self.scale).to(x.dtype)
+        return output + (change * self.scale).to(output.dtype)
 
 
 def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> None:

@@ -32,26 +32,24 @@ def how(request) -> list[str]:
 
 def test_margins_rise_with_the_numbers_of_plain_training(how, capsys, monkeypatch):
     kept = [recipe.Losses(), recipe.Losses()]
-    runs = iter(kept)
-    monkeypatch.setattr(recipe, "Losses", lambda: next(runs))
+    monkeypatch.setattr(recipe, "Losses", iter(kept).__next__)
     printed = []
     for arguments in (["--k=1", "--activations=recompute", "--save=saved"], ["--strategy=auto"]):
         assert not main([*SMALL, *how, "--epochs=2", *arguments])
         printed.append(re.findall(r"loss (\S+), margin (\S+), accuracy (\d+)%", capsys.readouterr().out))
     assert printed[0] == printed[1]
     assert kept[0].values == kept[1].values
-    before, *epochs = [tuple(map(float, values)) for values in printed[0]]
-    assert before == (0.6931, 0, 50)
-    assert before[0] > epochs[0][0] > epochs[1][0]
-    assert before[1] < epochs[0][1] < epochs[1][1]
-    assert epochs[1][2] > 90
-    assert kept[0].values[-1] < 0.3 * kept[0].values[0]
+    losses, margins, accuracies = zip(*[map(float, values) for values in printed[0]], strict=True)
+    assert losses[0] == 0.6931 > losses[1] > losses[2]
+    assert margins[0] == 0 < margins[1] < margins[2]
+    assert accuracies[0] == 50 < 90 < accuracies[2]
     _, differences = AutoModelForCausalLM.from_pretrained("saved", output_loading_info=True)
     assert not any(differences.values())
 
 
 QUESTION = {"role": "user", "content": "dog?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("bark", "bah"))
+PAIR = {"prompt": "dog?", "chosen": "bark", "rejected": "meow"}
 WHOLE = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
 
 
@@ -69,11 +67,11 @@ def test_the_loss_is_that_of_the_paper(train):
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         return log_softmax(logits, -1)[range(start - 1, len(tokens) - 1), tokens[start:]].sum()
 
-    losses = []
+    expected = 0
     for texts in data.train[:3]:
         chosen, rejected = (answered(module.model, text) - answered(frozen, text).detach() for text, _ in texts)
-        losses.append(-torch.log(torch.sigmoid(0.3 * (chosen - rejected))))
-    loss, expected = module.measures(data.collate(data.train[:3]))["loss"], sum(losses) / 3
+        expected -= torch.log(torch.sigmoid(0.3 * (chosen - rejected))) / 3
+    loss = module.measures(data.collate(data.train[:3]))["loss"]
     torch.testing.assert_close(loss, expected)
     gradients = (torch.autograd.grad(value, trained) for value in (loss, expected))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
@@ -92,9 +90,6 @@ def test_all_forms_of_a_pair_are_the_same(lines):
     first, *others = [encode_pair(tokenizer, make_pair("", line), 99) for line in lines]
     assert all(other == first for other in others)
     assert [tokenizer.decode([token for token in labels if token >= 0]) for _, labels in first] == ["rk</s>", "h</s>"]
-
-
-PAIR = {"prompt": "dog?", "chosen": "bark", "rejected": "meow"}
 
 
 @pytest.mark.parametrize(
@@ -116,8 +111,8 @@ PAIR = {"prompt": "dog?", "chosen": "bark", "rejected": "meow"}
     ],
 )
 def test_what_is_refused(line, arguments, message, capsys):
-    second = line if isinstance(line, str) else json.dumps(line)
-    Path("pairs.jsonl").write_text(f"{json.dumps(PAIR)}\n{second}", encoding="utf-8")
+    lines = [json.dumps(PAIR), line if isinstance(line, str) else json.dumps(line)]
+    Path("pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
     make_tokenizer(None).save_pretrained("bare")
     with pytest.raises(SystemExit) as stop:
         main([*SMALL, "--pairs=pairs.jsonl", *arguments])
