@@ -1,10 +1,11 @@
-"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed."""
+"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed. pairs.py reads like it."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -12,35 +13,59 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
+MESSAGES = 'messages with "role" and "content", which are texts'
+Found = TypeVar("Found")
 Message = dict[str, str]
 Text = tuple[list[int], list[int]]  # tokens, and the same as labels, with IGNORED for what is not learned
 
 
-def read_chats(path: str) -> Iterator[tuple[str, list[Message]]]:
-    """Yield the chats of a file of JSON lines, each with its place."""
+def read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines, each with its place."""
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             place = f"{path}, line {number}"
             if line.strip():
                 try:
-                    messages = json.loads(line)["messages"]
+                    found = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{place}: not JSON: {error.msg}") from None
-                except (TypeError, KeyError):
-                    raise ValueError(f'{place}: a chat without "messages"') from None
-                check(place, messages)
-                yield place, messages
+                if not isinstance(found, dict):
+                    raise ValueError(f"{place}: not a JSON object")
+                yield place, found
 
 
-def check(place: str, messages: object) -> None:
-    """Report what is not a chat to learn from."""
-    if not isinstance(messages, list) or not all(
+def read_chats(path: str) -> Iterator[tuple[str, list[Message]]]:
+    """Yield the chats of a file of JSON lines, each with its place."""
+    for place, line in read_lines(path):
+        if "messages" not in line:
+            raise ValueError(f'{place}: a chat without "messages"')
+        messages = line["messages"]
+        if not are_messages(messages):
+            raise ValueError(f'{place}: "messages" must be a list of {MESSAGES}')
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"{place}: no message of the assistant to learn from")
+        yield place, messages
+
+
+def are_messages(found: object) -> bool:
+    """Tell whether this is what MESSAGES says."""
+    return isinstance(found, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
-    ):
-        raise ValueError(f'{place}: "messages" must be a list of messages with "role" and "content", which are texts')
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{place}: no message of the assistant to learn from")
+        for message in found
+    )
+
+
+def split(found: list[Found], path: str | None) -> tuple[list[Found], list[Found]]:
+    """Return what is for training, and the last tenth, which is for validation.
+
+    Raises:
+        ValueError: If nothing would be left to learn from.
+
+    """
+    held_out = max(1, len(found) // 10)
+    if len(found) <= held_out:
+        raise ValueError(f"{path}: too few lines, as a tenth, or at least one, is for validation")
+    return found[:-held_out], found[-held_out:]
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:

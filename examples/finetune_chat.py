@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import lightning as L
 import recipe
-from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats
+from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
 from lora_lm import add_adapters, add_rank, merge_adapters
 from offline import chats_about_http
@@ -144,12 +144,10 @@ class ChatData(L.LightningDataModule):
         self.length = length
         self.tokenizer = make_chat_tokenizer(model)
         found = [("", messages) for messages in chats_about_http()] if chats is None else list(read_chats(chats))
-        held_out = max(1, len(found) // 10)
-        if len(found) <= held_out:
-            raise ValueError(f"{chats}: too few chats, as a tenth, or at least one, is for validation")
-        self.train = self.rows(found[:-held_out])
-        self.val = self.rows(found[-held_out:])
-        self.asked = [messages for _, messages in found[-held_out:]][:samples]
+        learned, held_out = split(found, chats)
+        self.train = self.rows(learned)
+        self.val = self.rows(held_out)
+        self.asked = [messages for _, messages in held_out][:samples]
 
     def rows(self, chats: list[tuple[str, list[Message]]]) -> list[list[Text]]:
         """Return chats as rows of texts, without those of which nothing that is learned is left."""

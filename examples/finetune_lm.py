@@ -24,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import recipe
@@ -120,12 +120,7 @@ class CausalLM(L.LightningModule):
 
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Return `self.model(input_ids=tokens, labels=labels).loss`, without all logits in memory at once."""
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
-        head = self.model.get_output_embeddings()
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma's
-        return sp_lightning.chunked_cross_entropy(
-            hidden, head.weight, labels, bias=head.bias, softcap=softcap, shift=True
-        )
+        return cross_entropy(self.model, tokens, labels, "mean", **inputs)
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the tokens that transformers' `generate` appends to each prompt."""
@@ -136,6 +131,22 @@ class CausalLM(L.LightningModule):
         """Return AdamW over the weights that are trained."""
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=self.hparams["lr"])
+
+
+def cross_entropy(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    reduction: Literal["mean", "none"],
+    **inputs: torch.Tensor,
+) -> torch.Tensor:
+    """Return the loss of predicting each label from the tokens before it, without all logits in memory at once."""
+    hidden = model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+    head = model.get_output_embeddings()
+    softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma's
+    return sp_lightning.chunked_cross_entropy(
+        hidden, head.weight, labels, bias=head.bias, reduction=reduction, softcap=softcap, shift=True
+    )
 
 
 def load(model: str, dtype: torch.dtype, four_bit: bool) -> PreTrainedModel:

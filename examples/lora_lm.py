@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -39,11 +40,15 @@ class Adapted(nn.Module):
         self.up = nn.Linear(rank, base.out_features, bias=False)
         nn.init.zeros_(self.up.weight)  # the adapter changes nothing at first
         self.scale = alpha / rank
+        self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the layer's and the adapter's output."""
+        """Return the sum of the layer's and the adapter's output, or the layer's alone."""
+        output = self.base(x)
+        if not self.is_on:
+            return output
         change = self.up(self.down(x.to(self.down.weight.dtype)))  # in fp32, even if the base is in bf16
-        return self.base(x) + (change * self.scale).to(x.dtype)
+        return output + (change * self.scale).to(output.dtype)
 
 
 def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> None:
@@ -56,6 +61,19 @@ def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> 
         raise ValueError(f"{type(model).__name__} has no linear layers to adapt: try peft, which knows other kinds")
     for name, layer in layers.items():
         model.set_submodule(name, Adapted(layer, rank, alpha))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what it did before it got adapters."""
+    adapters = [module for module in model.modules() if isinstance(module, Adapted)]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
 
 
 @torch.no_grad()

@@ -54,8 +54,8 @@ def zen_of_python() -> str:
     return codecs.decode(this.s, "rot13")
 
 
-def chats_about_http() -> list[list[dict[str, str]]]:
-    """Return chats in which users ask for the meaning of HTTP's status codes, in varied words; none asks twice."""
+def questions_about_http(rng: random.Random) -> list[list[dict[str, str]]]:
+    """Return questions for the meaning of HTTP's status codes, in varied words, with answers; none is asked twice."""
     words = ["What does {} mean?", "What is {}?", "Explain {}.", "Tell me about {}."]
     names = ["HTTP {}", "status {}", "code {}", "the answer {}"]
     told = [
@@ -68,14 +68,36 @@ def chats_about_http() -> list[list[dict[str, str]]]:
         for question in words
         for name in names
     ]
-    rng = random.Random(0)
     rng.shuffle(told)
+    return told
+
+
+def chats_about_http() -> list[list[dict[str, str]]]:
+    """Return chats with one question or several about HTTP's status codes."""
+    rng = random.Random(0)
+    told = questions_about_http(rng)
     chats = []
     while told:
         turns = rng.randint(1, 3)
         chats.append([message for turn in told[:turns] for message in turn])
         told = told[turns:]
     return chats
+
+
+def preferences_about_http() -> list[dict[str, list[dict[str, str]]]]:
+    """Return the same questions, each with a friendly answer, which is preferred, and a rude one."""
+    friendly = ["Gladly: {}.", "Of course: {}.", "Good question! {}."]
+    rude = ["Obviously {}.", "Look it up: {}.", "Who cares? {}."]
+    rng = random.Random(0)
+
+    def says(words: list[str], answer: dict[str, str]) -> list[dict[str, str]]:
+        return [{**answer, "content": rng.choice(words).format(answer["content"])}]
+
+    told = questions_about_http(rng)
+    return [
+        {"prompt": [question], "chosen": says(friendly, answer), "rejected": says(rude, answer)}
+        for question, answer in told
+    ]
 
 
 @functools.cache

@@ -247,6 +247,7 @@ TINY = {
     "finetune_lm_compact": ["--model.layers=4", "--model.hidden=32"],
     "lora_lm": ["--model.layers=4", "--model.hidden=32"],
     "finetune_chat": ["--model.layers=2"],
+    "finetune_preferences": ["--model.layers=2", "--trainer.limit_val_batches=1"],
     "finetune_vlm": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
     "finetune_perceptual": ["--data.batch_size=4", "--data.count=8"],
     "pretrain": ["--model.layers=2", "--model.hidden=32"],

@@ -135,7 +135,7 @@ GOOD = json.dumps({"messages": turn("dog?", "bark")})
         ([GOOD, '{"messages": []}'], [], "line 2: no message of the assistant to learn from"),
         (['{"messages": [{"role": "user"}]}'], [], 'line 1: "messages" must be a list of messages with "role" and'),
         ([GOOD.replace("user", "tool"), GOOD], [], "line 1: the chat template refuses it: unknown role"),
-        ([GOOD], [], "too few chats"),
+        ([GOOD], [], "too few lines"),
         ([GOOD.replace("dog?", "d" * 300)] * 2, [], "no answer begins within the first 128 tokens of a chat"),
         ([GOOD] * 2, ["--train=qlora"], "name one"),
         ([GOOD] * 2, ["--train=qlora", "--model=bare"], "pip install bitsandbytes accelerate"),
