@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -22,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning import chunked_cross_entropy
 
 from .helpers import Run, assert_same_story
-from .lightning_modules import WIDTH as MODULE_WIDTH
-from .lightning_modules import Base, assert_same_training
 from .zoo.blocks import WIDTH, Block
 
 IGNORED = -100
@@ -328,23 +325,3 @@ def test_streamed(arguments, autocast):
                 run.evaluate(f"evaluation after step {step}", 2 * step)
 
     assert_same_story(story, partial(LanguageModel, **arguments), k=1, units=[Block, Head])
-
-
-class Classifier(Base):
-    """The strategy's own test module, with its head's loss in chunks."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        for block in self.blocks:
-            x = block(x)
-        assert x.shape[-1] == MODULE_WIDTH
-        return chunked_cross_entropy(x, self.head.weight, y, bias=self.head.bias, chunk_size=1)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
-def test_under_lightning(precision):
-    def arguments() -> dict[str, Any]:
-        chosen = {"precision": precision} if precision != "16-mixed" else {"plugins": MixedPrecision("16-mixed", "cpu")}
-        return {**chosen, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-
-    assert_same_training(Classifier, arguments=arguments)

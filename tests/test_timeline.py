@@ -7,21 +7,17 @@ import math
 import re
 import shutil
 import subprocess
-from contextlib import nullcontext
 from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
-from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
+from sp_lightning.pipeline import Kind, Lane, Recording, Span
 from sp_lightning.timeline import LANES, break_down, write_timeline
 from sp_lightning.timeline.picture import COLORS, where_time_goes
 
 from .recordings import make_recording
-from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
-from .zoo.blocks import Chain
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
@@ -79,43 +75,6 @@ def test_the_bottleneck_of_a_recorded_step(machine, lane, words):
     numbers = break_down(make_recording(steps=4, **machine))
     assert numbers.bottleneck is lane
     assert words in numbers.headline()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("in_backward", [True, False], ids=["stepped in backward", "under the next forward"])
-@pytest.mark.parametrize(
-    ("machine", "lane"),
-    [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.COMPUTE], strict=True)],
-)
-def test_the_bottleneck_of_a_simulated_step(machine, lane, in_backward, activations):
-    """The engine itself on virtual clocks: the lane that is named is the one with the most to do."""
-    units, per_ms = 20, MACHINES[machine]
-    backend = SimulatedBackend(
-        1e3 * UNIT_BYTES / per_ms.up, 1e3 * UNIT_BYTES / per_ms.down, 1e3 * STEP_BYTES / per_ms.step
-    )
-    model = Chain(TimedBlock(WIDTH, backend, per_ms.forward / 1e3, per_ms.backward / 1e3) for _ in range(units))
-    options = PipelineOptions(2, 1, units=[TimedBlock], activations=activations)
-    pipeline = Pipeline(model, "cpu", options=options, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step():
-        loss = model(torch.ones(1, WIDTH)).sum()
-        with pipeline.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    with pipeline.record() as recording:
-        for _ in range(3):
-            step()
-    pipeline.detach()
-    recording.steps = recording.steps[1:]
-    numbers = break_down(recording)
-    assert numbers.bottleneck is lane
-    assert numbers.busy[Lane.COMPUTE] == pytest.approx(2 * units * (per_ms.forward + per_ms.backward) / 1e3)
-    assert numbers.elsewhere == pytest.approx(0, abs=1e-6)
 
 
 def test_a_step_of_mostly_idle_time_has_no_bottleneck():
