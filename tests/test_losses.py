@@ -68,9 +68,6 @@ def distance(actual: Tensor, truth: Tensor) -> float:
     return float((actual.detach().double() - truth).abs().max() / truth.abs().max())
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
 @given(
     shape=st.lists(st.integers(1, 4), max_size=3).map(tuple),
     vocabulary=st.integers(1, 40),
@@ -172,9 +169,6 @@ def test_labels_that_are_all_ignored_give_what_torch_gives(count):
     assert chunked_cross_entropy(hidden, weight, labels, reduction="sum") == 0
 
 
-# ------------------------------------------------------------------------------------------------ memory and operations
-
-
 class Watch(TorchDispatchMode):
     """Counts matrix products, and follows the memory of all tensors that operations make."""
 
@@ -246,17 +240,11 @@ def test_only_what_is_needed_is_computed(trained, products):
         assert (tensor.grad is not None) == (name in trained.split())
 
 
-# ------------------------------------------------------------------------------------------------------------- autograd
-
-
 def test_second_derivatives_are_refused():
     hidden, weight, _, labels = inputs((6,))
     loss = chunked_cross_entropy(hidden, weight, labels)
     with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*F\.cross_entropy\(F\.linear"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 @pytest.mark.parametrize(
@@ -280,9 +268,6 @@ def test_bad_input(changes, message):
     tensors = {"hidden": torch.zeros(6, 8), "weight": torch.zeros(50, 8), "labels": torch.zeros(6, dtype=torch.long)}
     with pytest.raises(ValueError, match=message):
         chunked_cross_entropy(**{**tensors, **changes})
-
-
-# ----------------------------------------------------------------------------------------------------- under the engine
 
 
 class Head(nn.Linear):

@@ -26,9 +26,6 @@ def span(kind: Kind, begin: float, end: float, name: str = "blocks.0", nbytes: i
     return Span(kind.lane, kind, name, begin, end, nbytes)
 
 
-# ------------------------------------------------------------------------------------------------------- in numbers
-
-
 def test_a_recording_in_numbers():
     """By hand: a stall inside of a forward is no computing, work outside of the steps does not count."""
     numbers = break_down(
@@ -84,9 +81,6 @@ def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     numbers = break_down(recording)
     assert numbers.bottleneck is None
     assert "In 33% of the time no unit computes" in numbers.headline()
-
-
-# ---------------------------------------------------------------------------------------------------------- as files
 
 
 def test_a_page_that_needs_nothing(tmp_path):
@@ -149,9 +143,6 @@ def test_other_files_are_refused():
     with pytest.raises(ValueError, match="has no step"):
         write_timeline(Recording(), "new/a.html")
     assert not list(Path().iterdir())
-
-
-# -------------------------------------------------------------------------------------------------------- in a browser
 
 
 SCRIPT = """
