@@ -249,7 +249,7 @@ SHAPES: dict[str, Callable[[Any], type]] = {
     )
 }  # fmt: skip
 
-WITH_ARGUMENTS = sorted(SHAPES.keys() - {"dataclass"})
+WITH_ARGUMENTS = sorted(SHAPES.keys() - {"dataclass", "own_deepcopy", "own_reduce"})
 """Those that a class may have which is made with arguments."""
 
 

@@ -100,8 +100,6 @@ def test_arguments(argument, value, expected):
     assert type(getattr(options, argument)) is type(expected)
 
 
-# ------------------------------------------------------------------------------------------------------- sp-lightning
-
 BORING = "lightning.pytorch.demos.boring_classes.BoringModel"
 QUIET = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
 QUICK = [*QUIET, "--trainer.max_steps=1", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -22,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning import chunked_cross_entropy
 
 from .helpers import Run, assert_same_story
-from .lightning_modules import WIDTH as MODULE_WIDTH
-from .lightning_modules import Base, assert_same_training
 from .zoo.blocks import WIDTH, Block
 
 IGNORED = -100
@@ -69,9 +66,6 @@ def gradients(loss: Tensor, wanted: list[Tensor], outer: Tensor | float = 1.0) -
 def distance(actual: Tensor, truth: Tensor) -> float:
     """The largest error, relative to the largest element."""
     return float((actual.detach().double() - truth).abs().max() / truth.abs().max())
-
-
-# ------------------------------------------------------------------------------------------------------------- numbers
 
 
 @given(
@@ -175,9 +169,6 @@ def test_labels_that_are_all_ignored_give_what_torch_gives(count):
     assert chunked_cross_entropy(hidden, weight, labels, reduction="sum") == 0
 
 
-# ------------------------------------------------------------------------------------------------ memory and operations
-
-
 class Watch(TorchDispatchMode):
     """Counts matrix products, and follows the memory of all tensors that operations make."""
 
@@ -249,17 +240,11 @@ def test_only_what_is_needed_is_computed(trained, products):
         assert (tensor.grad is not None) == (name in trained.split())
 
 
-# ------------------------------------------------------------------------------------------------------------- autograd
-
-
 def test_second_derivatives_are_refused():
     hidden, weight, _, labels = inputs((6,))
     loss = chunked_cross_entropy(hidden, weight, labels)
     with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*F\.cross_entropy\(F\.linear"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 @pytest.mark.parametrize(
@@ -283,9 +268,6 @@ def test_bad_input(changes, message):
     tensors = {"hidden": torch.zeros(6, 8), "weight": torch.zeros(50, 8), "labels": torch.zeros(6, dtype=torch.long)}
     with pytest.raises(ValueError, match=message):
         chunked_cross_entropy(**{**tensors, **changes})
-
-
-# ----------------------------------------------------------------------------------------------------- under the engine
 
 
 class Head(nn.Linear):
@@ -328,23 +310,3 @@ def test_streamed(arguments, autocast):
                 run.evaluate(f"evaluation after step {step}", 2 * step)
 
     assert_same_story(story, partial(LanguageModel, **arguments), k=1, units=[Block, Head])
-
-
-class Classifier(Base):
-    """The strategy's own test module, with its head's loss in chunks."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        for block in self.blocks:
-            x = block(x)
-        assert x.shape[-1] == MODULE_WIDTH
-        return chunked_cross_entropy(x, self.head.weight, y, bias=self.head.bias, chunk_size=1)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
-def test_under_lightning(precision):
-    def arguments() -> dict[str, Any]:
-        chosen = {"precision": precision} if precision != "16-mixed" else {"plugins": MixedPrecision("16-mixed", "cpu")}
-        return {**chosen, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-
-    assert_same_training(Classifier, arguments=arguments)

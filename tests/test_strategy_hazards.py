@@ -336,14 +336,10 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place, monkeypatch
     assert_same_training(lambda: Large(place, RuntimeError), drive)
 
 
-# Hazard 10, copies, is in test_exact_mechanisms.py, 18, hooks on parameters, in test_overlap.py and the zoo, and 19,
-# requires_grad, in test_exact_random_stories.py.
-
-# Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
-# that checkpoints take, is in test_checkpoint.py.
-
-
-# Hazard 24, more than one process, is in test_processes.py; hazard 25, a compiled LightningModule, in test_strategy.py.
+# Hazard 10, copies, is in test_exact_mechanisms.py; 18, hooks on parameters, in test_overlap.py and the zoo; 19,
+# requires_grad, in test_exact_random_stories.py; 07, inference tensors, and 21, clipping, are among the Trainer's
+# arguments in test_strategy.py; 22, the memory that checkpoints take, is in test_checkpoint.py; 24, more than one
+# process, in test_processes.py; 25, a compiled LightningModule, in test_strategy.py.
 
 
 def test_hazard_26_ranks_without_a_question_to_the_cluster(monkeypatch):

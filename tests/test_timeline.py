@@ -7,30 +7,23 @@ import math
 import re
 import shutil
 import subprocess
-from contextlib import nullcontext
 from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
-from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
+from sp_lightning.pipeline import Kind, Lane, Recording, Span
 from sp_lightning.timeline import LANES, break_down, write_timeline
 from sp_lightning.timeline.picture import COLORS, where_time_goes
 
 from .recordings import make_recording
-from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
-from .zoo.blocks import Chain
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
 
 def span(kind: Kind, begin: float, end: float, name: str = "blocks.0", nbytes: int = 0) -> Span:
     return Span(kind.lane, kind, name, begin, end, nbytes)
-
-
-# ------------------------------------------------------------------------------------------------------- in numbers
 
 
 def test_a_recording_in_numbers():
@@ -81,43 +74,6 @@ def test_the_bottleneck_of_a_recorded_step(machine, lane, words):
     assert words in numbers.headline()
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("in_backward", [True, False], ids=["stepped in backward", "under the next forward"])
-@pytest.mark.parametrize(
-    ("machine", "lane"),
-    [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.COMPUTE], strict=True)],
-)
-def test_the_bottleneck_of_a_simulated_step(machine, lane, in_backward, activations):
-    """The engine itself on virtual clocks: the lane that is named is the one with the most to do."""
-    units, per_ms = 20, MACHINES[machine]
-    backend = SimulatedBackend(
-        1e3 * UNIT_BYTES / per_ms.up, 1e3 * UNIT_BYTES / per_ms.down, 1e3 * STEP_BYTES / per_ms.step
-    )
-    model = Chain(TimedBlock(WIDTH, backend, per_ms.forward / 1e3, per_ms.backward / 1e3) for _ in range(units))
-    options = PipelineOptions(2, 1, units=[TimedBlock], activations=activations)
-    pipeline = Pipeline(model, "cpu", options=options, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step():
-        loss = model(torch.ones(1, WIDTH)).sum()
-        with pipeline.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    with pipeline.record() as recording:
-        for _ in range(3):
-            step()
-    pipeline.detach()
-    recording.steps = recording.steps[1:]
-    numbers = break_down(recording)
-    assert numbers.bottleneck is lane
-    assert numbers.busy[Lane.COMPUTE] == pytest.approx(2 * units * (per_ms.forward + per_ms.backward) / 1e3)
-    assert numbers.elsewhere == pytest.approx(0, abs=1e-6)
-
-
 def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     recording = make_recording()
     begin, end = recording.steps[0]
@@ -125,9 +81,6 @@ def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     numbers = break_down(recording)
     assert numbers.bottleneck is None
     assert "In 33% of the time no unit computes" in numbers.headline()
-
-
-# ---------------------------------------------------------------------------------------------------------- as files
 
 
 def test_a_page_that_needs_nothing(tmp_path):
@@ -190,9 +143,6 @@ def test_other_files_are_refused():
     with pytest.raises(ValueError, match="has no step"):
         write_timeline(Recording(), "new/a.html")
     assert not list(Path().iterdir())
-
-
-# -------------------------------------------------------------------------------------------------------- in a browser
 
 
 SCRIPT = """

@@ -127,15 +127,6 @@ def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
     assert unit_of(division, model.head.weight) == "resident"
 
 
-def test_attention_stays_whole() -> None:
-    """nn.MultiheadAttention reads `out_proj.weight` without calling `out_proj`."""
-    model = nn.Sequential(*[nn.MultiheadAttention(32, 2) for _ in range(3)])
-    for limit in (None, 6):
-        division = find_units(model, device_bytes=limit)
-        check_division(model, division)
-        assert names(division) == ["0", "1", "2"]
-
-
 def test_containers_without_a_forward_are_descended() -> None:
     """A ModuleList is never called, so it cannot be a unit, and neither can a bare nn.Module that holds others."""
     holder = nn.Module()
