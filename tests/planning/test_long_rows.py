@@ -26,6 +26,7 @@ from sp_lightning.planning import AutoPlanner, Choice
 from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.memory import activation_bytes
 
+from ..helpers import attached
 from ..simulated import SimulatedBackend
 from .parts import train
 
@@ -158,3 +159,20 @@ def test_a_run_over_lengths(attention, length):
     assert run.summary.plan is not None
     assert run.counted <= budget
     assert run.summary.plan.device_bytes == pytest.approx(run.counted, rel=0.05)
+
+
+def test_the_plan_follows_longer_rows():
+    """Also where the window stays as it is; what is planned for the new length is enough."""
+    model = decoder(TINY, "eager", "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with attached(model, AutoPlanner(), units="LlamaDecoderLayer", memory_budget=16 << 20) as pipeline:
+        pipeline._engine.meter.always = True
+        for length in [64] * 5 + [128] * 5:
+            pipeline.stats.activation_peak_bytes = 0
+            text = torch.randint(64, (1, length))
+            pipeline.module(input_ids=text, labels=text).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plan = pipeline.summary().plan
+            counted = pipeline.summary().device_bytes + pipeline.stats.activation_peak_bytes
+    assert counted <= plan.device_bytes <= 1.3 * counted
