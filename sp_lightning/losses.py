@@ -25,6 +25,7 @@ times as long. Memory on top of the inputs falls from 760 to 140 MiB, of which t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -149,7 +150,7 @@ class _TokenLosses(torch.autograd.Function):
         peak = hidden.new_full(labels.shape, torch.finfo(dtype).min, dtype=dtype)
         norm, target, total = torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(peak)
         # casts are done by hand, slice by slice
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             for rows in _slices(len(weight), chunk_size):
                 logits = _logits(hidden, *_lowered(weight, bias, rows, hidden.dtype), softcap)
                 column, is_inside = _position(labels, rows)
@@ -181,7 +182,7 @@ class _TokenLosses(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             for rows in _slices(len(weight), chunk_size):
                 piece, bias_piece = _lowered(weight, bias, rows, hidden.dtype)
                 logits = _logits(hidden, piece, bias_piece, softcap)
@@ -205,6 +206,10 @@ class _TokenLosses(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _without_autocast(device: str) -> AbstractContextManager[None]:
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _slices(vocabulary: int, chunk_size: int) -> Iterator[slice]:
@@ -238,7 +243,8 @@ def _automatic_chunk_size(tokens: int, width: int, vocabulary: int) -> int:
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype that a linear layer would compute in."""
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+    is_available = torch.amp.is_autocast_available(device)  # not on the meta device
+    if is_available and torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise ValueError(

@@ -277,6 +277,8 @@ class Engine:
         if before is None or plan is None or before.window != plan.window:
             self.rearrange(self.arrangement.autocast)
             self.activations.auto = auto  # the units are the same, so their measurements still hold
+        elif self.arrangement.plan is before:
+            self.arrangement.plan = plan
         if auto is not None:
             auto.policies = {} if plan is None else plan.policies
 
@@ -293,10 +295,8 @@ class Engine:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        for member in self.arrangement.members:
-            if Tensor in [type(entry.parameters.get(entry.key)) for entry in member.entries]:
-                return True
-        return False
+        entries = [entry for member in self.arrangement.members for entry in member.entries]
+        return any(type(entry.parameters.get(entry.key)) is Tensor for entry in entries)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""

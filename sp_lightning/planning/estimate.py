@@ -1,20 +1,19 @@
 """Estimates the work of a step from a model's shapes and from assumptions, without a machine to measure on.
 
 Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and
-adds once for each token, and a unit saves half as much again as its matrices read and write: transformer blocks with
-fused attention save 0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
+adds once for each token. What a step of a language model takes is counted there, too (rehearsal.py). Of other models
+nobody knows what to call them with: a unit saves half as much again as its matrices read and write.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
@@ -25,6 +24,7 @@ from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
 from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of
 from sp_lightning.planning.memory import bytes_of_pieces
+from sp_lightning.planning.rehearsal import StepMemory, on_meta, rehearse
 from sp_lightning.planning.ways import ways_of
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -60,7 +60,7 @@ _KNOWN: dict[str, tuple[object, ...]] = {
 }
 _ABOVE_ZERO = (
     "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "host_bandwidth_int8", "memory_bandwidth",
-    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "devices",
+    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "length", "devices",
 )  # fmt: skip
 _HALF = {
     "bf16-mixed": torch.bfloat16,
@@ -106,6 +106,7 @@ class Assumptions:
         resident: The strategy's `resident`.
         optimizer_on: The strategy's `optimizer_on`.
         tokens: Number of tokens (or patches) in a step: how often each weight matrix is applied, on each device.
+        length: Number of these in a row, for a language model. None puts them all in one.
         devices: Devices of the machine, which share its memory and what can be read of it in a second.
 
     Raises:
@@ -133,6 +134,7 @@ class Assumptions:
     resident: Sequence[str] = ()
     optimizer_on: OptimizerPlace = "auto"
     tokens: int = 2048
+    length: int | None = None
     devices: int = 1
 
     def __post_init__(self) -> None:
@@ -222,24 +224,32 @@ def _bytes_in(amount: int | str) -> int:
         return 0
 
 
-def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
-    """Estimate the workload of a model, which is neither changed nor called, and the machine that is assumed."""
+def estimate(
+    module: nn.Module, given: Assumptions, rehearsed: dict[Precision, StepMemory | None] | None = None
+) -> tuple[Workload, Machine]:
+    """Estimate the workload of a model, which is not changed, and the assumed machine; note what was `rehearsed`."""
+    rehearsed = {} if rehearsed is None else rehearsed
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
-    module = _on_meta(module, None if is_mixed else dtype)
+    original, module = module, on_meta(module, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
-    if is_mixed and dtype is not None:
+    lowered = dtype if is_mixed else None
+    if lowered is not None:
         cast = weights_of_cast_layers(module)
         for unit in division.units:
             for weight in unit.weights:
                 if id(weight.master) in cast:
-                    weight.compute_dtype = dtype
+                    weight.compute_dtype = lowered
+    if given.precision not in rehearsed:
+        members = [member.name for unit in division.units for member in unit.members]
+        again = on_meta(original, None if is_mixed else dtype)
+        rehearsed[given.precision] = rehearse(again, members, given.tokens, given.length, lowered)
+    memory = rehearsed[given.precision]
     machine = _machine(given)
-    tables = [child for child in module.modules() if isinstance(child, nn.Embedding)]
-    vocabulary = {table.num_embeddings for table in tables}
+    vocabulary = {table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding)}
     # which backward begins with
     last = given if given.activations == "auto" else replace(given, activations="keep")
-    units = [_work(unit, given, machine, vocabulary) for unit in division.units[:-1]]
-    units.append(_work(division.units[-1], last, machine, vocabulary))
+    units = [_work(unit, given, machine, vocabulary, memory) for unit in division.units[:-1]]
+    units.append(_work(division.units[-1], last, machine, vocabulary, memory))
     stepping: Stepping | None = None
     if any(unit.step_bytes for unit in units):
         # a loss scaler looks at all gradients, too
@@ -247,14 +257,16 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         stepping = "after backward" if waits else "in backward"
     shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
     logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
+    # and gradients
+    outside_bytes = logits + max([logits, *(way.working for unit in units for way in unit.ways)])
     workload = Workload(
         units=tuple(units),
-        resident=_work(division.resident, given, machine, vocabulary),
+        resident=_work(division.resident, given, machine, vocabulary, None),
         stepping=stepping,
         lives_whole=not given.steps_by_unit,
         adds_up=given.devices > 1,
-        # and gradients
-        outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),
+        turn_bytes=0 if memory is None else memory.turn_bytes,
+        outside_bytes=outside_bytes if memory is None else memory.outside_bytes,
     )
     return workload, machine
 
@@ -281,17 +293,6 @@ def _machine(given: Assumptions) -> Machine:
     )
 
 
-def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Copy a module to the meta device, where it takes no memory; shared tensors stay shared."""
-    attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
-    copies: dict[int, Any] = {}
-    for tensor in [*attributes, *module.buffers(), *module.parameters()]:
-        empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(module, copies)
-
-
 def _matrices(unit: Unit) -> list[torch.Size]:
     """Return the shapes of all weights that a unit multiplies with; tables are looked up."""
     modules = [module for member in unit.members for module in member.module.modules()]
@@ -302,7 +303,9 @@ def _matrices(unit: Unit) -> list[torch.Size]:
     return [shape for shape in shapes if len(shape) > 1]
 
 
-def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collection[int]) -> UnitWork:
+def _work(
+    unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collection[int], memory: StepMemory | None
+) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
     matrices = _matrices(unit)
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
@@ -324,8 +327,11 @@ def _work(unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collecti
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
     work = replace(bytes_of(unit), forward_seconds=forward, backward_seconds=backward)
-    call = Footprint(inputs, saved - inputs, saved, saved, repeatable=True)
-    ways = ways_of(work, [call], forward, machine)
+    calls = []
+    if memory is not None:
+        calls = [memory.calls[member.name] for member in unit.members if member.name in memory.calls]
+    calls = calls or [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)]
+    ways = ways_of(work, calls, forward, machine)
     work = replace(
         work,
         step_bytes=2 * (masters + state) + gradients + stepped + added,

@@ -17,7 +17,8 @@ from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.cost import Choice, Machine, Prediction, Workload
-from sp_lightning.planning.estimate import Assumptions, estimate, ladder
+from sp_lightning.planning.estimate import Assumptions, Precision, estimate, ladder
+from sp_lightning.planning.rehearsal import StepMemory
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _KS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # the rows of the table, as far as there are so many units
@@ -52,6 +53,8 @@ class Report:
     rows: Sequence[Row]
     best: Row | None  # the choices with the fastest steps; None if nothing fits
     last_row: str  # what the table says of the first k that does not fit
+    # whether what autograd saves was counted on the meta device; else it is estimated from shapes
+    is_counted: bool
     # from what is assumed to the most compact, each with the choices that are best for it
     ladder: Sequence[Rung]
 
@@ -110,6 +113,7 @@ class Report:
         lines = [
             f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
             *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
+            "Activations: " + ("counted on the meta device" if self.is_counted else "estimated from shapes"),
             "",
             f"   k {_in_columns(columns)}  bottleneck",
             *(self._as_line(str(row.plain.choice.k), row) for row in self.rows),
@@ -187,7 +191,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
     """
     given = assumptions or Assumptions()
-    workload, machine = estimate(module, replace(given, gradient_clip_val=None))
+    rehearsed: dict[Precision, StepMemory | None] = {}
+    workload, machine = estimate(module, replace(given, gradient_clip_val=None), rehearsed)
     budget, length = int(SHARE_OF_FREE_MEMORY * given.device_bytes), len(workload.units)
     rows: list[Row] = []
     last_row = ""
@@ -199,10 +204,13 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
             break
     rungs = []
     for way in ladder(given) if rows else ():
-        rungs.append(Rung(way, _fastest(*estimate(module, replace(way, gradient_clip_val=None)), budget)))
+        work = estimate(module, replace(way, gradient_clip_val=None), rehearsed)
+        rungs.append(Rung(way, _fastest(*work, budget)))
     parameters = sum(parameter.numel() for parameter in module.parameters())
     best = rungs[0].row if rungs else None
-    return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row, rungs)
+    is_counted = rehearsed[given.precision] is not None
+    title = title or type(module).__name__
+    return Report(title, given, parameters, workload, rows, best, last_row, is_counted, rungs)
 
 
 def readable_seconds(seconds: float) -> str:

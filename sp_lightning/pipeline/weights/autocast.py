@@ -63,7 +63,7 @@ _NAMES = (
     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
     "rnn_relu_cell",
 )  # fmt: skip
-_CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
+CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
 _OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
 _NUMBER = "superpipeline's cache"  # a key in a node's metadata
 
@@ -186,7 +186,7 @@ class LoweredParameter(EagerLeaf):
             backward_does_it = isinstance(func, OpOverload) and in_backward()
             if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
                 return func(*args, **kwargs)
-            is_casting = func in _CASTING and "out" not in kwargs  # which autocast leaves alone
+            is_casting = func in CASTING and "out" not in kwargs  # which autocast leaves alone
             leaves = list(instances_in((args, kwargs), cls))
             right = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
             if all(kind is cls for kind in types) and all(right[id(leaf)] is leaf for leaf in leaves):
