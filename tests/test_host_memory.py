@@ -155,18 +155,24 @@ def test_what_a_former_arrangement_has_held_is_free(
     assert weights <= mapped.nbytes() < 1.2 * weights  # each of them begins at a multiple of 256 bytes
 
 
+ADDED_UP = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "most", "gradients"),
     [
         (torch.optim.AdamW, {"gradient_clip_val": 1.0}, 12.0, 4.0),
         (partial(torch.optim.AdamW, fused=True), {"precision": "bf16-mixed"}, 14.0, 0.5),
         (torch.optim.AdamW, {"precision": "bf16-mixed", "gradient_clip_val": 1.0}, 14.0, 2.0),
+        (torch.optim.AdamW, {"precision": "bf16-mixed", **ADDED_UP}, 14.0, 4.5),
         (optim.AdamW, {"precision": "bf16-true"}, 12.1, 0.5),
         (optim.AdamW, {"precision": "bf16-true", "gradient_clip_val": 1.0}, 12.1, 2.0),
+        (optim.AdamW, {"precision": "bf16-true", **ADDED_UP}, 12.1, 2.5),
         (partial(optim.AdamW, moments="int8"), {"precision": "bf16-true"}, 6.3, 0.5),
         (partial(optim.AdamW, master="split24", moments="int8"), {"precision": "bf16-true"}, 5.3, 0.5),
     ],
-    ids=["fp32, clipped", "mixed", "mixed, clipped", "split", "split, clipped", "int8", "24 bits, int8"],
+    ids=["fp32, clipped", "mixed", "mixed, clipped", "mixed, added up", "split", "split, clipped", "split, added up"]
+    + ["int8", "24 bits, int8"],
 )
 def test_bytes_of_a_parameter(
     make: Any, arguments: dict[str, Any], most: float, gradients: float, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
