@@ -81,6 +81,12 @@ class Segment:
             self._words = self.memory.bytes[: self.memory.nbytes // _WORD * _WORD].view(torch.int32)
         self._sampled = _words_to_sample(self.weights, self._words)
 
+    def leave_memory(self) -> None:
+        """Let go of the memory: another arrangement has its weights now, on the host or on the device."""
+        self.copies.clear()
+        self._words = self._words.new_empty(0)
+        self._sample = None
+
     # -------------------------------------------------------------------------------------------------- their changes
 
     def check(self) -> None:
@@ -263,7 +269,9 @@ class GradientLayout:
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
         self.dtypes = list(dtypes)
-        self._like = [weight.host for weight in weights]
+        shapes = [(weight.layout.size(), weight.layout.stride()) for weight in weights]
+        # what they look like, and not the weights, whose memory would stay as long as this
+        self._like = [torch.empty_strided(size, stride, device="meta") for size, stride in shapes]
         sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         *self._offsets, self.norms_at = offsets

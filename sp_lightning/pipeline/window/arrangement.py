@@ -286,7 +286,7 @@ class Arrangement:
         for weight in self.weights:
             weight.host = weight.home = nothing
         for segment in self.segments:
-            segment.copies.clear()
+            segment.leave_memory()
         if any(unit.handles for unit in self.in_window):  # a graph holds weights
             return
         for unit in self.in_window:
