@@ -63,8 +63,7 @@ class Family:
 
     def embed(self, pipeline: Any, captions: list[str], device: torch.device) -> dict[str, Tensor]:
         """Return what the transformer is told about captions, by the names of its arguments."""
-        text, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, device=device)
-        return {"encoder_hidden_states": text}
+        raise NotImplementedError
 
     def encode(self, vae: nn.Module, images: Tensor) -> Tensor:
         """Return the latents of images."""
@@ -151,6 +150,13 @@ class PixArt(Family):
 
 class Wan(Family):
     """Wan: a model of videos, here of one frame, whose latents are scaled channel by channel."""
+
+    def embed(self, pipeline: Any, captions: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Return embeddings of the length that the model was trained with: it sees padding, too."""
+        text, _ = pipeline.encode_prompt(
+            captions, do_classifier_free_guidance=False, max_sequence_length=512, device=device
+        )
+        return {"encoder_hidden_states": text}
 
     def encode(self, vae: nn.Module, images: Tensor) -> Tensor:
         """Return the latents of images."""
@@ -283,13 +289,14 @@ def family_of(model: str | None) -> Family:
     """Return the family of a pipeline of the hub, or that of the tiny model.
 
     Raises:
-        ValueError: If diffusers is not installed, or its transformer is not known here.
+        ValueError: If a package is missing, or the transformer is of another family.
 
     """
     if model is None:
         return Tiny("tiny")
-    if importlib.util.find_spec("diffusers") is None:
-        raise ValueError(f"the model {model} needs what is not installed: pip install diffusers")
+    missing = [name for name in ("diffusers", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the model {model} needs what is not installed: pip install {' '.join(missing)}")
     import diffusers
 
     _, kind = diffusers.DiffusionPipeline.load_config(model).get("transformer", (None, None))

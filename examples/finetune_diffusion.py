@@ -5,7 +5,7 @@ epoch, the model draws a grid of images, one column for each prompt.
 
     python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
     python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 --rows 1 \
-        --train lora --dtype bfloat16 --lr 1e-4 --batch-size 1 --save my-flux           # `pip install diffusers`
+        --train lora --dtype bfloat16 --lr 1e-4 --batch-size 1      # `pip install diffusers accelerate`
 
 The model is a pipeline of diffusers with a transformer: FLUX.1, Stable Diffusion 3, PixArt, Wan (as a model of images).
 Each image of FOLDER has its caption in a text file beside it (`a.png`, `a.txt`), or in the folder's `metadata.jsonl`,
@@ -199,15 +199,19 @@ class SaveSamples(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Tensor, *_: Any
     ) -> None:
         """Keep what is drawn."""
-        self.images.append(outputs.float().cpu())
+        self.images.append(outputs)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the picture."""
         data = trainer.datamodule
-        images = torch.cat(self.images).repeat_interleave(data.family.zoom, 2).repeat_interleave(data.family.zoom, 3)
+        images = torch.cat(self.images)
+        if trainer.world_size > 1:  # each device draws one, then the next
+            images = pl_module.all_gather(images).transpose(0, 1).flatten(0, 1)
+        images = images[: len(data.drawn)].float().cpu()
+        zoomed = images.repeat_interleave(data.family.zoom, 2).repeat_interleave(data.family.zoom, 3)
         file = data.output / f"epoch_{trainer.current_epoch + 1:02}.png"
         if trainer.is_global_zero:
-            save_image(images, file, nrow=len(data.prompts), normalize=True, value_range=(-1, 1))
+            save_image(zoomed, file, nrow=len(data.prompts), normalize=True, value_range=(-1, 1))
         recipe.say(f"\nEpoch {trainer.current_epoch + 1}: {file}")
         self.images.clear()
 

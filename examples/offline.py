@@ -50,6 +50,8 @@ def read_captions(folder: str) -> list[tuple[Path, str]]:
         pairs = [(path, path.with_suffix(".txt").read_text(encoding="utf-8").strip()) for path in images]
     if not pairs:
         raise ValueError(f"{folder}: no images with captions in this folder")
+    for image, _ in pairs:
+        Image.open(image).close()  # or Pillow says which of them is no image
     return pairs
 
 
@@ -61,12 +63,15 @@ def read_pairs(path: Path, key: str) -> list[tuple[Path, str]]:
             continue
         try:
             example = json.loads(line)
-            pairs.append((path.parent / example[key], example["text"]))
+            image, text = path.parent / example[key], example["text"]
         except (ValueError, KeyError, TypeError):
             what = "ANSWER" if key == "image" else "CAPTION"
             raise ValueError(f'{path}, line {number}: not {{"{key}": FILE, "text": {what}}}') from None
-        if not pairs[-1][0].is_file():
-            raise ValueError(f"{path}, line {number}: no image {pairs[-1][0]}")
+        if not isinstance(text, str):
+            raise ValueError(f'{path}, line {number}: "text" is {json.dumps(text)}, not a text')
+        if not image.is_file():
+            raise ValueError(f"{path}, line {number}: no image {image}")
+        pairs.append((image, text))
     return pairs
 
 
