@@ -59,7 +59,7 @@ class CaptionedImages(L.LightningDataModule):
             files: list[Any] = [count]
         else:
             self.pairs = read_captions(images)
-            self.prompts = prompts or [caption for _, caption in self.pairs[:4]]
+            self.prompts = prompts or list(dict.fromkeys(caption for _, caption in self.pairs))[:4]
             files = [(str(path), path.stat().st_mtime_ns, caption) for path, caption in self.pairs]
         self.made_of = repr([model, self.side, self.prompts, files])
 

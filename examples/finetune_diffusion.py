@@ -154,7 +154,7 @@ class DiffusionModel(L.LightningModule):
         image = batch["latents"].float()
         noise = torch.randn_like(image)
         time = self.objective.random(len(image)).to(image.device)
-        level = time.view(-1, *[1] * (image.dim() - 1))
+        level = time.view([-1] + [1] * (image.dim() - 1))  # beside the other dimensions of an image
         predicted = self.predict(self.objective.mix(image, noise, level), time, batch["told"])
         loss = F.mse_loss(predicted, self.objective.target(image, noise))
         self.log("train_loss", loss, prog_bar=True)
