@@ -31,19 +31,47 @@ def read_text(path: str | None) -> str:
 
 def read_examples(path: str) -> list[tuple[Path, str]]:
     """Return images and what to answer, from lines such as `{"image": "a.png", "text": "a"}`; they lie beside it."""
+    pairs = read_pairs(Path(path), "image")
+    if len(pairs) < 2:
+        raise ValueError(f"{path}: {len(pairs)} examples, where one is for validation and others to learn from")
+    return pairs
+
+
+def read_captions(folder: str) -> list[tuple[Path, str]]:
+    """Return the images of a folder with their captions, from its `metadata.jsonl` or from a `.txt` beside each."""
+    table, kinds = Path(folder, "metadata.jsonl"), Image.registered_extensions()
+    if table.is_file():
+        pairs = read_pairs(table, "file_name")
+    else:
+        images = [path for path in sorted(Path(folder).iterdir()) if path.suffix.lower() in kinds]
+        for image in images:
+            if not image.with_suffix(".txt").is_file():
+                raise ValueError(f"{image} has no caption: there is neither {table} nor {image.with_suffix('.txt')}")
+        pairs = [(path, path.with_suffix(".txt").read_text(encoding="utf-8").strip()) for path in images]
+    if not pairs:
+        raise ValueError(f"{folder}: no images with captions in this folder")
+    for image, _ in pairs:
+        Image.open(image).close()  # or Pillow says which of them is no image
+    return pairs
+
+
+def read_pairs(path: Path, key: str) -> list[tuple[Path, str]]:
+    """Return images and texts from lines of JSON; the images lie beside the file."""
     pairs = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             example = json.loads(line)
-            pairs.append((Path(path).parent / example["image"], example["text"]))
+            image, text = path.parent / example[key], example["text"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}, line {number}: not {{"image": FILE, "text": ANSWER}}') from None
-        if not pairs[-1][0].is_file():
-            raise ValueError(f"{path}, line {number}: no image {pairs[-1][0]}")
-    if len(pairs) < 2:
-        raise ValueError(f"{path}: {len(pairs)} examples, where one is for validation and others to learn from")
+            what = "ANSWER" if key == "image" else "CAPTION"
+            raise ValueError(f'{path}, line {number}: not {{"{key}": FILE, "text": {what}}}') from None
+        if not isinstance(text, str):
+            raise ValueError(f'{path}, line {number}: "text" is {json.dumps(text)}, not a text')
+        if not image.is_file():
+            raise ValueError(f"{path}, line {number}: no image {image}")
+        pairs.append((image, text))
     return pairs
 
 

@@ -250,6 +250,7 @@ TINY = {
     "finetune_preferences": ["--model.layers=2", "--trainer.limit_val_batches=1"],
     "finetune_vlm": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
     "finetune_perceptual": ["--data.batch_size=4", "--data.count=8"],
+    "finetune_diffusion": ["--data.batch_size=4", "--data.count=8", "--model.denoising=2"],
     "pretrain": ["--model.layers=2", "--model.hidden=32"],
     "finetune_vision": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
     "pseudo_to_real": ["--model.layers=4", "--model.hidden=32", "--trainer.callbacks.steps=1"],

@@ -1,0 +1,119 @@
+"""finetune_diffusion.py: digits become readable, images are encoded once, the numbers are those of plain training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import recipe
+import torch
+from diffusion_models import SIDE
+from finetune_diffusion import Flow, Noise, main
+from offline import WrittenNumbers
+from PIL import Image
+from torch import nn
+from torchvision.transforms.functional import to_tensor
+
+
+@pytest.fixture
+def run(capsys, monkeypatch) -> Callable[..., tuple[bool, list[float], bytes]]:
+    def run(*arguments: str) -> tuple[bool, list[float], bytes]:
+        """Whether images were encoded, all losses, and the last picture."""
+        losses = recipe.Losses()
+        monkeypatch.setattr(recipe, "Losses", lambda: losses)
+        assert not main(["--accelerator=cpu", *arguments])
+        picture = max(Path("samples").glob("*.png")).read_bytes()
+        return "Encoding" in capsys.readouterr().out, losses.values, picture
+
+    return run
+
+
+def pixels(digits: WrittenNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+    images, texts = zip(*digits, strict=True)
+    return torch.stack([to_tensor(image.convert("L")) for image in images]), torch.tensor([int(text) for text in texts])
+
+
+def reader() -> nn.Module:
+    network = nn.Sequential(nn.Flatten(1), nn.Linear(SIDE**2, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    images, digits = pixels(WrittenNumbers(2048, side=SIDE))
+    for rows in torch.randint(2048, (400, 64)):
+        nn.functional.cross_entropy(network(images[rows]), digits[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    images, digits = pixels(WrittenNumbers(100, side=SIDE, first=2048))
+    assert (network(images).argmax(1) == digits).float().mean() > 0.9
+    return network
+
+
+def right(network: nn.Module, picture: str) -> float:
+    """The share of drawn digits, in a column for each, that are read as what was asked for."""
+    image, size = to_tensor(Image.open(picture).convert("L"))[0], 4 * SIDE
+    cells = image[2:, 2:].unfold(0, size, size + 2).unfold(1, size, size + 2)[..., ::4, ::4]
+    return (network(cells.flatten(0, 1)).argmax(1).view(4, 10) == torch.arange(10)).float().mean().item()
+
+
+@pytest.mark.slow
+def test_digits_become_readable(run):
+    _, losses, _ = run("--epochs=4", "--denoising=10")
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
+    network = reader()
+    assert right(network, "samples/epoch_01.png") < 0.5
+    assert right(network, "samples/epoch_04.png") > 0.75
+
+
+@pytest.fixture
+def images() -> str:
+    """A folder of images with captions, in both forms."""
+    Path("images").mkdir()
+    with Path("images/metadata.jsonl").open("w", encoding="utf-8") as table:
+        for number, (image, text) in enumerate(WrittenNumbers(6)):
+            image.save(f"images/{number}.png")
+            Path(f"images/{number}.txt").write_text(text, encoding="utf-8")
+            print(json.dumps({"file_name": f"{number}.png", "text": text}), file=table)
+    return "--images=images"
+
+
+SMALL = ["--epochs=2", "--batch-size=2", "--denoising=3", "--rows=2", "--prompts", "3", "7"]
+
+
+@pytest.mark.parametrize("how", ["--objective=flow", "--objective=noise", "--train=lora", "--guidance=1"])
+def test_the_numbers_are_those_of_plain_training(run, images, how):
+    _, *streamed = run(images, *SMALL, how, "--k=1", "--optimizer-on=host")
+    Path("images/metadata.jsonl").unlink()
+    assert run(images, *SMALL, how, "--strategy=auto") == (False, *streamed)
+    Path("images/0.txt").write_text("another", encoding="utf-8")
+    assert run(images, *SMALL, how)[0]
+
+
+@pytest.mark.parametrize("objective", [Flow(1.0), Flow(3.0), Noise()])
+def test_a_right_prediction_gives_image_and_noise(objective):
+    image, noise = torch.randn(2, 50, 8, 8)
+    time = objective.random(50).view(-1, 1, 1)
+    split = objective.split(objective.mix(image, noise, time), objective.target(image, noise), time)
+    torch.testing.assert_close(split, (image, noise), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "message"),
+    [
+        ({}, [], "no images with captions in this folder"),
+        ({"a.png": ""}, [], "a.png has no caption: there is neither metadata.jsonl nor a.txt"),
+        ({"a.png": "", "a.txt": "a"}, [], "cannot identify image file"),
+        ({"metadata.jsonl": '{"file_name": "a.png", "text": "a"}'}, [], "metadata.jsonl, line 1: no image a.png"),
+        ({"metadata.jsonl": '{"file_name": "a.png", "text": null}'}, [], 'line 1: "text" is null, not a text'),
+        ({}, ["--model=of/mine"], "of/mine needs what is not installed: pip install diffusers accelerate"),
+        ({}, ["--side=64"], "the tiny model knows images of 12 pixels, not 64"),
+        ({}, ["--images=nowhere"], "nowhere: no such folder"),
+        ({}, ["--save=mine"], "--save writes a transformer of diffusers: add --model"),
+    ],
+)
+def test_what_is_refused(files, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, text in files.items():
+        Path(name).write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main(["--accelerator=cpu", "--images=.", *arguments])
+    assert message in f"{stop.value}{capsys.readouterr().err}"
