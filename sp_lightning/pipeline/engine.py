@@ -37,6 +37,7 @@ from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
@@ -75,6 +76,7 @@ class Engine:
         backend: Backend,
         planner: Planner,
         processes: Processes | None,
+        progress: Progress,
     ) -> None:
         self.module = module
         self.device = device
@@ -86,9 +88,9 @@ class Engine:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
-        # the host memory that masters lie in
-        self.memory = HostMemory(backend, None if processes is None else processes.box)
-        self.landing = LandingBuffers(backend, None if processes is None else processes.box)
+        box = None if processes is None else processes.box
+        self.memory = HostMemory(backend, box, progress)
+        self.landing = LandingBuffers(backend, box)
         self.graphs = Graphs()
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.meter, self.stats)
@@ -144,9 +146,8 @@ class Engine:
         self.living.watch(arrangement.parameters_on_device)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
-        if self.options.compile:
-            for member in arrangement.streamed_members:
-                member.compiled = compiled_call(member.module)
+        for member in arrangement.streamed_members if self.options.compile else ():
+            member.compiled = compiled_call(member.module)
         self.guard.install()
         for member in arrangement.members:
             install_gate(member, self.calls)
@@ -163,6 +164,8 @@ class Engine:
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
+        if not hasattr(self, "guard"):  # the last part: the module was not taken over yet
+            return
         arrangement = self.arrangement
         self.graphs.outdate()
         self.backward.close()
@@ -293,10 +296,8 @@ class Engine:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        for member in self.arrangement.members:
-            if Tensor in [type(entry.parameters.get(entry.key)) for entry in member.entries]:
-                return True
-        return False
+        members = self.arrangement.members
+        return Tensor in [type(entry.parameters.get(entry.key)) for member in members for entry in member.entries]
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
@@ -329,8 +330,7 @@ class Engine:
         self.activations.end_backward()
         if not self.graphs.scopes:
             self.window.end_step()
-            # the one that checkpoints have built meanwhile has had its backward
-            self.graphs.begin()
+            self.graphs.begin()  # the one that checkpoints have built has had its backward
         some_came |= self.living.take_news()
         # not after `torch.autograd.grad`, which may run in some processes only
         unmanaged = self.arrangement.unmanaged.values()

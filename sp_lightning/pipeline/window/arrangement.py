@@ -186,7 +186,12 @@ class Arrangement:
         spans: dict[Unit, tuple[int, int]] = {}  # of the arena
         # in the order of names, as processes that share the memory may expect units in other orders
         parts = sorted(chain.from_iterable(self.layout.parts), key=attrgetter("name"))
-        made = {part: [memory.segment(weights) for weights in _sent_together(part)] for part in parts}
+        made: dict[Unit, list[Segment]] = {}
+        sizes = {part: sum(weight.nbytes for weight in part.weights) for part in parts}
+        with memory.progress.begin("Superpipeline lays out weights in host memory", sum(sizes.values())) as work:
+            for part in parts:
+                made[part] = [memory.segment(weights) for weights in _sent_together(part)]
+                work.advance(sizes[part])
         for index, neighbors in enumerate(self.layout.parts):
             unit = join(neighbors)
             unit.index = index
