@@ -188,7 +188,7 @@ class Arrangement:
         parts = sorted(chain.from_iterable(self.layout.parts), key=attrgetter("name"))
         made: dict[Unit, list[Segment]] = {}
         sizes = {part: sum(weight.nbytes for weight in part.weights) for part in parts}
-        with memory.progress.begin("Superpipeline lays out weights in host memory", sum(sizes.values())) as work:
+        with memory.progress.begin("Arranging weights in host memory", sum(sizes.values())) as work:
             for part in parts:
                 made[part] = [memory.segment(weights) for weights in _sent_together(part)]
                 work.advance(sizes[part])

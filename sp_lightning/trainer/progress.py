@@ -1,0 +1,139 @@
+"""Long work is shown as the Trainer shows its own: by its kind of progress bar, if it has one.
+
+Where the bar is switched off, nothing is seen; where there is no terminal, as in a notebook or the log of a job, each
+tenth is a line. Work on another thread, such as that of an `AsyncCheckpointIO`, leaves the terminal alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from sp_lightning.pipeline import Progress, Work
+from sp_lightning.trainer import Namespace, StrategyPart
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import RichProgressBar
+    from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+    from rich.progress import Progress as RichDisplay
+    from rich.progress import TaskID
+
+
+class TrainerProgress(Progress):
+    """Begins work that shows itself as the Trainer of a strategy does."""
+
+    def __init__(self, strategy: StrategyPart) -> None:
+        self._strategy = strategy
+
+    @override
+    def begin(self, words: str, nbytes: int) -> Work:
+        lightning, trainer = self._strategy.lightning, self._strategy._trainer
+        bar: Any = None if trainer is None else trainer.progress_bar_callback
+        is_shown = bar is not None and getattr(bar, "is_enabled", True)
+        if not is_shown or threading.current_thread() is not threading.main_thread():
+            return super().begin(words, nbytes)
+        if sys.stdout.isatty() and isinstance(bar, lightning.rich_bar):
+            return _WorkInRich(words, nbytes, bar)
+        if sys.stdout.isatty() and isinstance(bar, lightning.tqdm_bar):
+            return _WorkInTqdm(words, nbytes, lightning)
+        return _WorkInLines(words, nbytes, lightning)
+
+
+class CountedCopies(TorchFunctionMode):
+    """A scope in which copies advance work: by them, `load_state_dict` reads a file that is mapped."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation."""
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.copy_:
+            self._work.advance(args[0].nbytes)
+        return result
+
+
+class _WorkInLines(Work):
+    """Work that is seen where Lightning's own messages are."""
+
+    def __init__(self, words: str, nbytes: int, lightning: Namespace) -> None:
+        super().__init__(words, nbytes)
+        self._lightning = lightning
+
+    @override
+    def say(self, line: str) -> None:
+        self._lightning.info(line)
+
+
+class _WorkInTqdm(Work):
+    """Work with a bar below those that are there, which goes when it is done."""
+
+    _bar: Tqdm | None = None
+
+    def __init__(self, words: str, nbytes: int, lightning: Namespace) -> None:
+        super().__init__(words, nbytes)
+        self._lightning = lightning
+
+    @override
+    def show(self, before: int, percent: int) -> None:
+        if self._bar is None:
+            self._bar = self._lightning.tqdm(
+                desc=self.words,
+                total=100,
+                initial=before,
+                leave=False,
+                file=sys.stdout,
+                dynamic_ncols=True,
+                bar_format="{l_bar}{bar}| [{elapsed}<{remaining}]",
+            )
+        self._bar.update(percent - self._bar.n)
+
+    @override
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _WorkInRich(Work):
+    """Work with a bar among the Trainer's own, if these are shown now: a terminal has one display of them."""
+
+    _display: RichDisplay | None = None
+    _task: TaskID
+
+    def __init__(self, words: str, nbytes: int, bar: RichProgressBar) -> None:
+        super().__init__(words, nbytes)
+        self._trainers = bar
+
+    @override
+    def show(self, before: int, percent: int) -> None:
+        if self._display is None:
+            self._display = self._trainers.progress
+            if self._display is None or not self._display.live.is_started:
+                from rich.progress import Progress as RichDisplay
+
+                self._display = RichDisplay(transient=True, auto_refresh=False)
+                self._display.start()
+            self._task = self._display.add_task(self.words, completed=before)
+        self._display.update(self._task, completed=percent)
+        self._display.refresh()
+
+    @override
+    def close(self) -> None:
+        if self._display is not None:
+            # not removed: Lightning finds its own by their places
+            self._display.update(self._task, visible=False)
+            if self._display is not self._trainers.progress:
+                self._display.stop()
