@@ -45,6 +45,7 @@ class Namespace:
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
         self.summary = callbacks.ModelSummary
+        # Private: `_init_progress` and `_stop_progress`, which open and close its display.
         self.rich_bar = callbacks.RichProgressBar
         self.tqdm_bar = callbacks.TQDMProgressBar
         self.tqdm = resolve_name(f"{name}.callbacks.progress.tqdm_progress:Tqdm")

@@ -21,8 +21,6 @@ from sp_lightning.trainer import Namespace, StrategyPart
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import RichProgressBar
     from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-    from rich.progress import Progress as RichDisplay
-    from rich.progress import TaskID
 
 
 class TrainerProgress(Progress):
@@ -108,25 +106,23 @@ class _WorkInTqdm(Work):
 
 
 class _WorkInRich(Work):
-    """Work with a bar among the Trainer's own, if these are shown now: a terminal has one display of them."""
+    """Work with a bar among the Trainer's own: a terminal has one display of them."""
 
-    _display: RichDisplay | None = None
-    _task: TaskID
+    _display: Any = None  # the Trainer's, of `rich`, which need not be installed
+    _is_opened = False  # whether it was opened for this bar
 
     def __init__(self, words: str, nbytes: int, bar: RichProgressBar) -> None:
         super().__init__(words, nbytes)
-        self._trainers = bar
+        self._bar = bar
 
     @override
     def show(self, before: int, percent: int) -> None:
         if self._display is None:
-            self._display = self._trainers.progress
-            if self._display is None or not self._display.live.is_started:
-                from rich.progress import Progress as RichDisplay
-
-                self._display = RichDisplay(transient=True, auto_refresh=False)
-                self._display.start()
-            self._task = self._display.add_task(self.words, completed=before)
+            self._is_opened = self._bar.progress is None or not self._bar.progress.live.is_started
+            if self._is_opened:
+                self._bar._init_progress(self._bar.trainer)
+            self._display = self._bar.progress
+            self._task = self._display.add_task(self.words, total=100, completed=before)
         self._display.update(self._task, completed=percent)
         self._display.refresh()
 
@@ -135,5 +131,5 @@ class _WorkInRich(Work):
         if self._display is not None:
             # not removed: Lightning finds its own by their places
             self._display.update(self._task, visible=False)
-            if self._display is not self._trainers.progress:
-                self._display.stop()
+            if self._is_opened:
+                self._bar._stop_progress()
