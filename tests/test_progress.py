@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType, SimpleNamespace
@@ -117,13 +118,15 @@ class Interrupts(Progress):
 
     def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.left, self.error = at, error
+        self.shown: set[str] = set()
 
     def begin(self, words: str, nbytes: int) -> Work:
         work = Work(words, nbytes)
-        work.advance = self.advance
+        work.advance = partial(self.advance, words)
         return work
 
-    def advance(self, nbytes: int) -> None:
+    def advance(self, words: str, nbytes: int) -> None:
+        self.shown.add(words)
         self.left -= 1
         if self.left == 0:
             raise self.error
@@ -217,4 +220,6 @@ def test_an_interrupted_run(tmp_path, monkeypatch):
         if interrupts.left > 0:
             break
     assert at > 30
+    loading = {"Loading weights", "Loading optimizer state"}
+    assert interrupts.shown == {*loading, "Arranging weights in host memory", "Saving last.ckpt"}
     assert steps == {6, 12}

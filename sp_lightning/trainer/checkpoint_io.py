@@ -24,8 +24,10 @@ from typing_extensions import override
 
 from sp_lightning.optim.compact import COMPACT, CompactOptimizer
 from sp_lightning.pipeline import Progress, Work
+from sp_lightning.pipeline.host_memory import private_files, release
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.trainer import StrategyPart
+from sp_lightning.trainer.progress import CountedCopies
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -170,16 +172,19 @@ class CheckpointsMixin(StrategyPart):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The base class moves optimizer state to the device, but state belongs where its weight is.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            try:
-                optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
-            except ValueError as error:
-                groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
-                words = groups[-1].get(COMPACT)
-                if words is None or isinstance(optimizer, CompactOptimizer):
-                    raise
-                message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
-                raise self.lightning.misconfiguration(message) from error
+        states = checkpoint["optimizer_states"]
+        with self.progress.begin("Loading optimizer state", nbytes_of(states)) as work, CountedCopies(work):
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                try:
+                    optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
+                except ValueError as error:
+                    groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
+                    words = groups[-1].get(COMPACT)
+                    if words is None or isinstance(optimizer, CompactOptimizer):
+                        raise
+                    message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
+                    raise self.lightning.misconfiguration(message) from error
+                _read_from_file(optimizer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -194,6 +199,16 @@ class CheckpointsMixin(StrategyPart):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 state[name] = value.cpu()  # buffers, and weights that live on the device
         return state
+
+
+def _read_from_file(optimizer: Optimizer) -> None:
+    """Copy state that still lies in a mapped checkpoint, as torch's optimizers leave it: the first step would wait."""
+    files = list(private_files())
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if type(value) is Tensor and any(first <= value.data_ptr() < end for first, end in files):
+                state[name] = torch.empty_like(value).copy_(value)
+                release([value])
 
 
 def _local(path: str | Path) -> Path | None:
