@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from types import TracebackType
 
 from sp_lightning.pipeline.stats import readable_bytes
 
@@ -35,7 +34,7 @@ class Work:
     def __enter__(self) -> Work:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def advance(self, nbytes: int) -> None:

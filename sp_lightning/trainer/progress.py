@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,6 +19,7 @@ from sp_lightning.trainer import Namespace, StrategyPart
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import RichProgressBar
+    from lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
     from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 
@@ -50,13 +50,7 @@ class CountedCopies(TorchFunctionMode):
         super().__init__()
         self._work = work
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         result = func(*args, **(kwargs or {}))
         if func is Tensor.copy_:
@@ -76,27 +70,16 @@ class _WorkInLines(Work):
         self._lightning.info(line)
 
 
-class _WorkInTqdm(Work):
+class _WorkInTqdm(_WorkInLines):
     """Work with a bar below those that are there, which goes when it is done."""
 
     _bar: Tqdm | None = None
 
-    def __init__(self, words: str, nbytes: int, lightning: Namespace) -> None:
-        super().__init__(words, nbytes)
-        self._lightning = lightning
-
     @override
     def show(self, before: int, percent: int) -> None:
         if self._bar is None:
-            self._bar = self._lightning.tqdm(
-                desc=self.words,
-                total=100,
-                initial=before,
-                leave=False,
-                file=sys.stdout,
-                dynamic_ncols=True,
-                bar_format="{l_bar}{bar}| [{elapsed}<{remaining}]",
-            )
+            looks = {"leave": False, "dynamic_ncols": True, "bar_format": "{l_bar}{bar}| [{elapsed}<{remaining}]"}
+            self._bar = self._lightning.tqdm(desc=self.words, total=100, initial=before, file=sys.stdout, **looks)
         self._bar.update(percent - self._bar.n)
 
     @override
@@ -108,8 +91,8 @@ class _WorkInTqdm(Work):
 class _WorkInRich(Work):
     """Work with a bar among the Trainer's own: a terminal has one display of them."""
 
-    _display: Any = None  # the Trainer's, of `rich`, which need not be installed
-    _is_opened = False  # whether it was opened for this bar
+    _display: CustomProgress | None = None
+    _is_opened = False  # whether the display was opened for this bar
 
     def __init__(self, words: str, nbytes: int, bar: RichProgressBar) -> None:
         super().__init__(words, nbytes)
@@ -122,6 +105,7 @@ class _WorkInRich(Work):
             if self._is_opened:
                 self._bar._init_progress(self._bar.trainer)
             self._display = self._bar.progress
+            assert self._display is not None
             self._task = self._display.add_task(self.words, total=100, completed=before)
         self._display.update(self._task, completed=percent)
         self._display.refresh()
