@@ -42,8 +42,8 @@ class Work:
         self._done += nbytes
         percent = min(100, 100 * self._done // max(1, self._nbytes))
         if percent > self._percent and time.monotonic() - self._begin >= SHOWN_AFTER:
-            before, self._percent = self._percent, percent
-            self.show(before, percent)
+            self.show(self._percent, percent)
+            self._percent = percent
 
     def show(self, before: int, percent: int) -> None:
         """Show that so many percent are done, and not as many as before."""
