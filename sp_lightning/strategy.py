@@ -20,7 +20,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import is_fitting
-from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
+from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of
 from sp_lightning.trainer.host_memory import (
     check_optimizer_memory,
     keep_averages_on_host,
@@ -30,6 +30,7 @@ from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.out_of_memory import out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin
 from sp_lightning.trainer.processes import ProcessesMixin
+from sp_lightning.trainer.progress import CountedCopies, TrainerProgress
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         self.timeout = timeout
         self.options = PipelineOptions(**options)
         self.pipeline: Pipeline | None = None
+        self.progress = TrainerProgress(self)
         self._narrator = Narrator(self.lightning, self.callback)
 
     @override
@@ -124,7 +126,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         assert self.model is not None
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        materialize(self.model, self.follows, self.lightning)
+        materialize(self.model, self.follows, self.lightning, self.progress)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
@@ -154,6 +156,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
                 options=self.options,
                 planner=AutoPlanner(self._narrator.measured),
                 processes=self.processes,
+                progress=self.progress,
             )
 
     @override
@@ -220,14 +223,16 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # loading into a meta tensor does nothing but warn
-        materialize(self._module, self.follows, self.lightning)
+        materialize(self._module, self.follows, self.lightning, self.progress)
         if self.follows:  # its weights are those of the first process
             weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
             state = checkpoint["state_dict"]
             others = {name: value for name, value in state.items() if name not in weights}
             checkpoint = {**checkpoint, "state_dict": others}
             strict = False
-        super().load_model_state_dict(checkpoint, strict)
+        nbytes = nbytes_of(checkpoint["state_dict"])
+        with self.progress.begin("Loading weights", nbytes) as work, CountedCopies(work):
+            super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()
             self.barrier()  # before any process uses them

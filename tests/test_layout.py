@@ -30,7 +30,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "turns", "optimizer",
     "calls", "whole",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "progress"}
 
 
 def modules(folder: Path) -> list[Path]:

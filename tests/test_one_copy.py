@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes, Progress
 from sp_lightning.trainer.host_memory import materialize
 
 from .lightning_modules import Base, fit, streamed, trainer
@@ -83,7 +83,7 @@ def no_copy_of_a_model_from_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Linear(4 * WIDTH, 4 * WIDTH)  # so large that it has pages of its own
     before, follows = pss(), dist.get_rank() > 0
-    materialize(model, follows, SuperpipelineStrategy.lightning)
+    materialize(model, follows, SuperpipelineStrategy.lightning, Progress())
     taken = pss() - before
     assert taken < 8 * MIB if follows else taken > 63 * MIB, f"{taken / MIB:.1f} MiB"
 

@@ -16,6 +16,8 @@ from sp_lightning.pipeline.options import ActivationPolicy as ActivationPolicy
 from sp_lightning.pipeline.options import PipelineOptions as PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline
 from sp_lightning.pipeline.processes.distributed import Processes as Processes
+from sp_lightning.pipeline.progress import Progress as Progress
+from sp_lightning.pipeline.progress import Work as Work
 from sp_lightning.pipeline.stats import Stats as Stats
 from sp_lightning.pipeline.stats import readable_bytes as readable_bytes
 from sp_lightning.pipeline.summary import Summary as Summary

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
@@ -37,6 +37,7 @@ from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
@@ -75,6 +76,7 @@ class Engine:
         backend: Backend,
         planner: Planner,
         processes: Processes | None,
+        progress: Progress,
     ) -> None:
         self.module = module
         self.device = device
@@ -86,9 +88,9 @@ class Engine:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()  # findings from past steps, for the next arrangement
-        # the host memory that masters lie in
-        self.memory = HostMemory(backend, None if processes is None else processes.box)
-        self.landing = LandingBuffers(backend, None if processes is None else processes.box)
+        box = None if processes is None else processes.box
+        self.memory = HostMemory(backend, box, progress)
+        self.landing = LandingBuffers(backend, box)
         self.graphs = Graphs()
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.meter, self.stats)
@@ -163,6 +165,8 @@ class Engine:
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
+        if not hasattr(self, "guard"):  # the last part: the module was not taken over yet
+            return
         arrangement = self.arrangement
         self.graphs.outdate()
         self.backward.close()
@@ -209,7 +213,7 @@ class Engine:
             return
         # first, as what it drops would have to be shown if units were arranged anew
         self.optimizers.begin_step()
-        if self._is_lent_out():
+        if self.arrangement.is_lent_out():
             return
         with self.at_work:
             is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
@@ -284,7 +288,7 @@ class Engine:
 
     def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
         """Follow a change of autocast that is found in a member's call; tell whether units were arranged anew."""
-        if self.arrangement.unused_in_step and not (self.graphs.waiting() or self._is_lent_out()):
+        if self.arrangement.unused_in_step and not (self.graphs.waiting() or self.arrangement.is_lent_out()):
             self.guard.in_step = False
             self.rearrange(autocast)
             self.arm_guard()
@@ -292,11 +296,6 @@ class Engine:
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
             self.guard.keep_as_is(weight)  # one step uses the unit both with and without autocast
         return False
-
-    def _is_lent_out(self) -> bool:
-        """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        entries = [entry for member in self.arrangement.members for entry in member.entries]
-        return any(type(entry.parameters.get(entry.key)) is Tensor for entry in entries)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
@@ -329,8 +328,7 @@ class Engine:
         self.activations.end_backward()
         if not self.graphs.scopes:
             self.window.end_step()
-            # the one that checkpoints have built meanwhile has had its backward
-            self.graphs.begin()
+            self.graphs.begin()  # the one that checkpoints have built has had its backward
         some_came |= self.living.take_news()
         # not after `torch.autograd.grad`, which may run in some processes only
         unmanaged = self.arrangement.unmanaged.values()

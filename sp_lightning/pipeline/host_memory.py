@@ -45,7 +45,7 @@ def release(copied: list[Tensor]) -> None:
     if sys.platform != "linux" or sum(tensor.nbytes for tensor in copied) < _WORTH_RELEASING:
         copied.clear()
         return
-    libc, files = ctypes.CDLL(None), list(_private_files())
+    libc, files = ctypes.CDLL(None), list(private_files())
     for tensor in copied:
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if any(start <= first < stop for start, stop in files):
@@ -57,7 +57,7 @@ def release(copied: list[Tensor]) -> None:
         libc.malloc_trim(0)
 
 
-def _private_files() -> Iterator[tuple[int, int]]:
+def private_files() -> Iterator[tuple[int, int]]:
     """Yield the bounds of memory that is mapped from files, and in which only this process sees its own writes."""
     for line in _read(_PROCESSES / "self" / "maps").splitlines():
         bounds, access, _, _, inode, *_ = line.split()

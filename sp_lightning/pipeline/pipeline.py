@@ -23,6 +23,7 @@ from sp_lightning.pipeline.operands import autocast_dtype
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.tree import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.window.arrangement import Arrangement
@@ -43,6 +44,7 @@ class Pipeline:
         backend: Allocates and copies memory; by default the backend for the device.
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
         processes: All processes that train the same model, if there are others: gradients are averaged with theirs.
+        progress: Shows how far long work has come; by default in the log.
 
     Attributes:
         module: The module.
@@ -54,7 +56,8 @@ class Pipeline:
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
 
     Raises:
-        ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
+        ValueError: If an option does not fit the module or the available memory. After any exception, also a
+            KeyboardInterrupt, nothing is attached: the module is a plain one on the CPU, as `detach` leaves it.
 
     Examples:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
@@ -72,17 +75,16 @@ class Pipeline:
         backend: Backend | None = None,
         planner: Planner | None = None,
         processes: Processes | None = None,
+        progress: Progress | None = None,
     ) -> None:
         _check_module(module)
         self.module = module
         self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        move_parameters(weights_on_accelerators(module), HOST)
         # among how many the machine's cores are divided; not for the one that steps for all of them
         share_cores = 1
         if processes is not None:
-            processes.broadcast_module(module)
             share_cores = 1 if processes.box.is_keeper else processes.box.count
         if backend is None:
             threads = self.options.host_threads
@@ -92,17 +94,23 @@ class Pipeline:
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
         planner = planner or Planner()
-        engine = Engine(module, self.device, self.options, self.backend, planner, processes)
+        engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress or Progress())
         self._engine = engine
         self.stats = engine.stats
         self.optimizers = engine.optimizers
         try:
-            # what is on now is likely to be on in steps, too
-            engine.arrange(autocast_dtype(self.device.type))
+            self._attach()
         except BaseException:
-            engine.memory.keep([])
-            self.backend.close()
+            self._give_back()
             raise
+
+    def _attach(self) -> None:
+        processes = self.processes
+        move_parameters(weights_on_accelerators(self.module), HOST)
+        if processes is not None:
+            processes.broadcast_module(self.module)
+        # what is on now is likely to be on in steps, too
+        self._engine.arrange(autocast_dtype(self.device.type))
         _check_together(self.options, len(self.arrangement.units))
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
@@ -164,23 +172,28 @@ class Pipeline:
             failed = error
         if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
-        _attached.remove(self)
-        atexit.unregister(self._end_threads)
         self._engine.planner.abandon()
-        stop_listening(self.optimizers)
         optimizer_steps.depth = 0
-        self._engine.uninstall()
-        self._engine.living.bring_home(self.module)
-        self._engine.landing.close()
+        self._give_back()
+        if failed is not None:
+            raise failed
+
+    def _give_back(self) -> None:
+        """Make the module a plain one on the CPU, however far it was attached."""
+        engine = self._engine
+        _attached.discard(self)
+        atexit.unregister(self._end_threads)
+        stop_listening(self.optimizers)
+        engine.uninstall()
+        engine.living.bring_home(self.module)
+        engine.landing.close()
         self.optimizers.close()
-        self._engine.saved.close()
-        self._engine.offloader.close()
-        self._engine.memory.keep([])
+        engine.saved.close()
+        engine.offloader.close()
+        engine.memory.keep([])
         # what streams is there: buffers, other parameters, and the states of quantized weights
         self.module.to(HOST)
         self.backend.close()
-        if failed is not None:
-            raise failed
 
     def _end_threads(self) -> None:
         """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes, Progress
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -45,6 +45,10 @@ class Namespace:
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
         self.summary = callbacks.ModelSummary
+        # Private: `_init_progress` and `_stop_progress`, which open and close its display.
+        self.rich_bar = callbacks.RichProgressBar
+        self.tqdm_bar = callbacks.TQDMProgressBar
+        self.tqdm = resolve_name(f"{name}.callbacks.progress.tqdm_progress:Tqdm")
         self.lambda_callback = callbacks.LambdaCallback
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
@@ -89,6 +93,7 @@ class StrategyPart(ParallelStrategy):
     lightning: ClassVar[Namespace]
     options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
+    progress: Progress  # shows how far long work has come
     # the engine's handle to all processes, once the process group exists; None if there is only one
     processes: Processes | None = None
 

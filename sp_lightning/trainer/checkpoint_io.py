@@ -10,31 +10,45 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from sp_lightning.optim.compact import COMPACT, CompactOptimizer
+from sp_lightning.pipeline import Progress, Work
+from sp_lightning.pipeline.host_memory import private_files, release
+from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.trainer import StrategyPart
+from sp_lightning.trainer.progress import CountedCopies
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 else:
     TorchCheckpointIO = object
 
+_PIECE = 2**26  # bytes that are written and brought to the disk at once
+
 
 class StreamingCheckpointIO(TorchCheckpointIO):
     """Writes and reads local checkpoints without a copy in memory, and leaves remote ones to Lightning.
 
     A mixin: each namespace's `SuperpipelineCheckpointIO` combines it with that namespace's `TorchCheckpointIO`.
+
+    Args:
+        progress: Shows how much is written; by default in the log.
     """
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        super().__init__()
+        self._progress = progress or Progress()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -50,10 +64,11 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())  # or a power cut after the rename could leave an empty file
+            with (
+                temporary.open("wb") as file,
+                self._progress.begin(f"Saving {target.name}", nbytes_of(checkpoint)) as work,
+            ):
+                _write(checkpoint, _OnDisk(file, work))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -87,6 +102,54 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
 
+class _OnDisk:
+    """A file whose contents have come to the disk, piece by piece, so that work shows what it waits for.
+
+    Else a power cut after the rename could leave an empty file.
+    """
+
+    def __init__(self, file: IO[bytes], work: Work) -> None:
+        self._file = file
+        self._work = work
+        self._waiting = 0  # bytes that may not be there yet
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of the data."""
+        with memoryview(data) as view:
+            for begin in range(0, view.nbytes, _PIECE):
+                piece = view[begin : begin + _PIECE]
+                self._file.write(piece)
+                self._waiting += piece.nbytes
+                if self._waiting >= _PIECE:
+                    self.flush()
+            return view.nbytes
+
+    def flush(self) -> None:
+        """Have on disk what was written; the writer does so in the end."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._work.advance(self._waiting)
+        self._waiting = 0
+
+
+def _write(checkpoint: dict[str, Any], file: _OnDisk) -> None:
+    handled = sys.exc_info()[1]  # if it is saved because of an exception
+    try:
+        torch.save(checkpoint, cast("IO[bytes]", file))
+    except RuntimeError as error:
+        cause = error.__context__
+        # torch's writer goes on to complain that the file is too short
+        if isinstance(cause, KeyboardInterrupt | OSError) and cause is not handled:
+            raise cause from None
+        raise
+
+
+def nbytes_of(checkpoint: Any) -> int:
+    """Return the bytes of all tensors in a checkpoint; tied weights count once."""
+    parts = [part for tensor in tree_leaves(checkpoint) if isinstance(tensor, Tensor) for part in parts_of(tensor)]
+    return sum({part.data_ptr(): part.nbytes for part in parts if part.layout is torch.strided}.values())
+
+
 class CheckpointsMixin(StrategyPart):
     """The part of the strategy that deals with checkpoints."""
 
@@ -96,10 +159,10 @@ class CheckpointsMixin(StrategyPart):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = self.streaming_checkpoint_io()
+            self._checkpoint_io = self.streaming_checkpoint_io(self.progress)
         elif isinstance(self._checkpoint_io, self.lightning.wrapping_checkpoint_io):
             # Set the wrapped plugin; the wrapper's setter keeps one that the user chose.
-            self._checkpoint_io.checkpoint_io = self.streaming_checkpoint_io()
+            self._checkpoint_io.checkpoint_io = self.streaming_checkpoint_io(self.progress)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -109,16 +172,19 @@ class CheckpointsMixin(StrategyPart):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The base class moves optimizer state to the device, but state belongs where its weight is.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            try:
-                optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
-            except ValueError as error:
-                groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
-                words = groups[-1].get(COMPACT)
-                if words is None or isinstance(optimizer, CompactOptimizer):
-                    raise
-                message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
-                raise self.lightning.misconfiguration(message) from error
+        states = checkpoint["optimizer_states"]
+        with self.progress.begin("Loading optimizer state", nbytes_of(states)) as work, CountedCopies(work):
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                try:
+                    optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
+                except ValueError as error:
+                    groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
+                    words = groups[-1].get(COMPACT)
+                    if words is None or isinstance(optimizer, CompactOptimizer):
+                        raise
+                    message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
+                    raise self.lightning.misconfiguration(message) from error
+                _read_from_file(optimizer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -133,6 +199,16 @@ class CheckpointsMixin(StrategyPart):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 state[name] = value.cpu()  # buffers, and weights that live on the device
         return state
+
+
+def _read_from_file(optimizer: Optimizer) -> None:
+    """Copy state that still lies in a mapped checkpoint, as torch's optimizers leave it: the first step would wait."""
+    files = list(private_files())
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if type(value) is Tensor and any(first <= value.data_ptr() < end for first, end in files):
+                state[name] = torch.empty_like(value).copy_(value)
+                release([value])
 
 
 def _local(path: str | Path) -> Path | None:

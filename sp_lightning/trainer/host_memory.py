@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.compact import CompactOptimizer
-from sp_lightning.pipeline import available_host_memory, readable_bytes
+from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
 from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, ladder
 from sp_lightning.trainer import Namespace
 
@@ -20,35 +20,56 @@ _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
 _PASSING = 0.2
 
 
-def materialize(module: nn.Module, follows: bool, lightning: Namespace) -> None:
+def materialize(module: nn.Module, follows: bool, lightning: Namespace, progress: Progress) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
     filled by the first one in `named_modules`. A process that `follows` gets its weights from another one: it fills
     them, as random numbers go on from there, but lets go of the memory.
     """
-    for name, owner in module.named_modules():
-        tensors = [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
-        if not tensors:
-            continue
-        # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
-        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-        if not callable(reset):
-            raise lightning.misconfiguration(
-                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
-                "meta device and no `reset_parameters()` to fill them. Define that method, or "
-                "build this module without `torch.device('meta')`."
-            )
+    modules = list(module.named_modules())
+    nbytes = sum(tensor.nbytes for _, owner in modules for tensor in _meta_tensors(owner))
+    with progress.begin("Initializing weights", nbytes) as work:
+        for name, owner in modules:
+            tensors = _meta_tensors(owner)
+            if not tensors:
+                continue
+            # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
+            reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+            if not callable(reset):
+                raise lightning.misconfiguration(
+                    f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
+                    "meta device and no `reset_parameters()` to fill them. Define that method, or "
+                    "build this module without `torch.device('meta')`."
+                )
+            _fill(tensors, reset)
+            for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
+                # which takes nothing before it is written to
+                parameter.data = torch.empty_like(parameter)
+            work.advance(_nbytes(tensors))
+
+
+def _meta_tensors(owner: nn.Module) -> list[Tensor]:
+    return [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
+
+
+def _fill(tensors: Sequence[Tensor], reset: Callable[[], object]) -> None:
+    """Give meta tensors memory, and have it filled; after an exception they are meta tensors, to be filled again."""
+    memories: list[Tensor] = []
+    try:
         for tensor in tensors:
             memory = torch.empty_like(tensor, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+            memories.append(memory)
             # `.data = ` refuses to turn a meta tensor into a real one.
             torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
         reset()
-        for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
-            # which takes nothing before it is written to
-            parameter.data = torch.empty_like(parameter)
+    except BaseException:
+        for tensor, memory in zip(tensors, memories, strict=False):
+            if memory.is_meta:
+                torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
+        raise
 
 
 def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightning: Namespace) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import HostMemory
@@ -161,7 +162,7 @@ def place(
         weight.unit = unit
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
-    segment = HostMemory(backend, None).segment(unit.weights)
+    segment = HostMemory(backend, None, Progress()).segment(unit.weights)
     unit.index = 0
     unit.send([segment])
     unit.lie_in(backend.allocate(unit.nbytes))

@@ -248,7 +248,8 @@ class AcceleratorBackend(Backend):
     @override
     def unpin(self, memory: Tensor) -> None:
         with self._api.device(self.device):
-            _cudart().cudaHostUnregister(memory.data_ptr())
+            if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:  # an interrupt came before it was pinned
+                self._clear_error()
 
     @override
     def memory(self) -> DeviceMemory:

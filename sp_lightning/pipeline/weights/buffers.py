@@ -105,6 +105,7 @@ class HostBuffer:
     def pin(self) -> None:
         """Pin the memory, if the backend does and it is possible."""
         if self._backend.pins and not self.pinned and self.nbytes:
+            self.pinned = True  # if an interrupt has waited for the system, it may be
             self.pinned = self._backend.pin(self.bytes)
 
     def unpin(self) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.processes.box import Box
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -201,9 +202,13 @@ class HostMemory:
     """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move.
 
     If processes share it, so is that of copies. It is made in all of them at the same moments, in the same order.
+
+    An exception in the middle, such as a KeyboardInterrupt, leaves each master with its values where it was, or in
+    memory of which this object knows.
     """
 
-    def __init__(self, backend: Backend, box: Box | None) -> None:
+    def __init__(self, backend: Backend, box: Box | None, progress: Progress) -> None:
+        self.progress = progress  # shows how it is filled
         self._backend = backend
         self._box = box
         # by the identities of the masters in them
@@ -226,24 +231,24 @@ class HostMemory:
         if memory is not None:
             lying = zip(weights, memory.tensors, strict=True)
             if not all(weight.lies_in(place) for weight, place in lying):
-                memory.release()
+                self._buffers.pop(masters).release()
                 memory = None
         if memory is None:
-            memory = self._buffers[masters] = self._move_into_new_memory(weights)
+            memory = self._buffers[masters] = self._new_memory(weights)
+            self._is_new = True
+            copied = [weight.master.data for weight in weights]
+            for weight, place in zip(weights, memory.tensors, strict=True):
+                weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
+            release(copied)
         return Segment(weights, True, memory)
 
-    def _move_into_new_memory(self, weights: Sequence[Weight]) -> HostBuffer:
+    def _new_memory(self, weights: Sequence[Weight]) -> HostBuffer:
         offsets, nbytes = lay_out([weight.nbytes for weight in weights])
         names = [weight.name for weight in weights]
         shared = None if self._box is None else self._box.share(nbytes, names)
         memory = HostBuffer(nbytes, self._backend, False, shared)
-        copied = [weight.master.data for weight in weights]
         for weight, offset in zip(weights, offsets, strict=True):
-            place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
-            weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
-        release(copied)
-        memory.tensors = [weight.host for weight in weights]
-        self._is_new = True
+            memory.tensors.append(tensor_in(memory.bytes, offset, weight.layout, weight.dtype))
         return memory
 
     def keep(self, segments: Sequence[Segment]) -> None:

@@ -12,7 +12,7 @@ from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
@@ -186,7 +186,12 @@ class Arrangement:
         spans: dict[Unit, tuple[int, int]] = {}  # of the arena
         # in the order of names, as processes that share the memory may expect units in other orders
         parts = sorted(chain.from_iterable(self.layout.parts), key=attrgetter("name"))
-        made = {part: [memory.segment(weights) for weights in _sent_together(part)] for part in parts}
+        made: dict[Unit, list[Segment]] = {}
+        sizes = {part: sum(weight.nbytes for weight in part.weights) for part in parts}
+        with memory.progress.begin("Arranging weights in host memory", sum(sizes.values())) as work:
+            for part in parts:
+                made[part] = [memory.segment(weights) for weights in _sent_together(part)]
+                work.advance(sizes[part])
         for index, neighbors in enumerate(self.layout.parts):
             unit = join(neighbors)
             unit.index = index
@@ -249,6 +254,13 @@ class Arrangement:
     def all_twins(self) -> list[Twin]:
         """Return the twins, and those that graphs have besides."""
         return [*self.twins.values(), *(twin for weight in self.weights for twin in weight.other_twins)]
+
+    def is_lent_out(self) -> bool:
+        """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
+        for member in self.members:
+            if Tensor in [type(entry.parameters.get(entry.key)) for entry in member.entries]:
+                return True
+        return False
 
     def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
