@@ -201,7 +201,7 @@ def test_declared_dependencies_are_those_imported():
         [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
     )
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
-    found -= {*sys.stdlib_module_names, "sp_lightning"}
+    found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning
     assert found - optional == names(project["dependencies"])
 
 

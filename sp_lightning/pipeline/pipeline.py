@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.calls.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
+from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -43,6 +44,7 @@ class Pipeline:
         backend: Allocates and copies memory; by default the backend for the device.
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
         processes: All processes that train the same model, if there are others: gradients are averaged with theirs.
+        leaves_steps_open: Whether a call's step goes on after it: nobody declares steps (calls/open_steps.py).
 
     Attributes:
         module: The module.
@@ -72,6 +74,7 @@ class Pipeline:
         backend: Backend | None = None,
         planner: Planner | None = None,
         processes: Processes | None = None,
+        leaves_steps_open: bool = False,
     ) -> None:
         _check_module(module)
         self.module = module
@@ -93,6 +96,7 @@ class Pipeline:
         keep_out_of_graphs(self.backend)
         planner = planner or Planner()
         engine = Engine(module, self.device, self.options, self.backend, planner, processes)
+        engine.calls.leaves_steps_open = leaves_steps_open
         self._engine = engine
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -156,6 +160,9 @@ class Pipeline:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
         if self not in _attached or self.is_forked:
             return
+        if self._engine.calls in open_steps:
+            with open_steps.ending():
+                pass
         failed = None
         try:
             self._engine.settle()
