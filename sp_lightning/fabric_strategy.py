@@ -284,11 +284,9 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
         return output
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
-        """Return what unscales and clips the gradients of an optimizer; it takes those of other models for torch's."""
-        for pipeline in self.pipelines:
-            if pipeline.optimizers.have_weights_of(optimizer):
-                return pipeline.optimizers.clipping
-        return None
+        """Return what unscales and clips the gradients of an optimizer; None if torch does, as for several models."""
+        found = [each.optimizers for each in self.pipelines if each.optimizers.have_weights_of(optimizer)]
+        return found[0].clipping if len(found) == 1 else None
 
     @override
     def clip_gradients_norm(

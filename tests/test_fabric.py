@@ -1,0 +1,261 @@
+"""A loop of one's own under Fabric has the numbers of Fabric's single-device strategy, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from sp_lightning.fabric import SuperpipelineStrategy
+
+from .helpers import Bomb, Run, Trace, assert_same_trace, frozen, note_outputs, note_state
+from .zoo import CASES
+from .zoo.blocks import WIDTH, Block, Chain, chain
+
+Program = Callable[[Fabric, Trace], None]
+STRATEGIES = {
+    "plain": SingleDeviceStrategy,
+    "streamed": lambda **options: SuperpipelineStrategy(**{"k": 2, "debug": True, **options}),
+}
+
+
+def fabric_with(strategy: Any, precision: Any = "32-true", **arguments: Any) -> Fabric:
+    """A Fabric on the CPU; a scaler is there, too, which Fabric itself has on a GPU only."""
+    plugins = arguments.pop("plugins", [])
+    if precision == "16-mixed":
+        plugins, precision = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0))], None
+    fabric = Fabric(
+        accelerator="cpu", devices=1, strategy=strategy, precision=precision, plugins=plugins, **arguments
+    )  # fmt: skip
+    fabric.launch()
+    return fabric
+
+
+def traced(program: Program, strategy: Any, **arguments: Any) -> Trace:
+    trace: Trace = {}
+    torch.manual_seed(5)
+    program(fabric_with(strategy, **arguments), trace)
+    return trace
+
+
+def assert_same_numbers(program: Program, precision: str = "32-true", **options: Any) -> None:
+    expected = traced(program, STRATEGIES["plain"](), precision=precision)
+    assert expected, "nothing was compared"
+    assert_same_trace(expected, traced(program, STRATEGIES["streamed"](**options), precision=precision))
+
+
+def of_zoo(name: str, fabric: Fabric, trace: Trace) -> None:
+    """Train one of the zoo's models: accumulation, clipping, evaluation."""
+    case = CASES[name]
+    model = case.model()
+    model, *optimizers = fabric.setup(model, *case.optimizers(model))
+    batches = [fabric.to_device(batch) for batch in case.batches(3 * case.accumulate)]
+    for number, batch in enumerate(batches):
+        if case.train_step is not None:
+            note_outputs(trace, f"{number}", list(case.train_step(model, batch, optimizers)))
+            continue
+        accumulates = (number + 1) % case.accumulate != 0
+        with fabric.no_backward_sync(model, enabled=accumulates):
+            if case.backward is not None:
+                losses = list(case.backward(model, batch))
+            else:
+                losses = [case.loss(case.call(model, batch), batch)]
+                fabric.backward(losses[0])
+        note_outputs(trace, f"{number} / loss", losses)
+        if not accumulates:
+            if case.clip is not None:
+                norm = fabric.clip_gradients(model, optimizers[0], max_norm=case.clip)
+                trace[f"{number} / norm"] = frozen(norm)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                note_outputs(trace, f"{number} / output", case.call(model, batch))
+    note_state(trace, "end", model.module, [optimizer.optimizer for optimizer in optimizers])
+
+
+ZOO = [
+    "vgg", "vit", "llama-untied", "gpt2-tied", "llava", "unet", "chain", "gan", "two-losses", "two-graphs",
+    "input-gradient-penalty", "weight-gradient-penalty", "momentum-encoder-in-place", "checkpointed-blocks-plain",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_models_of_the_zoo(name):
+    assert_same_numbers(partial(of_zoo, name), units=CASES[name].units)
+
+
+@pytest.mark.parametrize("options", [{"activations": "recompute"}, {"k": "auto", "memory_budget": "1GiB"}], ids=str)
+@pytest.mark.parametrize(("name", "precision"), [("chain", "bf16-mixed"), ("siamese", "16-mixed")])
+def test_mixed_precision(name, precision, options):
+    assert_same_numbers(partial(of_zoo, name), precision, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+def dcgan(fabric: Fabric, trace: Trace) -> None:
+    """Two networks with convolutions, each with an optimizer."""
+
+    def block(cls: type[nn.Module], *sizes: int) -> nn.Module:
+        return nn.Sequential(cls(*sizes, 4, 2, 1, bias=False), nn.BatchNorm2d(sizes[1]), nn.LeakyReLU(0.2))
+
+    made = nn.Sequential(block(nn.ConvTranspose2d, 4, 8), block(nn.ConvTranspose2d, 8, 3), nn.Tanh())
+    judge = nn.Sequential(block(nn.Conv2d, 3, 8), block(nn.Conv2d, 8, 4), nn.Flatten(), nn.Linear(16, 1))
+    generator, of_generator = fabric.setup(made, Adam(made.parameters(), lr=2e-3, betas=(0.5, 0.999)))
+    critic, of_critic = fabric.setup(judge, Adam(judge.parameters(), lr=2e-3, betas=(0.5, 0.999)))
+    for step in range(3):
+        of_critic.zero_grad()
+        real = fabric.to_device(torch.randn(4, 3, 8, 8))
+        right = F.softplus(-critic(real)).mean()
+        fabric.backward(right)
+        fake = generator(fabric.to_device(torch.randn(4, 4, 2, 2)))
+        wrong = F.softplus(critic(fake.detach())).mean()
+        fabric.backward(wrong)
+        of_critic.step()
+        of_generator.zero_grad()
+        fooled = F.softplus(-critic(fake)).mean()
+        fabric.backward(fooled)
+        of_generator.step()
+        note_outputs(trace, f"{step}", [right, wrong, fooled])
+        with torch.no_grad():
+            trace[f"{step} / sample"] = frozen(generator(torch.ones(2, 4, 2, 2)))
+    for name, model in (("generator", made), ("critic", judge)):
+        note_state(trace, name, model, [])
+
+
+def penalized(fabric: Fabric, trace: Trace) -> None:
+    """WGAN-GP by `torch.autograd.grad`, a distance to a teacher's weights (L2-SP), an average of weights (EMA)."""
+    built, teaching = chain(4), chain(4)
+    model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
+    teacher = fabric.setup_module(teaching.requires_grad_(False))
+    average = [parameter.detach().clone() for parameter in built.parameters()]
+    for step in range(4):
+        x = Run.rows(step).requires_grad_()
+        out = model(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with torch.no_grad():
+            target = teacher(x)
+        pairs = zip(built.parameters(), teaching.parameters(), strict=True)
+        distance = sum((own - other).square().sum() for own, other in pairs)
+        loss = F.mse_loss(out, target) + (gradient.norm(dim=1) - 1).square().mean() + 0.01 * distance
+        optimizer.zero_grad()
+        loss.backward() if step % 2 else fabric.backward(loss)
+        for parameter in built.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(average, built.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+        note_outputs(trace, f"{step}", [loss, *average])
+    note_state(trace, "end", built, [optimizer.optimizer])
+
+
+def meta_learning(fabric: Fabric, trace: Trace) -> None:
+    """MAML of two inner steps: gradients by weights, and gradients of those."""
+    built = chain(3)
+    model, optimizer = fabric.setup(built, Adam(built.parameters(), lr=1e-2))
+    for step in range(3):
+        optimizer.zero_grad()
+        for task in range(2):
+            fast = dict(built.named_parameters())
+            x, y = Run.rows(2 * step), Run.rows(2 * step + task)
+            error = F.mse_loss(model(x), y)
+            for _ in range(2):
+                gradients = torch.autograd.grad(error, list(fast.values()), create_graph=True)
+                fast = {name: w - 0.1 * g for (name, w), g in zip(fast.items(), gradients, strict=True)}
+                error = F.mse_loss(functional_call(built, fast, (x,)), y)
+            fabric.backward(error)
+            trace[f"{step} / {task}"] = frozen(error)
+        optimizer.step()
+    note_state(trace, "end", built, [optimizer.optimizer])
+
+
+def k_fold(fabric: Fabric, trace: Trace) -> None:
+    """A new model for each fold, which goes when its fold is over, and data that is shuffled by Fabric's loaders."""
+    data = TensorDataset(torch.randn(12, WIDTH), torch.randn(12, WIDTH))
+    fabric.seed_everything(3, verbose=False)
+    for fold in range(3):
+        built = Chain([Block() for _ in range(3)])
+        model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
+        loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4, shuffle=True))
+        for number, (x, y) in enumerate(loader):
+            loss = F.mse_loss(model(x), y)
+            if number != fold:
+                optimizer.zero_grad()
+                fabric.backward(loss)
+                optimizer.step()
+            trace[f"{fold} / {number}"] = frozen(fabric.all_reduce(loss.detach()))
+        note_state(trace, f"{fold}", built, [])
+
+
+def clipped(fabric: Fabric, trace: Trace) -> None:
+    """By norms of two kinds and by value, with an optimizer over two models."""
+    first, second = chain(3), chain(2)
+    models = [fabric.setup_module(module) for module in (first, second)]
+    weights = [*first.parameters(), *second.parameters()]
+    optimizer = fabric.setup_optimizers(SGD(weights, lr=0.1, momentum=0.9))
+    for step, how in enumerate(
+        [{"max_norm": 0.1}, {"max_norm": 0.1}, {"clip_val": 1e-3}, {"max_norm": 0.1, "norm_type": 1.0}]
+    ):
+        loss = models[1](models[0](Run.rows(step).to(first.blocks[0].up.weight.dtype))).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        norm = fabric.clip_gradients(models[0], optimizer, **how)
+        note_outputs(trace, f"{step}", [loss, norm, *(weight.grad.clone() for weight in weights)])
+        optimizer.step()
+    note_state(trace, "end", nn.ModuleList([first, second]), [optimizer.optimizer])
+
+
+def surprised(fabric: Fabric, trace: Trace) -> None:
+    """Exceptions in a forward, in a backward and in the loop, and forwards whose backward never comes."""
+    built = Chain([Block(), Bomb(), Block(), Block()])
+    model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
+    for step, where in enumerate(["nowhere", "forward", "backward", "loop", "nowhere", "skipped", "nowhere"]):
+        bomb = built.blocks[1]
+        bomb.where, bomb.error = where, ValueError if where in ("forward", "backward") else None
+        optimizer.zero_grad()
+        try:
+            loss = model(Run.rows(step)).square().mean()
+            if where == "loop":
+                raise ValueError
+            if where != "skipped":
+                fabric.backward(loss)
+        except ValueError:
+            continue
+        finally:
+            bomb.error = None
+        if where == "nowhere":
+            optimizer.step()
+        trace[f"{step}"] = frozen(loss)
+        for around in (lambda x: checkpoint(model, x, use_reentrant=False), model):  # without `no_grad`
+            trace[f"{step} / output"] = frozen(around(Run.rows(9).requires_grad_()))
+    optimizer.zero_grad()
+    (2 * checkpoint(model, Run.rows(1).requires_grad_(), use_reentrant=False)).sum().backward()
+    optimizer.step()
+    note_state(trace, "end", built, [optimizer.optimizer])
+
+
+PROGRAMS = [dcgan, penalized, meta_learning, k_fold, clipped, surprised]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs(program):
+    assert_same_numbers(program)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+def test_precision(precision):
+    assert_same_numbers(clipped, precision)
