@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning as L
+import lightning_fabric
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies import SingleDeviceStrategy
-from torch import nn
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import sp_lightning.fabric
+import sp_lightning.lightning_fabric
+from sp_lightning import optim
 from sp_lightning.fabric import SuperpipelineStrategy
 
 from .helpers import Bomb, Run, Trace, assert_same_trace, frozen, note_outputs, note_state
+from .lightning_modules import assert_plain
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -259,3 +270,197 @@ def test_programs(program):
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
 def test_precision(precision):
     assert_same_numbers(clipped, precision)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def trained(fabric: Fabric, steps: int, path: Path | None = None, resume: Path | None = None) -> Trace:
+    """Train from the step that a file has; save one with a model, an optimizer and a number."""
+    torch.manual_seed(1)
+    built = chain(4)
+    built.register_buffer("seen", torch.zeros(()))
+    model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if resume is not None:
+        assert fabric.load(resume, state) == {}
+    for step in range(state["step"], steps):
+        optimizer.zero_grad()
+        fabric.backward(model(Run.rows(step)).square().mean())
+        optimizer.step()
+        built.seen.add_(1)
+    if path is not None:
+        fabric.save(path, {**state, "step": steps}, filter={"model": lambda name, value: True})
+        fabric.save(f"{path}.raw", model.state_dict())
+    trace: Trace = {}
+    note_state(trace, "end", built, [optimizer.optimizer])
+    fabric.load_raw(f"{path or resume}.raw", model)
+    note_state(trace, "raw", built, [optimizer.optimizer])
+    note_outputs(trace, "raw", model(Run.rows(0)))
+    return trace
+
+
+@pytest.mark.parametrize("second", STRATEGIES)
+@pytest.mark.parametrize("first", STRATEGIES)
+def test_resume_in_both_directions(tmp_path, first, second):
+    expected = trained(fabric_with(STRATEGIES["plain"]()), 4, tmp_path / "whole")
+    trained(fabric_with(STRATEGIES[first]()), 2, tmp_path / "half")
+    whole, half = (torch.load(tmp_path / name, weights_only=True) for name in ("whole", "half"))
+    assert whole.keys() == half.keys()
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in half["model"].values())
+    torch.save(torch.load(tmp_path / "whole.raw", weights_only=True), tmp_path / "half.raw")
+    assert_same_trace(expected, trained(fabric_with(STRATEGIES[second]()), 4, resume=tmp_path / "half"))
+
+
+def test_a_compact_optimizers_file_is_refused(tmp_path):
+    fabric, built = fabric_with(STRATEGIES["streamed"](), "bf16-true"), chain(2)
+    model, optimizer = fabric.setup(built, optim.AdamW(built.bfloat16().parameters()))
+    fabric.backward(model(Run.rows(0)).sum())
+    optimizer.step()
+    fabric.save(tmp_path / "a", {"optimizer": optimizer})
+    with pytest.raises(ValueError, match="parameter group"):
+        fabric.load(tmp_path / "a", {"optimizer": AdamW(built.parameters())})
+
+
+# ------------------------------------------------------------------------------------------------- what Fabric may ask
+
+
+class Called(L.LightningModule):
+    """A module with steps of its own, one of which is marked, and a weight that a loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = chain(3)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self(batch) * self.scale).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.body.blocks[0](x) + self.scale
+
+
+def methods(fabric: Fabric, trace: Trace) -> None:
+    built = Called()
+    model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
+    model.mark_forward_method("encode")
+    assert built.device == fabric.device
+    for step in range(3):
+        x = Run.rows(step)
+        for loss in (model.training_step(x), model.encode(x).square().mean() + model.scale.sum()):
+            fabric.backward(loss)
+            trace[f"{step} / loss"] = frozen(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [name for name, _ in model.named_parameters()][0] == "_forward_module.scale"
+    averaged = copy.deepcopy(model)
+    note_outputs(trace, "copy", averaged(Run.rows(0)))
+    note_state(trace, "end", built, [optimizer.optimizer])
+
+
+def compiled(fabric: Fabric, trace: Trace) -> None:
+    torch._dynamo.reset()
+    built = chain(3)
+    model, optimizer = fabric.setup(torch.compile(built, backend="eager"), SGD(built.parameters(), lr=0.1))
+    for step in range(3):
+        loss = model(Run.rows(step)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace[f"{step}"] = frozen(loss)
+    note_state(trace, "end", built, [])
+
+
+@pytest.mark.parametrize("program", [methods, compiled])
+def test_methods_and_compiled_models(program):
+    assert_same_numbers(program)
+
+
+def test_weights_stay_on_the_host_and_come_back(tmp_path):
+    """Nothing of a model goes to the device when it is set up, and a model that is dropped is a plain one."""
+    fabric = fabric_with(SuperpipelineStrategy(k=1))
+    with fabric.init_module(empty_init=True):
+        built = Chain([Block() for _ in range(3)])
+        assert torch.empty(0).device.type == "cpu"
+    with torch.device("meta"):
+        other = Chain([Block() for _ in range(2)])
+    metric, plain = fabric.to_device(nn.BatchNorm1d(3, affine=False)), fabric.setup(nn.Tanh())
+    assert torch.equal(plain(metric(torch.zeros(2, 3))), torch.zeros(2, 3))
+    names = dict(built.named_parameters())
+    model, late = fabric.setup_module(built), fabric.setup_module(other)
+    assert all(parameter is names[name] for name, parameter in built.named_parameters())
+    assert [pipeline.module for pipeline in fabric.strategy.pipelines] == [built, other]
+    again = fabric.setup_module(built, move_to_device=False)  # once more, as plain Fabric allows
+    for called in (model, again, late):
+        assert called(Run.rows(0)).shape == (5, WIDTH)
+    gone = weakref.ref(late.module)
+    del late, called, other
+    gc.collect()
+    assert gone() is None, "a dropped model is freed"
+    del model, again
+    assert_plain(built)
+    assert fabric.strategy.pipelines == []
+
+
+def test_a_model_in_a_cycle_is_given_back_too():
+    class Loop:
+        pass
+
+    fabric, loop, built = fabric_with(SuperpipelineStrategy()), Loop(), chain(2)
+    loop.model, loop.self = fabric.setup_module(built), loop
+    del loop
+    gc.collect()
+    assert_plain(built)
+
+
+def test_a_step_that_begins_with_weights():
+    """Before any model is called there is no step: what to do is in the error, and `strategy.step` opens one."""
+    fabric, built = fabric_with(STRATEGIES["streamed"]()), chain(3)
+    model = fabric.setup_module(built)
+
+    def loss() -> Tensor:
+        weights = {name: weight.clone() for name, weight in built.named_parameters()}
+        return functional_call(built, weights, (Run.rows(0),)).square().mean()
+
+    with pytest.raises(RuntimeError, match=r"outside of a step.*`fabric.strategy.step\(\)`"):
+        fabric.backward(loss())
+    built.zero_grad()
+    with fabric.strategy.step():
+        fabric.backward(loss())
+    grads = [weight.grad.clone() for weight in built.parameters()]
+    built.zero_grad()
+    fabric.backward(model(Run.rows(0)).square().mean())
+    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(built.parameters(), grads, strict=True))
+
+
+def test_what_is_refused():
+    class Layers(Precision):
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            return module
+
+    with pytest.raises(MisconfigurationException, match="`Layers` does not work"):
+        fabric_with(SuperpipelineStrategy(), None, plugins=[Layers()])
+    with pytest.raises(ValueError, match="`k=0`"):
+        SuperpipelineStrategy(k=0)
+    fabric, built = fabric_with(STRATEGIES["streamed"]()), chain(2)
+    model, optimizer = fabric.setup(built, SGD(built.parameters(), lr=0.1))
+    fabric.backward(model(Run.rows(0)).sum() * torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+@pytest.mark.parametrize("name", ["superpipeline", "superpipeline_recompute", "superpipeline_offload"])
+def test_names(name):
+    for package, ours in ((Fabric, sp_lightning.fabric), (lightning_fabric.Fabric, sp_lightning.lightning_fabric)):
+        fabric = package(accelerator="cpu", devices=1, strategy=name)
+        assert type(fabric.strategy) is ours.SuperpipelineStrategy
+        assert fabric.strategy.options.activations == name.partition("_")[2] or "auto"
+        fabric.launch()
+        built = chain(2)
+        model, optimizer = fabric.setup(built, SGD(built.parameters(), lr=0.1))
+        fabric.backward(model(Run.rows(0)).sum())
+        optimizer.step()
+        assert fabric.strategy.pipelines[0].stats.optimizer_steps == 1

@@ -80,7 +80,7 @@ class ProcessesMixin:
         self.lightning.check(
             launched in (None, count),
             f"{type(environment).__name__} says that {launched} process(es) were launched, but "
-            f"`devices={self.num_processes}` and `num_nodes={self.num_nodes}` ask for "
+            f"`devices={self.num_processes}, num_nodes={self.num_nodes}` asks for "
             f"{count}, one per device. Launch as many (`torchrun --nproc-per-node`, `srun "
             "--ntasks`), or set "
             "`devices` and `num_nodes` accordingly.",
