@@ -8,8 +8,6 @@ backward, but under the next forward.
 
 from __future__ import annotations
 
-import copy
-import threading
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from sp_lightning.fabric_model import AttachedModel, give_all_back
 from sp_lightning.pipeline import Pipeline, PipelineOptions, open_steps
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.planning import AutoPlanner
@@ -44,62 +43,6 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.parallel import ParallelStrategy
 else:
     ParallelStrategy = object
-
-
-class AttachedModel(nn.Module):
-    """What Fabric calls in place of a model, as it would call DDP's wrapper.
-
-    Nothing else holds it than what `fabric.setup` returns; when that goes, the model is a plain one on the CPU again.
-    """
-
-    def __init__(self, pipeline: Pipeline, meetings: Meetings) -> None:
-        super().__init__()
-        self.pipeline = pipeline
-        self.meetings = meetings
-        weakref.finalize(self, _give_back, pipeline, threading.get_ident()).atexit = False
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's model; no child of this module, so that its weights keep their names."""
-        return self.pipeline.module
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.meetings.share_buffers(self.pipeline)
-        trains = torch.is_grad_enabled()
-        if trains:
-            self.meetings.meet(self.pipeline)
-        with out_of_memory_explained(self.pipeline, trains):
-            return self.module(*args, **kwargs)
-
-    @override
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_modules(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        """Tell Fabric whether methods of the model may be called past this: where no process waits for another."""
-        return self is other or (self.meetings.processes is None and self.module is other)
-
-    __hash__ = nn.Module.__hash__
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the model, which is a plain one then."""
-        return copy.deepcopy(self.module, memo)
-
-
-_given_up: list[Pipeline] = []  # of models that were dropped
-
-
-def _give_back(pipeline: Pipeline, thread: int) -> None:
-    """Give a model back; later, if Python's collector runs in a thread of the engine, which that would wait for."""
-    _given_up.append(pipeline)
-    if threading.get_ident() == thread:
-        _give_all_back()
-
-
-def _give_all_back() -> None:
-    while _given_up:
-        _given_up.pop().detach()
 
 
 class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
@@ -165,22 +108,20 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
     # ------------------------------------------------------------------------------------------------------ processes
 
     @property
-    def num_nodes(self) -> int:  # type: ignore[override]
-        """Number of machines."""
-        return self._num_nodes
-
-    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
         return super().distributed_sampler_kwargs if self.is_distributed else None
 
     def _set_world_ranks(self) -> None:
+        self.num_nodes = self._num_nodes
         self.set_world_ranks()
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self.join_processes()
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.streaming_checkpoint_io()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Open a scope for backward passes after which averages over processes are not complete yet."""
@@ -216,10 +157,10 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        _give_all_back()
-        for model in [each for each in self._models if each.module is module]:
+        give_all_back()
+        for model in [each for each in self._models if each.pipeline.module is module]:
             model.pipeline.detach()  # it is set up once more
-        self._references = [weakref.ref(model) for model in self._models if model.module is not module]
+        self._references = [weakref.ref(model) for model in self._models if model.pipeline.module is not module]
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
             return module
@@ -316,17 +257,6 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self.streaming_checkpoint_io()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return state_dict_on_host(super().get_module_state_dict(_model_in(module)))
@@ -338,7 +268,7 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         module = _model_in(module)
-        attached = [model for model in self._models if model.module is module]
+        attached = [model for model in self._models if model.pipeline.module is module]
         if any(model.meetings.follows for model in attached):  # its weights are those of the first process
             state_dict = without_weights(state_dict, module)
             strict = False
@@ -369,4 +299,4 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
 
 
 def _model_in(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, AttachedModel) else module
+    return module.pipeline.module if isinstance(module, AttachedModel) else module
