@@ -276,6 +276,7 @@ PROGRAMS = [dcgan, penalized, meta_learning, k_fold, partial(clipped, models=2),
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: getattr(program, "__name__", "clipped"))
 def test_programs(program):
     assert_same_numbers(program)
+    assert_same_numbers(program, k="auto", memory_budget="1GiB")  # steps are measured, and planned
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
