@@ -112,7 +112,7 @@ class Calls:
     def _step_of_call(self) -> Iterator[None]:
         """Open the step of a call that is in none, or in one that was left open; leave it open if it may be."""
         graphs = self._engine.graphs
-        if self in open_steps:
+        if self in open_steps and not open_steps.calls:
             graphs.begin()
             if not graphs.waiting():  # its backward is over, or will never come
                 with open_steps.ending():
@@ -120,14 +120,16 @@ class Calls:
         begins = self.leaves_steps_open and torch.is_grad_enabled() and graphs.scopes == 0
         if begins and not in_backward() and open_steps.may_begin():
             open_steps.begin(self, self.step(look_for_new_parameters=True))
-        is_open = self in open_steps
+        open_steps.calls += 1
         try:
             with self.step():
                 yield
         except BaseException as error:
-            if is_open:
+            if self in open_steps:
                 open_steps.ending().__exit__(type(error), error, error.__traceback__)
             raise
+        finally:
+            open_steps.calls -= 1
 
     def _needs_step(self) -> bool:
         """Tell whether a call is the outermost one."""

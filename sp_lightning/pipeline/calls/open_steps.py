@@ -20,6 +20,7 @@ class OpenSteps(threading.local):
 
     def __init__(self) -> None:
         self._scopes = ExitStack()
+        self.calls = 0  # of models that are running, one inside of the other
         self._models: list[object] = []
         self._on_top: SavedTensorHooks | None = None  # what the last one has left on top of torch's stack
 
