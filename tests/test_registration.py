@@ -11,6 +11,8 @@ import pytest
 import pytorch_lightning
 
 import sp_lightning
+import sp_lightning.fabric
+import sp_lightning.lightning_fabric
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning.strategy import SuperpipelineMixin
 
