@@ -90,8 +90,9 @@ def __getattr__(name: str) -> Any:
     """Return a class that needs Lightning: `lightning`'s, unless only `pytorch_lightning` had been imported before."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    adaptor = next((each for each in _OF_THE_TRAINER if each in _registered), None)
-    if adaptor is None:
+    usable = [each for each in _OF_THE_TRAINER if each in _registered]
+    usable += [each for each in _OF_THE_TRAINER if find_spec(_ADAPTORS[each]) is not None]
+    if not usable:
         needed = "Lightning 2.5.5 or newer: `pip install -U lightning`"
         raise ImportError(f"`sp_lightning.{name}` needs {needed}.")
-    return getattr(import_module(adaptor), name)
+    return getattr(import_module(usable[0]), name)
