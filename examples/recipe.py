@@ -134,19 +134,19 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     options.callbacks = []
     if options.strategy == "superpipeline":
         try:
-            options.strategy = sp_lightning.SuperpipelineStrategy(
-                k=options.k,
-                k_prime=options.k_prime,
-                memory_budget=options.memory_budget,
-                activations=options.activations,
-                optimizer_on=options.optimizer_on,
-            )
+            options.strategy = sp_lightning.SuperpipelineStrategy(**streaming(options))
         except (ValueError, MisconfigurationException) as error:
             parser.error(str(error))
         options.callbacks = [sp_lightning.SuperpipelineCallback()]  # says at the end what limits a step
         if options.accelerator == "auto" and torch.backends.mps.is_available():
             options.accelerator = "cpu"  # Lightning would choose a Mac's GPU, which cannot stream
     return options
+
+
+def streaming(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a strategy that were given on the command line."""
+    names = ["k", "k_prime", "memory_budget", "activations", "optimizer_on"]
+    return {name: getattr(options, name) for name in names}
 
 
 @contextlib.contextmanager

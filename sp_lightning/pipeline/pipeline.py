@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.calls.compiled import keep_out_of_graphs
 from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
+from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -45,6 +46,7 @@ class Pipeline:
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
         processes: All processes that train the same model, if there are others: gradients are averaged with theirs.
         progress: Shows how far long work has come; by default in the log.
+        leaves_steps_open: Whether a call's step goes on after it: nobody declares steps (calls/open_steps.py).
 
     Attributes:
         module: The module.
@@ -76,6 +78,7 @@ class Pipeline:
         planner: Planner | None = None,
         processes: Processes | None = None,
         progress: Progress | None = None,
+        leaves_steps_open: bool = False,
     ) -> None:
         _check_module(module)
         self.module = module
@@ -94,7 +97,9 @@ class Pipeline:
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
         planner = planner or Planner()
-        engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress or Progress())
+        progress = progress or Progress()
+        engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
+        engine.calls.leaves_steps_open = leaves_steps_open
         self._engine = engine
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -164,6 +169,9 @@ class Pipeline:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
         if self not in _attached or self.is_forked:
             return
+        if self._engine.calls in open_steps:
+            with open_steps.ending():
+                pass
         failed = None
         try:
             self._engine.settle()

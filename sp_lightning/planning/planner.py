@@ -67,7 +67,7 @@ class AutoPlanner(Planner):
         if arrangement is not self._arrangement:
             self._arrangement, self._has_limit = arrangement, engine.budget is not None
             self._units = tuple(map(bytes_of, [*arrangement.units, arrangement.resident]))
-        if not self._has_limit:
+        if not self._has_limit or not arrangement.units:  # if all weights are used outside of units, none streams
             return None
         self._trains |= builds_graph
         planned = self._plans.setdefault((self._units, self._trains), _Planned())

@@ -8,11 +8,13 @@ it is needed, so that a change in Lightning is followed up in one place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes, Progress
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -21,13 +23,11 @@ else:
     ParallelStrategy = object
 
 
-class Namespace:
-    """The names of `lightning.pytorch` or `pytorch_lightning` that the shared implementation uses."""
+class FabricNamespace:
+    """The names of `lightning.fabric` or `lightning_fabric` that the shared implementation uses."""
 
     def __init__(self, name: str) -> None:
-        fabric = "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric"
-        utilities = f"{fabric}.utilities"
-        # What Fabric has as well.
+        utilities = f"{name}.utilities"
         self.misconfiguration = resolve_name(f"{utilities}.exceptions:MisconfigurationException")
         self.rank_zero_only = resolve_name(f"{utilities}.rank_zero:rank_zero_only")
         self.info = resolve_name(f"{utilities}.rank_zero:rank_zero_info")
@@ -35,15 +35,33 @@ class Namespace:
         self.reset_seed = resolve_name(f"{utilities}.seed:reset_seed")
         # Private. Joins the other processes at the cluster environment's address.
         self.init_process_group = resolve_name(f"{utilities}.distributed:_init_dist_connection")
-        # Private. The reduction behind `self.log(sync_dist=True)`.
+        # Private. The reduction behind `self.log(sync_dist=True)` and `fabric.all_reduce`.
         self.reduce = resolve_name(f"{utilities}.distributed:_sync_ddp_if_available")
-        # What the Trainer has.
-        plugins = import_module(f"{name}.plugins")
-        callbacks = import_module(f"{name}.callbacks")
+        # Private. What both `ParallelStrategy`s gather with.
+        self.all_gather = resolve_name(f"{utilities}.distributed:_all_gather_ddp_if_available")
+        self._use_plugins(import_module(f"{name}.plugins"))
+        # Private. Starts the user's script once more for each further device.
+        self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
+
+    def _use_plugins(self, plugins: ModuleType) -> None:
         # Precision plugins that convert modules to other dtypes, and do no more; the base class is that of `32-true`.
         self.converting_dtypes = (plugins.HalfPrecision, plugins.DoublePrecision)
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
+
+    def check(self, condition: bool, message: str) -> None:
+        """Raise `MisconfigurationException` with `message` unless `condition` holds."""
+        if not condition:
+            raise self.misconfiguration(message)
+
+
+class Namespace(FabricNamespace):
+    """The names of `lightning.pytorch` or `pytorch_lightning` that the shared implementation uses."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric")
+        self._use_plugins(import_module(f"{name}.plugins"))
+        callbacks = import_module(f"{name}.callbacks")
         self.summary = callbacks.ModelSummary
         # Private: `_init_progress` and `_stop_progress`, which open and close its display.
         self.rich_bar = callbacks.RichProgressBar
@@ -58,13 +76,25 @@ class Namespace:
         self.closure = resolve_name(f"{name}.loops.optimization.automatic:Closure")
         # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         self.wrapping_checkpoint_io = resolve_name(f"{name}.plugins.io.wrapper:_WrappingCheckpointIO")
-        # Private. Starts the user's script once more for each further device.
+        # Private. As Fabric's, but it knows the Trainer.
         self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
 
-    def check(self, condition: bool, message: str) -> None:
-        """Raise `MisconfigurationException` with `message` unless `condition` holds."""
-        if not condition:
-            raise self.misconfiguration(message)
+
+class RegisteredStrategy:
+    """A strategy that can be named: `strategy="superpipeline"`, or a preset's name."""
+
+    strategy_name = "superpipeline"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "superpipeline_recompute": {"activations": "recompute"},
+        "superpipeline_offload": {"activations": "offload"},
+    }
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy's names, unless they already are: Lightning refuses to register a name twice."""
+        for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.__name__, **choices)
 
 
 def is_fitting(trainer: Trainer) -> bool:
@@ -94,8 +124,6 @@ class StrategyPart(ParallelStrategy):
     options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
     progress: Progress  # shows how far long work has come
-    # the engine's handle to all processes, once the process group exists; None if there is only one
-    processes: Processes | None = None
 
     @property
     def _trainer(self) -> Trainer | None:
@@ -105,8 +133,3 @@ class StrategyPart(ParallelStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @property
-    def follows(self) -> bool:
-        """Whether another process of this machine owns the weights and the optimizer's state."""
-        return self.processes is not None and not self.processes.box.is_keeper

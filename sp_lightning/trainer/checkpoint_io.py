@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
@@ -27,6 +27,7 @@ from sp_lightning.pipeline import Progress, Work
 from sp_lightning.pipeline.host_memory import private_files, release
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.trainer import StrategyPart
+from sp_lightning.trainer.processes import Meetings
 from sp_lightning.trainer.progress import CountedCopies
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def nbytes_of(checkpoint: Any) -> int:
 class CheckpointsMixin(StrategyPart):
     """The part of the strategy that deals with checkpoints."""
 
+    meetings: Meetings
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
 
     @property
@@ -176,7 +178,7 @@ class CheckpointsMixin(StrategyPart):
         with self.progress.begin("Loading optimizer state", nbytes_of(states)) as work, CountedCopies(work):
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 try:
-                    optimizer.load_state_dict({**state, "state": {}} if self.follows else state)
+                    optimizer.load_state_dict({**state, "state": {}} if self.meetings.follows else state)
                 except ValueError as error:
                     groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
                     words = groups[-1].get(COMPACT)
@@ -188,17 +190,30 @@ class CheckpointsMixin(StrategyPart):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        # A checkpoint must not depend on what currently lives on the device.
-        state = super().optimizer_state(optimizer)
-        return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
+        return optimizer_state_on_host(super().optimizer_state(optimizer))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        for name, value in state.items():  # in place, as it has metadata
-            if isinstance(value, Tensor) and value.device.type != "meta":
-                state[name] = value.cpu()  # buffers, and weights that live on the device
-        return state
+        return state_dict_on_host(super().lightning_module_state_dict())
+
+
+def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return an optimizer's state for a checkpoint, which must not depend on what currently lives on the device."""
+    return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
+
+
+def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Move what is on the device to the host: buffers, and weights that live there; in place, as it has metadata."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.device.type != "meta":
+            state[name] = value.cpu()
+    return state
+
+
+def without_weights(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return what a process loads that follows another one, whose weights it has."""
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in state.items() if name not in weights}
 
 
 def _read_from_file(optimizer: Optimizer) -> None:

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from sp_lightning.optim.compact import CompactOptimizer
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
 from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, ladder
-from sp_lightning.trainer import Namespace
+from sp_lightning.trainer import FabricNamespace, Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
 # the part of all gradients that lies on the host at once, if each is stepped as it comes
 _PASSING = 0.2
 
 
-def materialize(module: nn.Module, follows: bool, lightning: Namespace, progress: Progress) -> None:
+def materialize(module: nn.Module, follows: bool, lightning: FabricNamespace, progress: Progress) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
@@ -125,7 +125,7 @@ def _wait_for_all(trainer: Any, _: Any) -> None:
     trainer.strategy.barrier()
 
 
-def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool, lightning: Namespace) -> None:
+def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool, lightning: FabricNamespace) -> None:
     """Refuse, before the first step makes them, gradients and optimizer state that do not fit into host memory.
 
     If memory runs out, the system ends the process without an error. If `gradients_pass`, they are stepped as they

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from sp_lightning.trainer import Namespace
+from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.trainer import FabricNamespace
 from sp_lightning.trainer.steps import StepsMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
+
+
+class HasGradients(Protocol):
+    """A strategy whose engine has gradients."""
+
+    def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
+        """Return what unscales and clips the gradients of an optimizer; None if they are nobody's but torch's."""
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -28,17 +36,15 @@ class HostGradScaler(torch.amp.GradScaler):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__("cpu", **settings)
-        # the strategy whose engine has the gradients, while a module is attached
-        self.strategy: PrecisionMixin | None = None
+        self.strategy: HasGradients | None = None
 
     @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # The engine tells overflow from the norms that came with the gradients, and unscales when they are read.
-        overflow = None
-        if self.strategy is not None and self.strategy.pipeline is not None:
-            overflow = self.strategy.pipeline.optimizers.clipping.unscale(optimizer, inv_scale)
+        clipping = None if self.strategy is None else self.strategy.clipping_of(optimizer)
+        overflow = None if clipping is None else clipping.unscale(optimizer, inv_scale)
         if overflow is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             # For gradients on the device: `update` would copy the flag to the host without waiting, too.
@@ -69,8 +75,7 @@ class PrecisionMixin(StepsMixin):
         if plugin is None:
             return
         host_precision(plugin, self.lightning)
-        if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
-            plugin.scaler.strategy = self
+        tell_scaler(plugin, self)
         plugin.backward = self._backward
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             if getattr(type(plugin), name) is getattr(self.lightning.precision, name):
@@ -80,17 +85,21 @@ class PrecisionMixin(StepsMixin):
         with nullcontext() if self.pipeline is None else self.backward_scope(self.pipeline, kwargs):
             type(self.precision_plugin).backward(self.precision_plugin, loss, *args, **kwargs)
 
+    def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
+        """Return what unscales and clips the gradients of an optimizer, while a module is attached."""
+        return None if self.pipeline is None else self.pipeline.optimizers.clipping
+
     def _clip(self, name: str, optimizer: Optimizer, clip_val: float) -> None:
         plugin = self.precision_plugin
-        if self.pipeline is None:
+        clipping = self.clipping_of(optimizer)
+        if clipping is None:
             getattr(type(plugin), name)(plugin, optimizer, clip_val)
             return
-        clipping = self.pipeline.optimizers.clipping
         clip = clipping.clip_grad_norm if name == "clip_grad_by_norm" else clipping.clip_grad_value
         clip(plugin.main_params(optimizer), clip_val)
 
 
-def host_precision(plugin: Any, lightning: Namespace) -> None:
+def host_precision(plugin: Any, lightning: FabricNamespace) -> None:
     """Refuse a precision plugin that needs weights on the device; have its scaler work on gradients on the host."""
     cls = type(plugin)
     # A plugin that does not convert modules can only change contexts and inputs. Others (bitsandbytes, Transformer
@@ -114,3 +123,16 @@ def host_precision(plugin: Any, lightning: Namespace) -> None:
     )
     plugin.scaler = HostGradScaler(enabled=scaler.is_enabled())
     plugin.scaler.load_state_dict(scaler.state_dict())
+
+
+def tell_scaler(plugin: Any, strategy: HasGradients) -> None:
+    """Tell the scaler of a precision plugin, if it has one, whose engine has the gradients."""
+    if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
+        plugin.scaler.strategy = strategy
+
+
+def autocast_of(plugin: Any, lightning: FabricNamespace) -> AbstractContextManager[Any]:
+    """Return the scope in which a precision plugin has forwards computed, if it changes what weights are sent as."""
+    is_mixed = isinstance(plugin, lightning.mixed_precision)
+    scope: AbstractContextManager[Any] = plugin.forward_context() if is_mixed else nullcontext()
+    return scope

@@ -1,5 +1,7 @@
 """Topology: which device this process uses, and how it communicates with the other processes, if any.
 
+Both strategies, the Trainer's and Fabric's, take this from here.
+
 With one process there is no launcher, as notebooks cannot use one, and no process group; and the cluster environment is
 not asked for ranks, as an interactive SLURM shell lacks the variables. With more, each has a device and streams
 the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
@@ -7,26 +9,32 @@ the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Processes
-from sp_lightning.trainer import StrategyPart
+from sp_lightning.trainer import FabricNamespace
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
 
 T = TypeVar("T")
 
 
-class ProcessesMixin(StrategyPart):
-    """The part of the strategy that deals with processes."""
+class ProcessesMixin:
+    """The part of a strategy that deals with processes; a namespace's `ParallelStrategy` comes below it."""
 
+    lightning: ClassVar[FabricNamespace]
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    _launcher: Any
     # Plain attributes that may be set, as in Lightning's own strategy for one device.
     global_rank = 0
     local_rank = 0
@@ -35,12 +43,10 @@ class ProcessesMixin(StrategyPart):
     num_nodes = 1
     process_group_backend: str | None
     timeout: timedelta | None
-    _buffers_due = False  # whether DDP would send the first process's buffers before the next step
-    _meeting_due = False  # whether weights may have changed, which all have to see
 
     @property
-    @override
     def root_device(self) -> torch.device:
+        """The device that this process computes on."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
@@ -55,8 +61,8 @@ class ProcessesMixin(StrategyPart):
         return self.world_size > 1
 
     @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What a distributed sampler has to know of this process."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
@@ -74,7 +80,7 @@ class ProcessesMixin(StrategyPart):
         self.lightning.check(
             launched in (None, count),
             f"{type(environment).__name__} says that {launched} process(es) were launched, but "
-            f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` asks for "
+            f"`devices={self.num_processes}, num_nodes={self.num_nodes}` asks for "
             f"{count}, one per device. Launch as many (`torchrun --nproc-per-node`, `srun "
             "--ntasks`), or set "
             "`devices` and `num_nodes` accordingly.",
@@ -86,14 +92,13 @@ class ProcessesMixin(StrategyPart):
         self.global_rank, self.world_size = environment.global_rank(), environment.world_size()
         self.lightning.rank_zero_only.rank = self.global_rank
 
-    @override
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes > 1:
             self._launcher = self.lightning.script_launcher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
-    def setup_processes(self) -> None:
+    def join_processes(self) -> None:
         """Join the process group, once the device is set up."""
         if not self.is_distributed:
             return
@@ -102,22 +107,64 @@ class ProcessesMixin(StrategyPart):
         self.lightning.init_process_group(
             self.cluster_environment, self.process_group_backend or on_device, timeout=self.timeout
         )
-        if self.processes is None:
-            self.processes = Processes(self.num_processes, self.timeout or default_pg_timeout)
 
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Open a scope for backward passes after which averages are not complete yet.
+    def processes_of_a_model(self) -> Processes | None:
+        """Return the engine's handle to all processes that train one model; None if there is only one."""
+        if not self._is_connected:
+            return None
+        return Processes(self.num_processes, self.timeout or default_pg_timeout)
 
-        Lightning does so around all micro-batches of a step but the last one.
-        """
-        with _switched_off(self.processes, "averages"):
-            yield
+    @property
+    def _is_connected(self) -> bool:
+        return self.is_distributed and dist.is_initialized()
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Open a scope for an evaluation step, whose backward passes are each process's own, as in DDP."""
-        return _switched_off(self.processes, "trains")
+    def all_reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
+        """Reduce a tensor over processes; anything else stays as it is."""
+        if not (self._is_connected and isinstance(tensor, Tensor)):
+            return tensor
+        return cast("T", self.lightning.reduce(tensor, group, reduce_op=reduce_op))
+
+    reduce = all_reduce  # as the Trainer calls it
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of each process."""
+        if not self._is_connected:
+            return tensor
+        return cast("Tensor", self.lightning.all_gather(tensor, group, sync_grads))
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object that the process `src` has."""
+        if not self._is_connected:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all processes have come here."""
+        if self._is_connected:
+            on_device = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+
+
+class Meetings:
+    """What the processes that train one model tell each other before a step: what the first of them has changed.
+
+    Its buffers are sent to the others, as under DDP.
+
+    Args:
+        processes: All of them; None if there is only one, which meets nobody.
+    """
+
+    def __init__(self, processes: Processes | None = None) -> None:
+        self.processes = processes
+        self._buffers_due = False  # whether DDP would send the first process's buffers before the next step
+        self._meeting_due = False  # whether weights may have changed, which all have to see
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process of this machine owns the weights and the optimizer's state."""
+        return self.processes is not None and not self.processes.box.is_keeper
 
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
@@ -127,60 +174,46 @@ class ProcessesMixin(StrategyPart):
             self.processes.trains = trains
 
     def weights_may_change(self) -> None:
-        """Note that callbacks of a fit are about to write to weights, or have, besides the optimizer."""
+        """Note that code besides the optimizer, callbacks of a fit say, is about to write to weights, or has."""
         self._meeting_due |= self.processes is not None and self.processes.trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """Have all processes see what the first has changed, in the first step after one that changed weights.
+        """Have all processes see what the first has changed, in the first step after one that changed weights."""
+        self.share_buffers(pipeline)
+        self.meet(pipeline)
+        self._meeting_due = self._buffers_due  # an optimizer will step
 
-        Its buffers are sent to the others, as in DDP.
-        """
+    def share_buffers(self, pipeline: Pipeline) -> None:
+        """Give all processes the first one's buffers, before each forward after one that is trained, as DDP does."""
         if self.processes is not None:
             if self._buffers_due:
                 self.processes.broadcast(pipeline.module.buffers())
-            if self._meeting_due:
-                pipeline.meet_processes()
             averages = self.processes.averages and self.processes.trains
             self._buffers_due = averages and torch.is_grad_enabled()
-            self._meeting_due = self._buffers_due
 
-    @property
-    def _is_connected(self) -> bool:
-        return self.is_distributed and dist.is_initialized()
+    def meet(self, pipeline: Pipeline) -> None:
+        """Have all processes see what the first has written to weights, if it may have."""
+        if self._meeting_due:
+            pipeline.meet_processes()
+            self._meeting_due = False
 
-    @override
-    def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        if not (self._is_connected and isinstance(tensor, Tensor)):
-            return tensor
-        return cast("T", self.lightning.reduce(tensor, group, reduce_op=reduce_op))
+    def without_averages(self) -> AbstractContextManager[None]:
+        """Open a scope for backward passes after which averages are not complete yet."""
+        return self._switched_off("averages")
 
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group, sync_grads) if self._is_connected else tensor
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Open a scope for an evaluation step, whose backward passes are each process's own, as in DDP."""
+        return self._switched_off("trains")
 
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not self._is_connected:
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._is_connected:
-            on_device = dist.get_backend() == "nccl"
-            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
-
-
-@contextmanager
-def _switched_off(processes: Processes | None, flag: Literal["averages", "trains"]) -> Iterator[None]:
-    if processes is None:
-        yield
-        return
-    before = getattr(processes, flag)
-    setattr(processes, flag, False)
-    try:
-        yield
-    finally:
-        setattr(processes, flag, before)
+    @contextmanager
+    def _switched_off(self, flag: Literal["averages", "trains"]) -> Iterator[None]:
+        processes = self.processes
+        if processes is None:
+            yield
+            return
+        before = getattr(processes, flag)
+        setattr(processes, flag, False)
+        try:
+            yield
+        finally:
+            setattr(processes, flag, before)

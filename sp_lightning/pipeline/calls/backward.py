@@ -181,7 +181,8 @@ def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> No
         raise RuntimeError(
             f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, "
             "or by an `autograd.Function` outside of its module. Compute with weights in `with "
-            "pipeline.step():`, as `training_step` does, and give such a function `weight[:]`."
+            "pipeline.step():` (Fabric's is `fabric.strategy.step()`), as `training_step` does, and give "
+            "such a function `weight[:]`."
         )
 
 

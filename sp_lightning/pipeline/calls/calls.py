@@ -24,6 +24,7 @@ from torch import Tensor
 from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.calls.debug import AccessCheck
 from sp_lightning.pipeline.calls.graphs import Graph, before_backward
+from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
@@ -40,6 +41,8 @@ _COMPILES_ANEW = torch.__version__ < "2.10"
 
 class Calls:
     """Opens and closes steps, and runs the calls of modules in them."""
+
+    leaves_steps_open = False  # whether a call's step goes on after it (see open_steps.py)
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -105,6 +108,35 @@ class Calls:
                 engine.stream.routes.staging.reserve()
             engine.window.begin_step()
 
+    @contextmanager
+    def _step_of_call(self) -> Iterator[None]:
+        """Open the step of a call that is in none, or in one that was left open; leave it open if it may be."""
+        graphs = self._engine.graphs
+        if self in open_steps and not open_steps.calls:
+            graphs.begin()
+            if not graphs.waiting():  # its backward is over, or will never come
+                with open_steps.ending():
+                    pass
+        begins = self.leaves_steps_open and torch.is_grad_enabled() and graphs.scopes == 0
+        if begins and not in_backward() and open_steps.may_begin():
+            open_steps.begin(self, self.step(look_for_new_parameters=True))
+        open_steps.calls += 1
+        try:
+            with self.step():
+                yield
+        except BaseException as error:
+            if self in open_steps:
+                open_steps.ending().__exit__(type(error), error, error.__traceback__)
+            raise
+        finally:
+            open_steps.calls -= 1
+
+    def _needs_step(self) -> bool:
+        """Tell whether a call is the outermost one."""
+        scopes = self._engine.graphs.scopes
+        is_between = scopes == 1 and self in open_steps and not in_backward()
+        return scopes == 0 or is_between or optimizer_steps.depth > 0
+
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         engine = self._engine
@@ -148,8 +180,8 @@ class Calls:
                 "transform of `torch.func`. Name the modules that it calls in `resident=`, within "
                 "a step. To differentiate, use `torch.autograd.grad`."
             )
-        if engine.graphs.scopes == 0 or optimizer_steps.depth:
-            with self.step():
+        if self._needs_step():
+            with self._step_of_call():
                 return member.module(*args, **kwargs)  # perhaps as a member of another arrangement
         if member.unit is None:
             # nn.TransformerEncoder decides on a fast path by its first layer's weights: it must see ordinary ones

@@ -100,6 +100,19 @@ class Clipping:
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
+        """Return the norm of all gradients, for which the host waits; None if torch has to read them."""
+        with self._at_work:
+            found = self._find(parameters)
+            dtype = None if found is None else self._dtype_of_norms(found)
+            if found is None or dtype is None:
+                return None
+            self._stream.settle()
+            with torch.inference_mode(False):
+                norms = torch.stack([norm.measure(dtype) for norm in _norms(found, dtype)])
+                total: Tensor = torch.linalg.vector_norm(norms)
+                return total
+
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
         with self._at_work:
@@ -135,16 +148,10 @@ class Clipping:
 
     def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
         """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
-        if found is None or not found.ours:
-            return False  # torch does it on the device, and nobody waits
-        dtypes = {gradient.weight.dtype for gradient in found.ours}
-        dtypes.update(other.dtype for other in found.others)
+        dtype = None if found is None else self._dtype_of_norms(found)
+        if found is None or dtype is None:
+            return False
         scaling = found.ours[0].scaling
-        if len(dtypes) != 1 or not dtypes <= MEASURED or not self._scales_norms(scaling):
-            return False
-        if any(gradient.scaling != scaling for gradient in found.ours):
-            return False
-        dtype = dtypes.pop()
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
         by_segment = {gradient.of_segment: None for gradient in found.ours}
@@ -160,6 +167,19 @@ class Clipping:
             ticket.join()
             _multiply(found.others, factor)
         return True
+
+    def _dtype_of_norms(self, found: _Found) -> torch.dtype | None:
+        """Return the dtype in which torch would measure all gradients; None if it has to do that itself."""
+        if not found.ours:
+            return None  # it does so on the device, and nobody waits
+        dtypes = {gradient.weight.dtype for gradient in found.ours}
+        dtypes.update(other.dtype for other in found.others)
+        scaling = found.ours[0].scaling
+        if len(dtypes) != 1 or not dtypes <= MEASURED or not self._scales_norms(scaling):
+            return None
+        if any(gradient.scaling != scaling for gradient in found.ours):
+            return None
+        return dtypes.pop()
 
     def _scales_norms(self, scaling: Scaling) -> bool:
         """Tell whether factors scale a norm exactly as they scale the gradient, to the last bit: powers of two do."""

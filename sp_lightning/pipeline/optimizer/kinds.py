@@ -97,7 +97,7 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- hearing of steps
 
 
-_listeners: set[Optimizers] = set()
+_listeners: list[Optimizers] = []  # the last to take weights out of an optimizer puts them back first
 _handles: list[RemovableHandle] = []
 
 
@@ -106,12 +106,13 @@ def listen_to_optimizers(listener: Optimizers) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
-    _listeners.add(listener)
+    _listeners.append(listener)
 
 
 def stop_listening(listener: Optimizers) -> None:
     """Undo `listen_to_optimizers`."""
-    _listeners.discard(listener)
+    if listener in _listeners:
+        _listeners.remove(listener)
     if not _listeners:
         while _handles:
             _handles.pop().remove()
@@ -145,5 +146,5 @@ def _tell(optimizer: Optimizer) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
-    for listener in list(_listeners):
+    for listener in reversed(_listeners):
         listener.after_step(optimizer)

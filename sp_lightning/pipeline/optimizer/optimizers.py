@@ -98,6 +98,10 @@ class Optimizers:
         self._parameters = parameters
         self.clipping.work_with(steps, weights)
 
+    def have_weights_of(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer has any of the module's parameters."""
+        return any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
+
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""
         if self._kept:

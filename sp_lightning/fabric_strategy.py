@@ -1,0 +1,301 @@
+"""The strategy of Fabric: translates its calls into those of pipelines, of which each model has its own.
+
+`FabricMixin` is the whole implementation, and `fabric.py` and `lightning_fabric.py` are its twins, as for the Trainer.
+Nobody declares steps in a loop of one's own: a step begins with a model's call, and ends with `fabric.backward`, or as
+an optimizer steps (pipeline/calls/open_steps.py). Nobody vouches for gradients either, so weights are not stepped in
+backward, but under the next forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from sp_lightning.fabric_model import AttachedModel, give_all_back
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress, open_steps
+from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.planning import AutoPlanner
+from sp_lightning.trainer import RegisteredStrategy
+from sp_lightning.trainer.checkpoint_io import (
+    StreamingCheckpointIO,
+    optimizer_state_on_host,
+    state_dict_on_host,
+    without_weights,
+)
+from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
+from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.precision import autocast_of, host_precision, tell_scaler
+from sp_lightning.trainer.processes import Meetings, ProcessesMixin
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators.accelerator import Accelerator
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from lightning.fabric.strategies.parallel import ParallelStrategy
+else:
+    ParallelStrategy = object
+
+
+class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
+    """Trains models larger than device memory in a loop of one's own, written for Lightning Fabric.
+
+    Each model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory;
+    `k` of them are on the device at a time. Losses, gradients and weights are those of plain training.
+
+    Args:
+        accelerator: Set by Fabric, as in every strategy.
+        parallel_devices: Set by Fabric. Each device has a process; those of a machine share the weights.
+        cluster_environment: Set by Fabric.
+        checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
+        precision: Set by Fabric.
+        process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
+        timeout: How long a process waits for the others.
+        options: The arguments of `PipelineOptions`, for each model.
+
+    Raises:
+        ValueError: If an argument has an invalid value.
+        MisconfigurationException: If Fabric's other arguments do not work with this strategy.
+
+    Examples:
+        >>> fabric = Fabric(strategy="superpipeline", precision="bf16-mixed")
+        >>> fabric = Fabric(strategy=SuperpipelineStrategy(memory_budget="12GB", activations="recompute"))
+        >>> fabric.launch()
+        >>> model, optimizer = fabric.setup(model, optimizer)
+    """
+
+    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
+    _num_nodes = 1  # set by Fabric
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **options: Any,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.options = PipelineOptions(**options)
+        self._references: list[weakref.ref[AttachedModel]] = []
+        self._clips_by_norm = False  # whether the loop has, so that gradients had better bring their norms
+        self._backward_sync_control = self  # type: ignore[assignment]
+
+    @property
+    def _models(self) -> list[AttachedModel]:
+        models = [reference() for reference in self._references]
+        return [model for model in models if model is not None]
+
+    @property
+    def pipelines(self) -> list[Pipeline]:
+        """The pipelines of all models, in the order in which these were set up."""
+        return [model.pipeline for model in self._models]
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        return super().distributed_sampler_kwargs if self.is_distributed else None
+
+    def _set_world_ranks(self) -> None:
+        self.num_nodes = self._num_nodes
+        self.set_world_ranks()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.join_processes()
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.streaming_checkpoint_io()
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Open a scope for backward passes after which averages over processes are not complete yet."""
+        if isinstance(module, AttachedModel) and enabled:
+            return module.meetings.without_averages()
+        return nullcontext()
+
+    # ---------------------------------------------------------------------------------------------------------- setup
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            host_precision(plugin, self.lightning)
+            tell_scaler(plugin, self)
+        self._precision = plugin
+
+    @contextmanager
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # The base class builds models on the device: here, the innermost device counts.
+        with super().module_init_context(empty_init), torch.device("cpu"):
+            yield
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)  # a metric, say; weights stay where they are
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        give_all_back()
+        for model in [each for each in self._models if each.pipeline.module is module]:
+            model.pipeline.detach()  # it is set up once more
+        self._references = [weakref.ref(model) for model in self._models if model.pipeline.module is not module]
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)
+            return module
+        meetings = Meetings(self.processes_of_a_model())
+        meetings.begin_run(trains=True)
+        materialize(module, meetings.follows, self.lightning, Progress())
+        with autocast_of(self.precision, self.lightning):  # as steps will have it
+            pipeline = Pipeline(
+                module,
+                self.root_device,
+                options=self.options,
+                planner=AutoPlanner(),
+                processes=meetings.processes,
+                leaves_steps_open=True,
+            )
+        model = AttachedModel(pipeline, meetings)
+        self._references.append(weakref.ref(model))
+        return model
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        check_optimizer_memory([optimizer], False, self.lightning)
+        return optimizer
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Open a step of all models, for code that uses their weights before any model is called in it."""
+        with ExitStack() as scopes:
+            for pipeline in self.pipelines:
+                scopes.enter_context(pipeline.step())
+            yield
+
+    @contextmanager
+    def backward_scope(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """Open a scope for a backward pass, with which the step ends, unless the pass keeps its graph.
+
+        In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
+        """
+        goes_on = arguments.get("retain_graph") or arguments.get("create_graph")
+        measures = self._clips_by_norm or getattr(self.precision, "scaler", None) is not None
+        with ExitStack() as scopes:
+            scopes.enter_context(nullcontext() if goes_on else open_steps.ending())
+            for pipeline in self.pipelines:
+                scopes.enter_context(out_of_memory_explained(pipeline, trains=True))
+                scopes.enter_context(pipeline.in_all_processes())
+                if measures:
+                    scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
+            if arguments.get("inputs") is not None and self.pipelines:
+                arguments["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(arguments["inputs"]))
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        with open_steps.ending():
+            pass
+        output = super().optimizer_step(optimizer, **kwargs)
+        for model in self._models:
+            if model.pipeline.optimizers.have_weights_of(optimizer):
+                model.meetings.weights_may_change()
+        return output
+
+    def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
+        """Return what unscales and clips the gradients of an optimizer; None if torch does, as for several models."""
+        found = [each.optimizers for each in self.pipelines if each.optimizers.have_weights_of(optimizer)]
+        return found[0].clipping if len(found) == 1 else None
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        self._clips_by_norm = True
+        parameters = list(self.precision.main_params(optimizer))
+        clipping = self.clipping_of(optimizer)
+        norm = None if clipping is None or norm_type != 2.0 else clipping.total_norm(parameters)
+        if clipping is None or norm is None or not norm.isfinite():
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        clipping.clip_grad_norm(parameters, max_norm)
+        return norm.to(self.root_device)
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        self.precision.unscale_gradients(optimizer)
+        clipping = self.clipping_of(optimizer)
+        clip = nn.utils.clip_grad_value_ if clipping is None else clipping.clip_grad_value
+        clip(self.precision.main_params(optimizer), clip_val)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return state_dict_on_host(super().get_module_state_dict(_model_in(module)))
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return optimizer_state_on_host(super().get_optimizer_state(optimizer))
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        module = _model_in(module)
+        attached = [model for model in self._models if model.pipeline.module is module]
+        if any(model.meetings.follows for model in attached):  # its weights are those of the first process
+            state_dict = without_weights(state_dict, module)
+            strict = False
+        super().load_module_state_dict(module, state_dict, strict)
+        for model in attached:
+            model.pipeline.weights_changed()
+            model.meetings.weights_may_change()
+
+    @override
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        for optimizer in [each for each in tree_leaves(state) if isinstance(each, Optimizer)]:
+            models = [model for model in self._models if model.pipeline.optimizers.have_weights_of(optimizer)]
+            if any(model.meetings.follows for model in models):
+                optimizer.state.clear()  # another process steps for this one
+        self.barrier()  # before any process uses the weights
+        return remainder
+
+    @override
+    def teardown(self) -> None:
+        for pipeline in self.pipelines:
+            pipeline.detach()
+        super().teardown()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FabricMixin:
+        """Copies of what Fabric has wrapped, as of a model for an average, keep the strategy."""
+        return self
+
+
+def _model_in(module: nn.Module) -> nn.Module:
+    return module.pipeline.module if isinstance(module, AttachedModel) else module

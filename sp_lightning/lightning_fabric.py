@@ -1,0 +1,35 @@
+"""The strategy and checkpoint plugin for `lightning_fabric`. `fabric.py` is its twin."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, ClassVar
+
+from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+
+from sp_lightning.fabric_strategy import FabricMixin
+from sp_lightning.trainer import FabricNamespace
+from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
+
+
+class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in host memory."""
+
+
+class SuperpipelineStrategy(FabricMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = FabricMixin.__doc__
+
+    lightning: ClassVar[FabricNamespace] = FabricNamespace("lightning_fabric")
+    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
+
+    # Fabric sees through this, and does not forbid `loss.backward()` and `torch.autograd.grad`.
+    @wraps(ParallelStrategy.backward)
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # noqa: D102
+        with self.backward_scope(kwargs):
+            super().backward(tensor, module, *args, **kwargs)
+
+
+SuperpipelineStrategy.register_strategies(STRATEGY_REGISTRY)
