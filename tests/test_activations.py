@@ -17,7 +17,6 @@ from unittest.mock import patch
 import numpy
 import pytest
 import torch
-import transformers as hf
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,7 +37,6 @@ from .conftest import collect_until
 from .helpers import Plan, Run, assert_exact, assert_same_story, attached, memory_with, note_gradients, note_state
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
-from .zoo.language import tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
@@ -412,31 +410,6 @@ def test_activations_of_units_that_cannot_run_twice_are_kept(kind: type[nn.Modul
     assert_same_story(story, build, activations="recompute")
 
 
-def test_a_key_value_cache_grows_once() -> None:
-    """transformers gives a cache to its layers even in training, and each layer writes into it."""
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
-    )
-    model, ids = hf.LlamaForCausalLM(config).train(), tokens()
-
-    def gradients(**options: Any) -> list[Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, **options).loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    expected = gradients()
-    with attached(model, activations="recompute", units="LlamaDecoderLayer") as pipe:
-        assert all(map(torch.equal, expected, gradients()))
-        with pytest.warns(UserWarning, match="is given a 'DynamicCache'.*set `use_cache=False`"):
-            assert all(map(torch.equal, expected, gradients()))
-        assert all(map(torch.equal, expected, gradients()))
-        assert pipe.stats.recomputed == 0
-    with attached(model, activations="recompute", units="LlamaDecoderLayer") as pipe:
-        assert all(map(torch.equal, expected, gradients(use_cache=False)))
-        assert pipe.stats.recomputed == 3
-
-
 switch = {"value": 0}  # a global variable
 
 
@@ -531,7 +504,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute", "auto"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "auto"])
 @pytest.mark.usefixtures("without_collector")
 def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
     """A saved output that held its own node would keep itself alive for good."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import SGD
 
-from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import HostPool
@@ -29,13 +28,9 @@ from .helpers import (
     Run,
     assert_exact,
     assert_same_story,
-    assert_same_trace,
     attached,
-    lightning_reference,
-    lightning_run,
     sgd,
 )
-from .pipeline.parts import bytes_lent
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 
@@ -108,23 +103,6 @@ def test_recomputing_from_the_host_is_exact(name: str, k: int) -> None:
 def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
     assert_exact(CASES[name], offloading(2), plan)
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "activations"),
-    [
-        ("gpt2-tied", "32-true", "offload"),
-        ("vit", "bf16-mixed", "offload"),
-        ("gpt2-tied", "bf16-mixed", "recompute_offload"),
-    ],
-)
-def test_zoo_is_exact_under_lightning(
-    name: str, precision: str, activations: Policy, nothing_is_left: list[HostPool]
-) -> None:
-    """The Trainer with our strategy against the Trainer with its own."""
-    strategy = SuperpipelineStrategy(k=2, k_prime=1, activations=activations, debug=True)
-    assert_same_trace(lightning_reference(name, precision), lightning_run(CASES[name], strategy, precision))
-    assert nothing_is_left, "nothing was offloaded"
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -333,17 +311,6 @@ def test_offloaded_bytes_are_those_of_saved_tensors() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- stories
-
-
-def test_memory_of_a_graph_without_a_backward_is_freed() -> None:
-    """A loss that is only looked at: host and device memory are free as soon as it is dropped."""
-    with attached(chain(6), activations="offload") as pipe:
-        for _ in range(3):
-            with pipe.step():
-                pipe.module(Run.rows(0)).square().mean().item()
-        with pipe.step():
-            pipe.module(Run.rows(0)).square().mean().backward()
-        assert bytes_lent(pipe._engine.offloader.pool) == 0
 
 
 class SavesOnCpu(Block):

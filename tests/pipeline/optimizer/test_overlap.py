@@ -171,27 +171,6 @@ def test_the_default_dtype_of_a_forward_is_not_that_of_a_step(cls: type[Optimize
     check_story(story)
 
 
-def test_a_step_returns_at_once() -> None:
-    """And metadata, which it does not change, can be asked for: loggers and schedulers do that between steps."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        plain_step(model, optimizer)  # the first one makes the optimizer's state, in this thread's settings
-        with held_up(pipeline) as gate:
-            plain_step(model, optimizer)
-            assert not gate.is_set()
-            for p in model.parameters():
-                _ = p.shape, p.dtype, p.device, p.is_leaf, p.numel(), p.is_floating_point(), p.requires_grad_(True)
-                p.register_hook(print).remove()
-            model.zero_grad()
-            assert not gate.is_set()
-            assert pipeline is None or not nothing_is_stepped(pipeline)
-            open_soon(gate)
-            return everything(model, optimizer)
-
-    check_story(story)
-
-
 LOOKS: dict[str, Callable[[nn.Module, Optimizer], list[Tensor]]] = {
     "weights": lambda model, _: [p.detach().clone() for p in model.parameters()],
     "data": lambda model, _: [layer.weight.data.clone() for layer in model],
@@ -299,21 +278,6 @@ def test_settling_waits_for_all(interrupted: bool, monkeypatch: pytest.MonkeyPat
     check_story(story, lambda: chain(1))
 
 
-def test_state_is_in_the_order_in_which_torch_makes_it() -> None:
-    """Of parameters, step by step; units are stepped in another one, resident weights first."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[int]:
-        optimizer = adam(model)
-        for trained in (False, True):
-            model[1].requires_grad_(trained)
-            plain_step(model, optimizer)
-        order = list(optimizer.state_dict()["state"])
-        assert order[-2:] == [2, 3]
-        return order
-
-    check_story(story, resident=["3"])
-
-
 @pytest.mark.skipif(
     not hasattr(torch.compiler, "_compile_session_context"), reason="this torch compiles unnoticed by other threads"
 )
@@ -373,20 +337,6 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: str) 
 # ------------------------------------------------------------------------------------------------------- who steps what
 
 
-@pytest.mark.parametrize("overlap", [False, "auto", True])
-def test_overlapping_can_be_switched_off(overlap: Any) -> None:
-    """Then a step is done when it returns."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        for _ in range(4):
-            plain_step(model, optimizer)
-            assert overlap is not False or pipeline is None or nothing_is_stepped(pipeline)
-        return everything(model, optimizer)
-
-    check_story(story, overlap_optimizer=overlap)
-
-
 def test_must_overlap_raises_with_the_reason() -> None:
     """By name, with what to do; with 'auto' the optimizer steps plainly."""
     model = chain()
@@ -444,19 +394,6 @@ def test_an_optimizers_own_hooks_see_all_of_it(kind: str) -> None:
         plain_step(model, optimizer)
         assert seen == [whole]
         assert parameters_of(optimizer) == whole
-
-
-def test_a_step_hook_that_changes_gradients() -> None:
-    """Clipping in a hook on the optimizer."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = momentum(model)
-        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01) and None)
-        for _ in range(4):
-            plain_step(model, optimizer)
-        return everything(model, optimizer)
-
-    check_story(story)
 
 
 @pytest.mark.parametrize("who", ["a hook", "the optimizer"])
