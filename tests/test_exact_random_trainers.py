@@ -76,6 +76,8 @@ class Program:
     @property
     def is_possible(self) -> bool:
         """Whether plain training can do it."""
+        if self.callback in ("swa", "ema") and self.shape in ("own_deepcopy", "own_reduce"):
+            return False  # these copies lack what `prepare` has added
         return not (self.optimizer.startswith("ours") and self.precision in ("64-true", "16-true"))
 
     def block(self) -> nn.Module:
