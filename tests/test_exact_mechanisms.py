@@ -213,29 +213,6 @@ def test_gradients_that_the_user_keeps_are_not_overwritten() -> None:
     assert_same_story(story, partial(chain, 4))
 
 
-def test_retained_gradients_and_hooks_on_activations() -> None:
-    """``retain_grad`` and ``register_hook`` on what units return see plain gradients, also on view outputs."""
-
-    def build() -> nn.Module:
-        return KeepsHidden(Block() if index % 2 else nn.Linear(12, 12) for index in range(5))
-
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        for step in range(2):
-            with run.step():
-                loss = run.model(run.rows(step)[:, None]).square().mean()
-                for index, hidden in enumerate(run.model.hidden):
-                    hidden.retain_grad()
-                    hidden.register_hook(lambda g, i=index, s=step: run.note(f"hook {s} {i}", g))
-                loss.backward()
-            for index, hidden in enumerate(run.model.hidden):
-                run.note(f"gradient {step} {index}", hidden.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_same_story(story, build, units=lambda name, module: isinstance(module, Block | nn.Linear))
-
-
 # ----------------------------------------------------------------------------------------------- copies and checkpoints
 
 

@@ -314,6 +314,7 @@ def test_torchs_default_dtype_and_device_are_not_those_of_state(master):
     expected = state()
     with torchs_defaults(torch.bfloat16, "meta"):
         found = state()
+    assert [value.dtype for value in found.values()] == [value.dtype for value in expected.values()]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from sp_lightning.planning.measure import bytes_on_device
 
 from .. import simulated
 from ..helpers import is_block
-from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
+from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, SimulatedProcesses, TimedBlock
 from ..zoo.blocks import Chain, chain
 from ..zoo.case import Batch
 from ..zoo.vision import CLASSES, resnet50
@@ -79,6 +79,7 @@ class Trained:
     counted: int
     summary: Summary
     stats: Stats
+    busy: dict[Lane, float] = field(default_factory=dict)  # seconds of each lane in the last step
 
 
 def finish(pipeline: Pipeline, seconds: list[float]) -> Trained:
@@ -233,19 +234,23 @@ class Blocks(simulated.Machine):
         accumulate: int = 1,
         frozen: bool = False,
         clip: bool = False,
+        devices: int = 1,
         **options: Any,
     ) -> Trained:
         """Train them; what is trained for has one step of the optimizer for every few backwards."""
         backend = SimulatedBackend(UNIT_BYTES / self.up, UNIT_BYTES / self.down, STEP_BYTES / self.step)
         model = Chain(TimedBlock(WIDTH, backend, self.forward, self.backward) for _ in range(self.units))
         options = {"units": [TimedBlock], "activations": "keep", **options}
-        pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
+        processes = SimulatedProcesses(devices, backend) if devices > 1 else None
+        chosen = PipelineOptions(**options)
+        pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner, processes=processes)
         optimizer = SGD(model.parameters(), 1e-3)
         if frozen:
             model.requires_grad_(False)
         seconds = []
         for _ in range(steps):
             begin = backend.now
+            pipeline.meet_processes()
             for micro in range(accumulate):
                 loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
                 last = in_backward and micro == accumulate - 1
@@ -258,7 +263,8 @@ class Blocks(simulated.Machine):
                 optimizer.step()
                 optimizer.zero_grad()
             seconds.append(backend.now - begin)
-        return finish(pipeline, seconds)
+        busy = {lane: backend.busy(lane, begin, backend.now) for lane in Lane}
+        return replace(finish(pipeline, seconds), busy=busy)
 
 
 class Computing(TorchDispatchMode):
