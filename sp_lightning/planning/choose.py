@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -64,7 +65,7 @@ def choose(
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     budget_left = budget - workload.reserve_bytes
-    least = tuple(choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes))
+    least = choose_ways(tuple(unit.ways for unit in workload.units), 0, workload.turn_bytes)
     streaming = workload.placed(placement or Choice(1))
     spare = budget_left - min(device_bytes(streaming, window, least) for window in windows)
     if spare < 0:
@@ -242,7 +243,7 @@ def _splits(workload: Workload, most: int) -> Iterator[list[tuple[Way, ...]]]:
         enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
         least = min(enough, peak([min(ways, key=lambda way: way.held + way.under_way) for ways in units], turn))
         shares = [enough - (enough - least) * number // (_SPLITS - 1) for number in range(_SPLITS)]
-        yield [tuple(choose_ways(units, share, turn)) for share in dict.fromkeys(shares)]
+        yield [choose_ways(tuple(units), share, turn) for share in dict.fromkeys(shares)]
 
 
 def _filled(workload: Workload, choice: Choice, room: int) -> Choice:
@@ -272,16 +273,17 @@ class _State(NamedTuple):
     before: _State | None
 
 
-def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
+@lru_cache(128)  # a plan asks several times for the same, for each way to keep masters say
+def choose_ways(units: tuple[tuple[Way, ...], ...], budget: int, turn: int = 0) -> tuple[Way, ...]:
     """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak."""
     at_turn = Way("keep", 0, turn, 0.0)
-    units = [*units, [at_turn]]
+    units = (*units, (at_turn,))
     chosen = _cheapest(units, budget)
     if chosen is None:
         lowest = _cheapest(units, None)
         assert lowest is not None
         chosen = _cheapest(units, peak(lowest)) or lowest
-    return chosen[:-1]
+    return tuple(chosen[:-1])
 
 
 def _cheapest(units: Sequence[Sequence[Way]], budget: int | None) -> list[Way] | None:
