@@ -130,7 +130,8 @@ def test_the_ladder_of_host_memory():
 
 def test_devices_share_the_host():
     """Masters, sums of gradients and state are there once, and stepped once; each device adds its gradients."""
-    one, four = (planned(f"Llama-3.1-8B --optimizer_on host --devices {devices}") for devices in (1, 4))
+    stack = f"{__name__}.Stack --model.width 4096 --model.layers 8 --optimizer_on host"
+    one, four = (planned(f"{stack} --devices {devices}") for devices in (1, 4))
     taken = four["ladder"][0]["host_bytes"]
     assert taken == one["ladder"][0]["host_bytes"] + 4 * one["parameters"]  # sums in fp32
     assert taken == four["ladder"][0]["clipped_bytes"], "all gradients are there in any case"
