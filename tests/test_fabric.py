@@ -23,13 +23,25 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import sp_lightning.fabric
 import sp_lightning.lightning_fabric
+from sp_lightning import optim
 from sp_lightning.fabric import SuperpipelineStrategy
 
-from .helpers import Bomb, Run, Trace, assert_same_trace, frozen, note_gradients, note_outputs, note_state
+from .class_shapes import SHAPES, shaped
+from .helpers import (
+    Bomb,
+    Run,
+    Trace,
+    assert_same_trace,
+    frozen,
+    note_gradients,
+    note_outputs,
+    note_state,
+    torchs_defaults,
+)
 from .lightning_modules import assert_plain
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
@@ -270,7 +282,32 @@ def compiled(fabric: Fabric, trace: Trace) -> None:
     learn(fabric, trace, built, optimizer, (model(Run.rows(step)).square().mean() for step in range(3)))
 
 
-PROGRAMS = [dcgan, penalized, meta_learning, k_fold, partial(clipped, models=2), surprised, methods, compiled]
+class Reading(Dataset):
+    """Reads a weight where the batches are made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return Run.rows(index)[0] + 0 * float(self.module.blocks[-1].up.weight.detach().sum())
+
+
+def surrounded(fabric: Fabric, trace: Trace) -> None:
+    """Blocks of classes of all shapes, a forked worker, and a compact optimizer under another default dtype."""
+    built = Chain([*(shaped(Block, shape)() for shape in sorted(SHAPES)), Block()])
+    model, optimizer = fabric.setup(built, optim.AdamW(built.parameters(), lr=1e-2))
+    data = DataLoader(Reading(built), batch_size=4, num_workers=1, multiprocessing_context="fork")
+    batches = fabric.setup_dataloaders(data)
+    with torchs_defaults(torch.bfloat16):
+        learn(fabric, trace, built, optimizer, (model(x.float()).square().mean() for x in batches))
+
+
+PROGRAMS = [
+    dcgan, penalized, meta_learning, k_fold, partial(clipped, models=2), surprised, methods, compiled, surrounded
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: getattr(program, "__name__", "clipped"))

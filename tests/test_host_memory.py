@@ -6,9 +6,6 @@ in memory until the collector comes, which it may not do for many steps.
 
 from __future__ import annotations
 
-import gc
-import mmap
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,47 +22,18 @@ from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.weights import buffers
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.trainer import host_memory
 
-from .planning.parts import Fixed
+from .planning.parts import Fixed, Mapped, mapped_without_collector
 
 WIDTH = 64
 
 
-class Mapped:
-    """Counts the host memory of buffers.
-
-    Attributes:
-        most: The most bytes so far.
-    """
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._made: list[tuple[weakref.ref[mmap.mmap], int]] = []
-        self._map_pages = buffers._map_pages
-
-    def map_pages(self, nbytes: int) -> mmap.mmap:
-        pages = self._map_pages(nbytes)
-        self._made.append((weakref.ref(pages), nbytes))
-        self.most = max(self.most, self.nbytes())
-        return pages
-
-    def nbytes(self) -> int:
-        return sum(nbytes for pages, nbytes in self._made if pages() is not None)
-
-
 @pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapped]:
-    """Counts host memory while the garbage collector does not run."""
-    mapped = Mapped()
-    monkeypatch.setattr(buffers, "_map_pages", mapped.map_pages)
-    gc.disable()
-    try:
+def mapped() -> Iterator[Mapped]:
+    with mapped_without_collector() as mapped:
         yield mapped
-    finally:
-        gc.enable()
 
 
 class Blocks(L.LightningModule):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as hf
@@ -17,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
+from sp_lightning.pipeline.weights import buffers
 from sp_lightning.planning import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_on_device
 
@@ -302,3 +307,37 @@ def train(
         optimizer.zero_grad()
         seconds.append(backend.now - begin)
     return finish(pipeline, seconds)
+
+
+class Mapped:
+    """Counts the host memory of buffers.
+
+    Attributes:
+        most: The most bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._made: list[tuple[weakref.ref[mmap.mmap], int]] = []
+        self._map_pages = buffers._map_pages
+
+    def map_pages(self, nbytes: int) -> mmap.mmap:
+        pages = self._map_pages(nbytes)
+        self._made.append((weakref.ref(pages), nbytes))
+        self.most = max(self.most, self.nbytes())
+        return pages
+
+    def nbytes(self) -> int:
+        return sum(nbytes for pages, nbytes in self._made if pages() is not None)
+
+
+@contextmanager
+def mapped_without_collector() -> Iterator[Mapped]:
+    """Count host memory while the garbage collector does not run."""
+    mapped = Mapped()
+    gc.disable()
+    try:
+        with mock.patch.object(buffers, "_map_pages", mapped.map_pages):
+            yield mapped
+    finally:
+        gc.enable()

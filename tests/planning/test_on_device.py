@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import mmap
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +12,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights import buffers
 from sp_lightning.planning import AutoPlanner
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES
 from ..zoo.blocks import Chain, chain
-from .parts import Blocks, Fixed
+from .parts import Blocks, Fixed, mapped_without_collector
 
 SLOW_HOST = Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12)
 SLOW_COPIES = Blocks(forward=0.4, backward=0.8, up=1.5, down=0.9, step=0.5, units=12)
@@ -164,26 +160,16 @@ def test_optimizers_that_look_at_weights_together(name: str) -> None:
     pipeline.detach()
 
 
-def test_they_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_take_no_host_memory() -> None:
     """Not for masters, copies and gradients, nor until garbage is collected; what streams has its own again."""
-    mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-    map_pages = buffers._map_pages
-
-    def note(nbytes: int) -> mmap.mmap:
-        mapped.add(pages := map_pages(nbytes))
-        return pages
-
-    monkeypatch.setattr(buffers, "_map_pages", note)
     everything = (2, 1, (), range(7))
-    model, pipeline = attach((2, 1), (2, 1), everything, everything, (2, 1))
-    optimizer = AdamW(model.parameters())
-    masters = sum(p.nbytes for p in model.parameters())
     bytes_taken = []
-    gc.disable()
-    for _ in range(6):
-        take_steps(model, optimizer, 1)
-        bytes_taken.append(sum(map(len, mapped)))
-    gc.enable()
-    assert min(bytes_taken[:2] + bytes_taken[-1:]) >= masters
+    with mapped_without_collector() as mapped:
+        model, pipeline = attach((2, 1), (2, 1), everything, everything, (2, 1))
+        optimizer = AdamW(model.parameters())
+        for _ in range(6):
+            take_steps(model, optimizer, 1)
+            bytes_taken.append(mapped.nbytes())
+    assert min(bytes_taken[:2] + bytes_taken[-1:]) >= sum(p.nbytes for p in model.parameters())
     assert bytes_taken[2:4] == [0, 0]
     pipeline.detach()
