@@ -252,19 +252,11 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
-        """Note that autocast casts a weight, and tell whether its values in that dtype are right (`Casts.note`)."""
-        return self._engine.learned.casts.note(weight, dtype, self._engine.graphs, builds_graph)
-
-    def make_leaf(self, weight: Weight) -> nn.Parameter:
-        """Make another leaf of a lowered weight, for another cast in the same graph."""
-        learned = self._engine.learned
-        learned.casts.used_as_is.add(id(weight.master))
-        learned.outdated = True
-        twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
-        weight.other_twins.append(twin)
-        self._engine.backward.follow_requires_grad(twin)
-        return twin.parameter
+    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> nn.Parameter:
+        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
+        engine = self._engine
+        follow = engine.backward.follow_requires_grad
+        return engine.learned.casts.note(weight, dtype, builds_graph, engine.graphs, follow)
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
