@@ -75,7 +75,7 @@ class Calls:
                     graphs.scopes -= 1
                     if graphs.scopes == 0 and not in_backward():
                         with engine.at_work:
-                            engine.window.end_step()
+                            engine.window.write_back_all()
                         graphs.begin()  # whoever still holds the old graph waits for its backward
                     engine.relax_guard()
 
