@@ -48,7 +48,6 @@ BACK_FOR_TYPES = {
     "activations.saved": {"activations.recompute.UnitCall", "calls.backward.BackwardPass"},
     "calls.backward": {"engine.Engine"},
     "calls.calls": {"engine.Engine"},
-    "calls.debug": {"engine.Engine"},
     "calls.gates": {"calls.calls.Calls"},
     "calls.guard": {"engine.Engine"},
     "gradients.stream": {"optimizer.early_step.EarlyStep"},

@@ -327,7 +327,7 @@ class Engine:
         self.backend.trace.end()
         self.activations.end_backward()
         if not self.graphs.scopes:
-            self.window.end_step()
+            self.window.write_back_all()
             self.graphs.begin()  # the one that checkpoints have built has had its backward
         some_came |= self.living.take_news()
         # not after `torch.autograd.grad`, which may run in some processes only

@@ -178,6 +178,7 @@ class Optimizers:
                 self._step(optimizer, plan)
             else:
                 for unit in plan.units:
+                    self._steps.window.note_write(unit)  # it may have kept aliases
                     self._steps.count(unit, plan)
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.acknowledge()
