@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.host_memory import core_limit
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend
 from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Origin, Ticket, Worker, use_threads
@@ -343,5 +344,5 @@ def _threads(device: torch.device, processes: int) -> int | None:
         cores = len({file.read_text() for file in siblings})
     except OSError:
         cores = len(siblings)
-    cores = max(1, cores // processes)
+    cores = max(1, int(min(cores, core_limit())) // processes)
     return max(1, cores - max(1, cores // _SHARE_OF_LOOP))

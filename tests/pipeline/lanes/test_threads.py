@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from pathlib import Path
@@ -25,9 +26,19 @@ def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.parent.mkdir(parents=True)
         file.write_text(f"{core % 8},{core % 8 + 8}\n")
     monkeypatch.setattr(devices, "_CORES", tmp_path)
+    monkeypatch.setattr(devices, "core_limit", lambda: math.inf)
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+@pytest.mark.parametrize(("limit", "processes", "expected"), [(4.0, 1, 3), (4.0, 2, 1), (0.5, 1, 1), (64.0, 1, 6)])
+def test_time_on_the_cores_that_a_container_may_have(
+    limit: float, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(devices, "core_limit", lambda: limit)
+    assert devices._threads(DEVICE, processes) == expected
 
 
 @pytest.mark.parametrize(
