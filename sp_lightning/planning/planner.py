@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -90,7 +91,8 @@ class AutoPlanner(Planner):
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
-            measuring.stop()
+            with suppress(Exception):  # nobody looks at it, and what has failed raises where it is waited for
+                measuring.stop()
 
     def _measure(self, engine: Engine, planned: _Planned) -> None:
         """Plan anew once enough steps are measured."""
