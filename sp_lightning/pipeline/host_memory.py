@@ -8,16 +8,17 @@ its time on the cores is stopped until the next tenth of a second begins.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_CORES = Path("/sys/devices/system/cpu")
 _MADV_PAGEOUT = 21  # Linux 5.4; Python's `mmap` does not name it
 _WORTH_RELEASING = 2**20  # bytes: to look for what can be given back takes 2 ms
 
@@ -37,10 +38,18 @@ def _least(word: str, of_groups: list[int]) -> int | None:
     return None if of_machine is None else min([of_machine * 1024, *of_groups])
 
 
-def core_limit() -> float:
-    """Return as how many cores this process may compute at most; infinity if nothing but the machine is a limit."""
+def usable_cores() -> int:
+    """Return how many cores this process may use, also by the time on them that its group has.
+
+    Hyperthreads of one core count once.
+    """
+    is_told = hasattr(os, "sched_getaffinity")
+    allowed: Iterable[int] = os.sched_getaffinity(0) if is_told else range(os.cpu_count() or 1)
+    siblings = [_CORES / f"cpu{number}/topology/thread_siblings_list" for number in allowed]
+    cores = len({_read(file) or file for file in siblings})
     limits = [_read(folder / "cpu.max").split() for folder in _control_groups()]
-    return min((int(time) / int(period) for time, period in filter(None, limits) if time != "max"), default=math.inf)
+    shares = [int(time) // int(period) for time, period in filter(None, limits) if time != "max"]
+    return max(1, min([cores, *shares]))
 
 
 def release(copied: list[Tensor]) -> None:

@@ -120,7 +120,7 @@ class AutoPlanner(Planner):
         machine = self._machine_of(engine, measured)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
-            machine = self._machine = probe(engine.backend, machine)
+            machine = self._machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
         assert budget is not None
         search = partial(choose, k=k, k_prime=k_prime, fill=k == "auto")
         placement: Choice | None = None

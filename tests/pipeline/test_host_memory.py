@@ -1,14 +1,13 @@
-"""How much memory and how many cores the host has: the machine's, or those of a control group that may use less."""
+"""How much memory the host has: the machine's, or that of a control group that may use less."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from sp_lightning.pipeline import host_memory
-from sp_lightning.pipeline.host_memory import available_host_memory, core_limit, total_host_memory
+from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 
 KIB = 1024
 MEMINFO = "MemTotal:        1000 kB\nMemFree:          300 kB\nMemAvailable:     800 kB\n"
@@ -83,14 +82,3 @@ def test_groups_lie_in_groups(system: Path) -> None:
     limit(system / "cgroup/user/job", 500 * KIB, used=100 * KIB, cache=0)
     limit(system / "cgroup/user", 600 * KIB, used=550 * KIB, cache=0)
     assert known() == (50 * KIB, 500 * KIB)
-
-
-def test_cores_that_a_group_may_use(system: Path) -> None:
-    """A container of four cores on a machine of 48 ran 36 threads."""
-    assert core_limit() == math.inf
-    write(system / "proc/self/cgroup", "0::/user/job")
-    write(system / "cgroup/cpu.max", "max 100000")
-    assert core_limit() == math.inf
-    write(system / "cgroup/user/cpu.max", "400000 100000")
-    write(system / "cgroup/user/job/cpu.max", "450000 100000")
-    assert core_limit() == 4
