@@ -413,15 +413,15 @@ def torchs_defaults(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def never_waiting(device: torch.device) -> Iterator[None]:
-    """Raise where the host would wait for the device, or for the engine's thread, if that can be told."""
+def never_waiting(device: torch.device, for_thread: bool = False) -> Iterator[None]:
+    """Raise where the host would wait for the device, or, but `for_thread`, the engine's own, if that can be told."""
     if device.type != "cuda":
         yield
         return
     # CUDA itself tells of copies and of streams, not of events
     event = torch.cuda.Event
     events = patch.object(event, "synchronize", _refusing(event.synchronize, event.query))
-    jobs = patch.object(Job, "join", _refusing(Job.join, attrgetter("done")))
+    jobs = nullcontext() if for_thread else patch.object(Job, "join", _refusing(Job.join, attrgetter("done")))
     torch.cuda.set_sync_debug_mode("error")
     try:
         with events, jobs:

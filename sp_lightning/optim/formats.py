@@ -134,8 +134,8 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
         below = _noise(seed, begin, value, 32).float().mul_(2**-32).sub_(0.5)
-        sums = below.view_as(rows).addcmul_(rows, factor[:, None])
-        codes.copy_(sums.clamp_(min=0))  # between -1 and 0, or -1 itself, which is 255 in some casts
+        # a cast cuts what is above -1 to 0, and makes 255 of -1 itself
+        codes.copy_(below.view_as(rows).addcmul_(rows, factor[:, None]).clamp_(min=0))
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)

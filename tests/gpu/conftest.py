@@ -48,7 +48,7 @@ def page_locked(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with pageable_copies() as found:
         yield
-    assert not found, f"copies of memory that is not page-locked, by {sorted(found)}"
+    assert not found, "copies of memory that is not page-locked, by\n" + "\n".join(sorted(found))
 
 
 @pytest.fixture

@@ -48,36 +48,41 @@ LAGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 """What lags, of which each test has one."""
 
 PAGEABLE = {
-    "optim/compact.py": "a checkpoint is loaded",
-    "fabric_strategy.py": "a norm, which users of Fabric get on the device",
-    "pipeline/calls/debug.py": "values are looked at",
-    "pipeline/optimizer/clipping.py": "norms and a factor, of what lives on the device: the host waits once",
-    "pipeline/optimizer/state.py": "a plan has a unit live on the device, or no longer",
-    "pipeline/pipeline.py": "the module is given back",
-    "pipeline/units/tree.py": "buffers move to the device as a module is attached, or is given another",
-    "pipeline/weights/quantized.py": "a plan has a unit live on the device, or no longer",
-    "trainer/precision.py": "a factor, of what lives on the device",
+    "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
+    "optim/compact.py: _load": "a checkpoint is loaded",
+    "pipeline/calls/debug.py: __torch_dispatch__": "values are looked at",
+    "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
+    "pipeline/optimizer/clipping.py: _multiply": "a factor, of what lives on the device",
+    "pipeline/optimizer/clipping.py: _norms": "norms, of what lives on the device: the host waits once",
+    "pipeline/optimizer/state.py: move_state": "a plan has a unit live on the device, or no longer",
+    "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
+    "pipeline/units/tree.py: move": "buffers, as the module is attached",
+    "pipeline/weights/quantized.py: move_parameter": "a plan has a unit live on the device, or no longer",
+    "trainer/precision.py: _unscale_grads_": "a factor, of what lives on the device",
 }
-"""Where in the package memory is copied that is not page-locked, and why it may be."""
+"""Who in the package may have memory copied that is not page-locked, and why."""
 
 
 @contextmanager
 def pageable_copies() -> Iterator[set[str]]:
-    """Where else memory was copied that is not page-locked: the device makes whoever asks for it wait.
+    """Who else had memory copied that is not page-locked: the device has whoever asks for that wait.
 
-    Files of the package, with the functions that asked. What Lightning and tests copy themselves is theirs.
+    What Lightning, torch and tests copy themselves is theirs.
     """
     found: set[str] = set()
 
     def tell(nbytes: int) -> None:
+        ours: list[str] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             file = Path(frame.f_code.co_filename)
-            if file.is_relative_to(PACKAGE) and file.relative_to(PACKAGE).as_posix() not in PAGEABLE:
-                found.add(f"{file.relative_to(PACKAGE)}: {frame.f_code.co_name}")
-            if any(file.is_relative_to(place) for place in (PACKAGE, *OTHERS)):
-                return
+            if file != Path(__file__) and any(file.is_relative_to(place) for place in OTHERS):
+                break
+            if file.is_relative_to(PACKAGE):
+                ours.append(f"{file.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_name}")
             frame = frame.f_back
+        if ours and not PAGEABLE.keys() & set(ours):
+            found.add(" < ".join([each for each in ours if "/lanes/" not in each][:3] or ours))
 
     called = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(tell)
     tells: Callable[[object], None] = ctypes.CDLL(None).second_device_tell_of_pageable

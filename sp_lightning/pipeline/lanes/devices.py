@@ -127,10 +127,7 @@ class _StreamTicket(Ticket):
 
 
 _PATIENCE = 3  # refusals to page-lock memory, each of which costs time
-_ONE_QUEUE = (
-    "CUDA_DEVICE_MAX_CONNECTIONS=1 has the device do one thing after the other: no copy runs while "
-    "it computes. Unset it."
-)
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
 
 
 class AcceleratorBackend(Backend):
@@ -150,8 +147,6 @@ class AcceleratorBackend(Backend):
             # state that visits waits for memory, which would hold up other copies on their streams
             self._beside = {lane: self._api.Stream() for lane in VISITED}
         self.pins = device.type == "cuda"
-        # events of what the host's thread waits for: it sleeps, or it would spin beside the one that launches kernels
-        self._sleeping = {"blocking": True} if self.pins else {}
         self._refusals = 0  # to page-lock memory
         if self.pins:
             use_expandable_segments(self._up)
@@ -207,7 +202,9 @@ class AcceleratorBackend(Backend):
         return self._issue(stream, partial(self.copy, target, source))
 
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
-        flags = self._sleeping if stream in (self._down, self._beside[Lane.TO_HOST]) else {}
+        # the host's thread sleeps until it is down, or it would spin beside the one that launches kernels
+        sleeps = self.device.type == "cuda" and stream in (self._down, self._beside[Lane.TO_HOST])
+        flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
         ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin)
         with self._api.stream(stream):

@@ -126,5 +126,5 @@ def test_a_single_queue_is_warned_of(pretended: MagicMock, monkeypatch: pytest.M
     """Megatron sets it, for an order of its own."""
     monkeypatch.setattr(devices, "use_expandable_segments", lambda stream: None)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.warns(UserWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*Unset it"):
+    with pytest.warns(UserWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*unset it"):
         AcceleratorBackend(torch.device("cuda", 0))
