@@ -365,6 +365,29 @@ def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) ->
     assert_same_fit(ReadingLater, precision=precision, **arguments)
 
 
+class Leaving(Module):
+    """Zeroes gradients in every other step; in between they add up, as they were clipped."""
+
+    def optimizer_zero_grad(self, epoch: int, batch: int, optimizer: Optimizer) -> None:
+        if batch % 2:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.01},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precision: str) -> None:
+    assert_same_fit(Leaving, precision=precision, **arguments)
+
+
 def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     fit(Module(), SuperpipelineStrategy(k=2, units=[Block]))
