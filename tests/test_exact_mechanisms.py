@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
             assert run.pipe.stats.resets >= 3
 
     assert_same_story(story, bombs, k=k)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_exception_in_an_optimizers_step(inside: bool) -> None:
+    """The optimizer has all of its weights then: they are in its state, and its `zero_grad` reaches their gradients."""
+
+    def story(run: Run) -> None:
+        extra = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([*run.model.parameters(), extra])
+        run.normal_step("before", optimizer)
+        run.model(run.rows(1)).square().mean().backward()
+        extra.grad = torch.ones(2).to_sparse()
+        with run.step() if inside else nullcontext(), pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+        note_state(run.trace, "failed", run.model, [optimizer])
+        optimizer.zero_grad()
+        run.normal_step("after", optimizer, seed=2)
+
+    assert_same_story(story, lambda: chain(4))
 
 
 @pytest.mark.parametrize("activations", ["auto", "offload"])

@@ -208,7 +208,6 @@ class Engine:
         learned = self.learned
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
-        self.optimizers.restore_param_groups()
         if waiting:
             return
         # first, as what it drops would have to be shown if units were arranged anew

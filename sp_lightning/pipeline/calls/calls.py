@@ -52,6 +52,8 @@ class Calls:
         """Open a scope, which begins a step if it is not within another; or the last one `goes_on`, with a backward."""
         engine = self._engine
         graphs = engine.graphs
+        if graphs.scopes == 0:
+            optimizer_steps.depth = 0  # torch tells nobody of a step that ended with an exception
         # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
         with optimizer_waits():
             if graphs.scopes == 0:
@@ -142,7 +144,6 @@ class Calls:
             for member in engine.arrangement.members:
                 member.running_calls = 0
                 member.put_back_masters()
-            engine.optimizers.restore_param_groups()
             engine.backward.abandon()
             engine.backend.trace.end()
             engine.backend.drain()
