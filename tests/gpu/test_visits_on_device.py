@@ -70,4 +70,5 @@ def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device) -> No
                 micro_step(pipe, torch.randn(ROWS, WIDTH, device=cuda))
             clipping.clip_grad_norm(pipe.module.parameters(), 1.0)
             optimizer.step()
+            optimizer.zero_grad()
         assert pipe.stats.visits >= 3 * BLOCKS

@@ -8,7 +8,8 @@
 - `two_devices.py` trains on two of them.
 
 `tests/test_second_device.py` runs the tests of `tests/gpu` on it, in a process of their own. It computes at once, and
-so tells nothing about time; it has no kernels that exist for CUDA alone.
+so tells nothing about time, unless something is made to lag (gpu/unkind.py). It has no kernels that exist for CUDA
+alone.
 """
 
 import os
