@@ -47,6 +47,26 @@ def of_shape(base: type, block: type, shape: str) -> nn.Module:
     return made()
 
 
+class Same(nn.Module):
+    """Equals all others, as by its settings."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same)
+
+    def __hash__(self) -> int:
+        return 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+def test_modules_that_equal_each_other() -> None:
+    def build() -> nn.Module:
+        return blocks.Chain([nn.Sequential(nn.Linear(blocks.WIDTH, blocks.WIDTH), Same()) for _ in range(4)])
+
+    assert_same_story(lambda run: run.normal_step("step", sgd(run.model)), build, units=None)
+
+
 def copies(model: nn.Module) -> list[nn.Module]:
     return [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
 

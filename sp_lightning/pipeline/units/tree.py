@@ -34,14 +34,16 @@ class Tree:
         used_outside: Collection[int] = (),
     ) -> None:
         self.root = root
-        self.names = {id(module): name for name, module in root.named_modules()}
+        # also of modules that say they equal others, which torch leaves out
+        named = list(root.named_modules(remove_duplicate=False))
+        self.names = {id(module): name for name, module in reversed(named)}
         # weights that the engine can manage, by the identity of the parameter
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
         self._split = {id(module) for module in split}
         self._collect_weights()
-        named = set(map(id, self._named(resident)))
-        kept = named.union(used_outside)
+        stay = set(map(id, self._named(resident)))
+        kept = stay.union(used_outside)
         self.resident = {weight for key, weight in self.weights.items() if key in kept}
         for key, weight in list(self.weights.items()):
             if weight in self.resident and isinstance(weight, QuantizedWeight):
@@ -49,8 +51,8 @@ class Tree:
                 del self.weights[key]
                 self.unmanaged[weight.name] = weight.master
         # also those that are used outside: whatever these are, the tree is divided in the same way
-        self._streams = self.weights.keys() - named
-        self._bytes = {id(module): self._bytes_to_stream(module) for module in root.modules()}
+        self._streams = self.weights.keys() - stay
+        self._bytes = {id(module): self._bytes_to_stream(module) for _, module in named}
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def weights_of(self, module: nn.Module) -> list[Weight]:

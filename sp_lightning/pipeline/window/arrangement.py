@@ -107,7 +107,8 @@ class Learned:
         modules = dict(module.named_modules())
         sets = self.used_outside, self.casts.lowered, self.casts.used_as_is
         own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
-        divided = [name for name, module in modules.items() if module in self.divided]
+        found = set(map(id, self.divided))
+        divided = [name for name, module in modules.items() if id(module) in found]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
         everyones = processes.gather((own, divided, self.has_news, order))
         self.order = everyones[0][-1]
