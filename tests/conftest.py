@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,7 +110,10 @@ def check_steps() -> Iterator[None]:
 def seed() -> None:
     """The same random numbers for each test, whichever ran before."""
     random.seed(0)
-    torch.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # it would note the whole stack for each kind of device that is not in use
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +124,7 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     until after the checks below.
     """
     before = os.getcwd()
-    os.chdir(tmp_path_factory.mktemp("cwd"))
+    os.chdir(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp()))  # `mktemp` looks through those of all tests before
     yield
     os.chdir(before)
 

@@ -19,6 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from sp_lightning.pipeline.activations import offload
+
 from .helpers import Run, assert_same_story, attached, bombs, fail, note_state, sgd, torchs_defaults
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -99,8 +101,11 @@ def test_an_exception_in_an_optimizers_step(inside: bool) -> None:
 
 @pytest.mark.parametrize("activations", ["auto", "offload"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_that_the_user_catches_inside_of_a_step(where: str, activations: Any) -> None:
+def test_an_exception_that_the_user_catches_inside_of_a_step(
+    where: str, activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training step that skips a bad batch and goes on with the next one."""
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
 
     def story(run: Run) -> None:
         optimizer = sgd(run.model)
@@ -190,28 +195,30 @@ class KeepsHidden(Chain):
         return x
 
 
-@pytest.mark.parametrize("debug", [True, False], ids=["counted", "not counted"])
 @pytest.mark.parametrize(
-    ("where", "kind"),
-    [("inside a unit", EditsActivation), ("a weight", EditsWeight), ("between forward and backward", Block)],
+    ("activations", "debug"), [("keep", True), ("keep", False), ("offload", True)], ids=["counted", "kept", "offloaded"]
 )
-def test_what_is_changed_in_place_raises(where: str, kind: type[Block], debug: bool) -> None:
+@pytest.mark.parametrize("where", ["inside a unit", "a weight", "while the next unit runs", "after the forward"])
+def test_what_is_changed_in_place_raises(
+    where: str, activations: str, debug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hooks that hand an activation through must keep autograd's version check alive, and do so for weights."""
-
-    def build() -> nn.Module:
-        return KeepsHidden([Block(), kind(), Block()])
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
+    kind = {"inside a unit": EditsActivation, "a weight": EditsWeight}.get(where, Block)
 
     def edited_step(run: Run) -> None:
+        if where == "while the next unit runs":
+            run.model.blocks[2].register_forward_pre_hook(lambda *_: (run.model.hidden[0].add_(1), None)[1])
         loss = run.model(run.rows(1)).square().mean()
-        if kind is Block:
-            run.model.hidden[0].add_(1)
+        if where == "after the forward":
+            run.model.hidden[1].add_(1)
         loss.backward()
 
     def story(run: Run) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.step():
             edited_step(run)
 
-    assert_same_story(story, build, debug=debug)
+    assert_same_story(story, lambda: KeepsHidden([Block(), kind(), Block()]), activations=activations, debug=debug)
 
 
 # ------------------------------------------------------------------------------------ gradients asked for in other ways

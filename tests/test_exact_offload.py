@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import SGD
 
-from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
@@ -31,6 +33,7 @@ from .helpers import (
     attached,
     sgd,
 )
+from .pipeline.parts import RecordingBackend
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 
@@ -271,6 +274,52 @@ def test_what_cannot_run_again_is_offloaded() -> None:
     assert left[0] == left[1] < left[2] == left[3] == left[4]
 
 
+class Keeps(torch.autograd.Function):
+    """Saves a tensor of some kind, and its backward computes with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        kept = KINDS[kind]()
+        ctx.save_for_backward(kept)
+        ctx.kind = type(kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        assert type(kept) is ctx.kind
+        parts = kept.unbind() if kept.is_nested else [kept]
+        values = [part.dequantize() if part.is_quantized else part.to_dense() for part in parts]
+        return gradient * sum((value * (1 + 2j)).real.sum() for value in values), None
+
+
+class Subclass(Tensor):
+    """Somebody's tensors with a meaning of their own."""
+
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "plain": lambda: torch.randn(9),
+    "empty": lambda: torch.randn(9)[:0],
+    "sparse": lambda: torch.eye(9).to_sparse(),
+    "a subclass": lambda: torch.randn(9).as_subclass(Subclass),
+    "conjugate": lambda: torch.randn(9, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(9, dtype=torch.complex64).conj().imag,
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.as_nested_tensor([torch.randn(9), torch.randn(3)]),
+    "zeros without memory": lambda: torch._efficientzerotensor((9,)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_any_kind_may_be_saved(kind: str) -> None:
+    class Saves(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Keeps.apply(x, kind))
+
+    assert_same_story(three_steps, lambda: Chain(Saves() for _ in range(4)), activations="offload")
+
+
 def saved_by_each_block() -> list[int]:
     """What autograd saves of each block in plain training, besides weights and small memory: each memory once."""
     x, found, seen, alive = tokens(), [], set(), []
@@ -337,3 +386,71 @@ def test_tensors_kept_by_user_hooks_are_left_alone(activations: Policy) -> None:
 
     assert_same_story(inside, lambda: Chain(SavesOnCpu() for _ in range(4)), activations=activations)
     assert_same_story(around, partial(chain, 4), activations=activations)
+
+
+# ------------------------------------------------------------------------------------- what else becomes of host memory
+
+
+def test_parts_of_a_large_memory_and_buffers_stay() -> None:
+    """They would take all of it along, or are there anyway."""
+
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.register_buffer("table", torch.randn(1, 200))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * (0.1 * x).exp() * matrix[:, 3] * self.table[0]
+
+    matrix = torch.randn(200, 100)
+    with attached(nn.Sequential(*[Column() for _ in range(4)]), units=Column, activations="offload") as pipe:
+        pipe.module(torch.randn(200)).sum().backward()
+        assert pipe.stats.offloaded_bytes == 3 * 200 * 4, "those of `exp`"
+
+
+def test_growing_batches_do_not_pile_up() -> None:
+    """Other sizes each step, as with sentences of any length: what has become useless makes room."""
+    with attached(chain(6), activations="offload") as pipe:
+        for rows in range(1_000, 20_000, 1_000):
+            pipe.stats.clear()
+            pipe.module(torch.randn(rows, 12)).sum().backward()
+            assert 0 < pipe.summary().host_activation_bytes <= 1.5 * pipe.stats.offloaded_bytes
+
+
+def test_a_graph_may_be_dropped_by_any_thread() -> None:
+    """Autograd frees what a CUDA graph saved in a thread of its own."""
+    with attached(chain(6), activations="offload") as pipe:
+        for _ in range(3):
+            held = [pipe.module(Run.rows(0))]
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+        pipe.stats.clear()
+        pipe.module(Run.rows(0)).sum().backward()
+        assert pipe.summary().host_activation_bytes <= 2 * 4096 * pipe.stats.offloaded_bytes
+
+
+@pytest.mark.parametrize("where", ["download", "upload"])
+def test_a_copy_that_fails_raises_and_is_never_used(where: str) -> None:
+    """On its way out, or back: its step fails, and the next one is right."""
+    model, backend = chain(4), RecordingBackend(pins=True)
+    options = PipelineOptions(k=4, units=Block, activations="offload")
+    pipe = Pipeline(model, "cpu", options=options, backend=backend)
+
+    def gradients(fails: bool = False) -> list[Tensor]:
+        model.zero_grad()
+        with pipe.step():
+            if fails and where == "download":
+                backend.fail_next(where, OSError("on purpose"))
+            loss = model(Run.rows(0)).square().mean()
+            if fails:  # all weights are there, so what is asked for first is an activation
+                backend.fail_next(where, OSError("on purpose"))
+            loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    with pytest.raises(OSError, match="on purpose"):
+        gradients(fails=True)
+    assert all(map(torch.equal, gradients(), expected))
+    pipe.detach()

@@ -6,9 +6,8 @@ import ast
 import importlib.metadata
 import re
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import sp_lightning
 from sp_lightning import optim
@@ -65,12 +64,19 @@ def leads_back(path: Path) -> set[str]:
     return {engine + name for name in BACK_FOR_TYPES.get(name_of(path).removeprefix(engine), ())}
 
 
+@cache
+def parsed(path: Path) -> list[ast.AST]:
+    """The nodes of a file's code, the module first."""
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+@cache
 def imported(path: Path, for_types_alone: bool = False) -> set[str]:
     """Every module that a file imports, at any depth of its code, by its absolute name."""
     names = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    for node in (part for block in blocks for part in ast.walk(block)) if for_types_alone else ast.walk(tree):
+    nodes = parsed(path)
+    blocks = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for node in (part for block in blocks for part in ast.walk(block)) if for_types_alone else nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,11 +97,11 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "entrance"
 
 
-@pytest.mark.parametrize("path", modules(PACKAGE), ids=name_of)
-def test_imports_point_one_way(path):
-    mine = ROOMS.index(room_of(name_of(path)))
-    ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
-    assert not {name for name in ours if ROOMS.index(room_of(name)) > mine}
+def test_imports_point_one_way():
+    for path in modules(PACKAGE):
+        mine = ROOMS.index(room_of(name_of(path)))
+        ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
+        assert not {name for name in ours if ROOMS.index(room_of(name)) > mine}, path
 
 
 def engine_room_of(module: str) -> str:
@@ -107,16 +113,12 @@ def engine_room_of(module: str) -> str:
     return parts[2] if len(parts) > 2 and parts[2] in ENGINE else "whole"
 
 
-@pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)
-def test_imports_point_one_way_within_the_engine(path):
-    mine = ENGINE.index(engine_room_of(name_of(path)))
-    ours = {name for name in imported(path) - leads_back(path) if name.startswith("sp_lightning.pipeline.")}
-    assert not {name for name in ours if ENGINE.index(engine_room_of(name)) > mine}
-
-
-@pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)
-def test_imports_for_types_alone_are_few_and_known(path):
-    assert imported(path, for_types_alone=True) == leads_back(path)
+def test_imports_point_one_way_within_the_engine():
+    for path in modules(PACKAGE / "pipeline"):
+        mine = ENGINE.index(engine_room_of(name_of(path)))
+        ours = {name for name in imported(path) - leads_back(path) if name.startswith("sp_lightning.pipeline.")}
+        assert not {name for name in ours if ENGINE.index(engine_room_of(name)) > mine}, path
+        assert imported(path, for_types_alone=True) == leads_back(path), "for types alone, they are few and known"
 
 
 def test_no_type_is_hidden():
@@ -138,35 +140,29 @@ def test_no_import_leads_back():
     assert not [name for name, all_imports in leads_to.items() if name in all_imports]
 
 
-@pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)
-def test_the_engine_knows_torch_alone(path):
+def test_the_engine_knows_torch_alone():
     allowed = {"torch", "typing_extensions", "sp_lightning"} | sys.stdlib_module_names
-    assert not {name for name in imported(path) if name.split(".")[0] not in allowed}
+    for path in modules(PACKAGE / "pipeline"):
+        assert not {name for name in imported(path) if name.split(".")[0] not in allowed}, path
 
 
-@pytest.mark.parametrize("path", modules(EXAMPLES), ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_examples_use_public_names_alone(path):
+def test_examples_use_public_names_alone():
     """Only a benchmark may look at a part of the engine by itself."""
     public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
     public |= {f"sp_lightning.optim.{name}" for name in optim.__all__}
     public |= {"sp_lightning.fabric", "sp_lightning.fabric.SuperpipelineStrategy"}
-    ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
-    if path.is_relative_to(EXAMPLES / "benchmarks"):
-        parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "trainer"))
-        ours = {name for name in ours if not name.startswith(parts) or "._" in name}
-    assert not ours - public
+    parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "trainer"))
+    for path in modules(EXAMPLES):
+        ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
+        if path.is_relative_to(EXAMPLES / "benchmarks"):
+            ours = {name for name in ours if not name.startswith(parts) or "._" in name}
+        assert not ours - public, path
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in sp_lightning.__all__ if not name.startswith("__")], ids=lambda name: name
-)
-def test_public_names_are_documented(name):
-    assert (getattr(sp_lightning, name).__doc__ or "").strip()
-
-
-@pytest.mark.parametrize("path", modules(PACKAGE) + modules(EXAMPLES), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_has_a_docstring(path):
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+def test_public_names_and_modules_have_docstrings():
+    public = [name for name in sp_lightning.__all__ if not name.startswith("__")]
+    assert not [name for name in public if not (getattr(sp_lightning, name).__doc__ or "").strip()]
+    assert not [path for path in modules(PACKAGE) + modules(EXAMPLES) if not ast.get_docstring(parsed(path)[0])]
 
 
 def test_every_room_is_on_the_map():

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
 from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.units.unit import Unit
@@ -173,11 +172,6 @@ def place(
         weight.twin = Twin(weight, unit, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)
     return Placed(unit, unit.weights, backend)
-
-
-def bytes_lent(pool: HostPool) -> int:
-    """How much of a pool's memory is in use."""
-    return pool.held - sum(buffer.nbytes for buffer in pool._free)
 
 
 @contextmanager
