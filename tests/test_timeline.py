@@ -142,14 +142,14 @@ document.getElementById("report").textContent = JSON.stringify(report);
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
 @pytest.mark.parametrize(
-    ("dark", "machine", "lanes"),
+    ("dark", "machine", "lanes", "label"),
     [
-        (False, {}, ["compute", "host to device", "device to host", "host"]),
-        (True, {"visit": 1e-3}, ["compute", "host to device", "device to host", "visits"]),
+        (False, {}, ["compute", "host to device", "device to host", "host"], "layers.0"),
+        (True, {"visit": 1e-3}, ["compute", "host to device", "device to host", "visits"], "0"),
     ],
     ids=["light", "dark, visits"],
 )
-def test_the_page_in_a_browser(tmp_path, dark, machine, lanes):
+def test_the_page_in_a_browser(tmp_path, dark, machine, lanes, label):
     """It has a row for each lane that works; a wheel zooms, a drag moves, a double-click goes back, pointing tells."""
     page = tmp_path / "timeline.html"
     recording = make_recording(units=12, steps=2, load=5e-3, **machine)
@@ -174,7 +174,7 @@ def test_the_page_in_a_browser(tmp_path, dark, machine, lanes):
     assert report["tip"][1].startswith("forward: model.layers.0\n2.00 ms, from 5.00 ms to 7.00 ms")
     assert report["wider"] == pytest.approx([math.exp(2)] * 2, rel=0.1)
     assert 0 < report["inView"] < report["all"] / 2
-    assert report["label"] == "layers.0", "as much of the name as there is room for"
+    assert report["label"] == label, "as much of the name as there is room for"
     assert report["ticks"]
     assert report["moved"]
     assert report["again"] == pytest.approx(1, abs=1e-3)
