@@ -179,7 +179,7 @@ class CompactOptimizer(Optimizer):
         saved_groups = [group for group in state_dict["param_groups"] if COMPACT not in group]
         for number, own in enumerate(self.param_groups[: len(saved_groups)]):
             saved = saved_groups[number]
-            merged = {**{name: own[name] for name in self.defaults}, **saved}
+            merged = {**own, **saved}
             if (merged["master"], merged["moments"]) != (own["master"], own["moments"]):
                 raise ValueError(
                     f"the checkpoint has master={merged['master']!r}, "

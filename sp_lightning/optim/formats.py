@@ -134,7 +134,8 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
         below = _noise(seed, begin, value, 32).float().mul_(2**-32).sub_(0.5)
-        codes.copy_(below.view_as(rows).addcmul_(rows, factor[:, None]))  # -1 to 0 is cut to 0
+        # a cast cuts what is above -1 to 0, and makes 255 of -1 itself
+        codes.copy_(below.view_as(rows).addcmul_(rows, factor[:, None]).clamp_(min=0))
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)

@@ -87,6 +87,7 @@ def _step(step: Pass, memory: Memory, begin: int, tail: bool) -> None:
         v.abs_()
     rule = Rule(kind.update, *map(float, step.rule[1:]))  # what numpy has are no numbers for torch
     p, v = _update(kind, rule, p, g, m, v, tail)
+    del g  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
         memory.copy.copy_(p)
     up = store_weight(kind, memory, p, has_sign, seed, begin)

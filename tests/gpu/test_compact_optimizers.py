@@ -5,13 +5,17 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sp_lightning import optim
 from sp_lightning.optim import compact
-from sp_lightning.optim.compact import CompactOptimizer
+from sp_lightning.optim.compact import CompactOptimizer, Work
+from sp_lightning.optim.on_device import BYTES_MEANWHILE
+from sp_lightning.optim.passes import run
+from sp_lightning.optim.rules import Scaling
 
 from ..optim.parts import CASES, compare
 
@@ -25,6 +29,27 @@ def test_no_bit_differs(
     cls: Any, options: Any, scaling: Any, dtype: Any, master: Any, moments: str, device: torch.device
 ) -> None:
     compare(cls, {"master": master, "moments": moments, **options}, scaling, dtype, device)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, "auto"), (torch.bfloat16, "split"), (torch.bfloat16, "split24")], ids=str
+)
+def test_what_a_step_takes_meanwhile(
+    dtype: torch.dtype, master: str, moments: str, factor: float, cuda: torch.device
+) -> None:
+    """No more than is planned for each element, scaled or not."""
+    weight = nn.Parameter(torch.randn(1 << 18, device=cuda).to(dtype))
+    weight.grad = torch.randn_like(weight)
+    optimizer = optim.AdamW([weight], master=master, moments=moments)
+    optimizer.step()
+    work = Work(weight.detach(), weight.grad, optimizer.state[weight], None, Scaling(np.float32(factor)))
+    passes = optim.AdamW.passes_of(optimizer.param_groups[0], [work])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(passes)
+    assert torch.cuda.max_memory_allocated() - before <= 1.01 * BYTES_MEANWHILE * weight.numel()
 
 
 @pytest.mark.parametrize(("master", "moments"), [("auto", "fp32"), ("fp32", "bf16"), ("split24", "int8")])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.formats import read_master, read_moment, write_moment
+from sp_lightning.optim.formats import _noise, pack, read_master, read_moment, write_moment
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import MOMENTUM, Memory, Pass, Rule
@@ -109,3 +109,14 @@ def test_what_is_not_finite_is_not_hidden(codes, bad):
     assert not back[GROUP + 5].isfinite()
     assert torch.equal(back[:GROUP].round(), value[:GROUP])
     assert torch.equal(packed(torch.zeros(GROUP), codes)[2], torch.zeros(GROUP))
+
+
+def test_nothing_is_never_the_largest_code():
+    """Where the noise is its least, -1.0 was left to a cast, which makes 255 of it."""
+    first = int(_noise(0, 0, torch.empty(1), 32))
+    begin = (-(1 << 31) - first) * pow(0x9E3779B9, -1, 1 << 32) % (1 << 32)
+    codes, scales, roots = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
+    roots[-1] = 1.0
+    assert _noise(0, begin, roots, 32)[0] == -(1 << 31)
+    pack(codes, scales, roots, 0, begin)
+    assert codes[0] == 0

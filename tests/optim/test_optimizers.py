@@ -126,8 +126,9 @@ def test_resuming_is_exact(master, moments):
     steps(own, params, range(3))
     saved = copy.deepcopy(own.state_dict())
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = optim.AdamW(twins, master=master, moments=moments)
-    other.load_state_dict(saved)
+    other, twins = copy.deepcopy((optim.AdamW(twins, master=master, moments=moments), twins))
+    for _ in range(2):
+        other.load_state_dict(saved)
     steps(own, params, range(3, 6))
     steps(other, twins, range(3, 6))
     for p, q in zip(params, twins, strict=True):
