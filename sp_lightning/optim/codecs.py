@@ -3,8 +3,8 @@
 A number lies at an address, in elements of so many bytes. Their width and flags are constants when a kernel is
 compiled, so that its loop has no branches, as only such are vectorised:
 
-    weight   4: fp32 | 2: bf16, and in `low` beside it 4: the fp32 master | 2: its low 16 bits | 1: 8 of them | 0: none
-    moment   4: fp32 | 2: bf16 | 1: codes, with a scale in fp32 for each `GROUP` of them | 0: none
+    weight   4: fp32 | 2: bf16, and in `low` beside it 2: the lower 16 bits of the fp32 master | 0: none, as in torch
+    moment   4: fp32 | 2: bf16, as in torch | 1: codes, with a scale in fp32 for each `GROUP` of them | 0: none
 
 [Note: ties] bf16 is fp32's upper half, rounded to the nearest, and the lower half says where from: below the middle
 rounded down, above it up. At the middle it may be either. Then the sign bit of the second moment, which is never
@@ -141,14 +141,12 @@ def load(address: Any, width: Any, i: Any) -> Any:
 
 
 @jit
-def store(address: Any, width: Any, i: Any, value: Any, is_random: Any, key: Any) -> Any:
-    """Write a number in fp32, or in bf16, rounded to the nearest or at random."""
+def store(address: Any, width: Any, i: Any, value: Any) -> Any:
+    """Write a number in fp32, or in bf16, rounded to the nearest."""
     if width == 4:
         write(address, i, F32(value))
     else:
-        bits = plain_bits(value)
-        rounded = U32(bits + (noise(key, i) >> U32(16))) if is_random else nearest(bits)
-        write(address, i, U16(rounded >> U32(16)))
+        write(address, i, U16(nearest(plain_bits(value)) >> U32(16)))
 
 
 @jit
@@ -173,35 +171,20 @@ def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
     if kind.low == 0:
         return load(memory.weight, kind.weight, i)
-    if kind.low == 4:
-        return read(memory.low, i, F32(0))
-    low = _low_bits(kind.low, memory.low, i)  # negative if it was rounded up, as a tie is to be then
+    low = I32(read(memory.low, i, I16(0)))  # negative if it was rounded up, as a tie is to be then
     above = U32(1) if low < I32(I32(-0x7FFF) - I32(was_up)) else U32(0)
     high = U32(U32(read(memory.weight, i, U16(0))) + above)
     return float_of(U32(high << U32(16)) + U32(low))
 
 
 @jit
-def _low_bits(width: Any, address: Any, i: Any) -> Any:
-    if width == 2:
-        return I32(read(address, i, I16(0)))
-    return I32(I32(read(address, i, I8(0))) << I32(8))
-
-
-@jit
-def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any, key: Any) -> Any:
+def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> Any:
     """Write a master. Return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
-    if kind.low == 4:
-        write(memory.low, i, p)
-    if kind.low == 0 or kind.low == 4:
-        store(memory.weight, kind.weight, i, p, False, key)
+    if kind.low == 0:
+        store(memory.weight, kind.weight, i, p)
         return U32(0)
     bits = plain_bits(p)
-    if kind.low == 1:  # rounded at random, or small updates would vanish
-        bits = U32(U32(bits + (noise(key, i) >> U32(24))) & U32(0xFFFFFF00))
-        write(memory.low, i, U8(bits >> U32(8)))
-    else:
-        write(memory.low, i, U16(bits))
+    write(memory.low, i, U16(bits))
     odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
     write(memory.weight, i, U16(U32(bits + U32(0x7FFF) + odd) >> U32(16)))
     return U32(1) if has_sign and U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
@@ -223,28 +206,26 @@ def load_moment(moment: Any, width: Any, scale: Any, i: Any, is_second: Any) -> 
 
 
 @jit
-def pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
-    """Write a group in codes: first moments, and the roots of second ones if they are kept so."""
+def pack(memory: Memory, staged: Any, size: Any, key: Any) -> None:
+    """Write a group in codes: first moments, and the roots of second ones."""
     if size == GROUP:  # a constant, for which loops have no ends to take care of
-        _pack(kind, memory, staged, GROUP, key)
+        _pack(memory, staged, GROUP, key)
     else:
-        _pack(kind, memory, staged, size, key)
+        _pack(memory, staged, size, key)
 
 
 @jit
-def _pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
+def _pack(memory: Memory, staged: Any, size: Any, key: Any) -> None:
     first_scale = _scale_of(staged[0], size)
+    second_scale = _scale_of(staged[1], size)
     write(memory.first_scale, 0, first_scale)
-    second_scale = _scale_of(staged[1], size) if kind.second == 1 else F32(0)
-    if kind.second == 1:
-        write(memory.second_scale, 0, second_scale)
+    write(memory.second_scale, 0, second_scale)
     for i in range(size):  # one loop for both: while it divides for one, it computes the other
         first = encode_signed(read(staged[0], i, F32(0)), first_scale)
         write(memory.first, i, I8(first))
-        if kind.second == 1:
-            second = encode_positive(read(staged[1], i, F32(0)), second_scale, noise(key, i))
-            # they are in this range, but AVX2 packs in fewer operations what saturates
-            write(memory.second, i, U8(min(max(second, I32(0)), I32(255))))
+        second = encode_positive(read(staged[1], i, F32(0)), second_scale, noise(key, i))
+        # they are in this range, but AVX2 packs in fewer operations what saturates
+        write(memory.second, i, U8(min(max(second, I32(0)), I32(255))))
 
 
 @jit

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import GROUP, State
-from sp_lightning.optim.rules import INFINITY, Kind, Memory, Scaling
+from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.rules import INFINITY, Memory, Scaling
 
 # ------------------------------------------------------------------------------------------ gradients and masters
 
@@ -33,10 +33,7 @@ def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tens
     """Return the master, where it lies or as a copy; the sign of `ties` tells how a tie was rounded, up without it."""
     if low is None:
         return weight.float()
-    if low.dtype == torch.float32:
-        return low
-    # the lower half, as a number with a sign: negative if the upper one was rounded up
-    lower = low.view(torch.int16) if low.itemsize == 2 else low.view(torch.int8).to(torch.int16).mul_(256)
+    lower = low.view(torch.int16)  # negative if the upper half was rounded up
     master = weight.float()
     bits = master.view(torch.int32)
     if ties is None:
@@ -45,26 +42,15 @@ def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tens
     return bits.add_(lower.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
 
 
-def read_master(p: Tensor, state: State) -> Tensor:
-    """Return the fp32 master of a parameter, with state or without."""
-    low = state.get("master", state.get("low"))
-    return load_weight(p.detach(), low, state.get("exp_avg_sq_with_ties")).clone()
-
-
-def store_weight(kind: Kind, memory: Memory, p: Tensor, has_sign: bool, seed: int, begin: int) -> Tensor | None:
+def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
     """Write a master. Return where it lay in the middle and was rounded up, if a sign bit is to tell."""
-    if kind.low == 4 and p is not memory.low:
-        memory.low.copy_(p)
-    if kind.low in (0, 4):
+    if memory.low is None:
         if p is not memory.weight:
             memory.weight.copy_(p)
         return None
-    bits = _plain_bits(p)
-    if kind.low == 1:
-        bits.add_(_noise(seed, begin, p, 8)).bitwise_and_(-256)
-        memory.low.view(torch.int8).copy_(bits >> 8)
-    else:
-        memory.low.view(torch.int16).copy_(bits)
+    # of every NaN the bits that `.bfloat16()` makes of it
+    bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
+    memory.low.view(torch.int16).copy_(bits)
     if not has_sign:
         memory.weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
         return None
@@ -72,22 +58,15 @@ def store_weight(kind: Kind, memory: Memory, p: Tensor, has_sign: bool, seed: in
     return bits.bitwise_and_(0x1FFFF).eq_(0x18000)
 
 
-def _plain_bits(values: Tensor) -> Tensor:
-    """Return the bits of floats, which share their memory; noise that is added to these does not turn NaN into 0."""
-    return values.masked_fill_(values != values, math.nan).view(torch.int32)
-
-
-def _noise(seed: int, begin: int, like: Tensor, bits: int) -> Tensor:
-    """Return so many upper bits of what `noise` in codecs.py has for the elements from one on; all 32 with a sign."""
+def _noise(seed: int, begin: int, like: Tensor) -> Tensor:
+    """Return what `noise` in codecs.py has for the elements from one on, with a sign."""
     key = (seed ^ 0x9E3779B9) & 0xFFFFFFFF
     key = (key ^ key >> 16) * 0x7FEB352D & 0xFFFFFFFF
     key = (key ^ key >> 15) * 0x846CA68B & 0xFFFFFFFF
     step = 0x9E3779B9
     first = (key ^ key >> 16) + begin * step & 0xFFFFFFFF
     numbers = torch.arange(first, first + like.numel() * step, step, dtype=torch.int64, device=like.device)
-    if bits == 32:
-        return numbers.to(torch.int32)
-    return numbers.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
+    return numbers.to(torch.int32)
 
 
 # --------------------------------------------------------------------------------------------------------- the moments
@@ -98,17 +77,6 @@ def load_moment(moment: Tensor | None, scales: Tensor | None) -> Tensor:
     if moment is None:
         return torch.empty(0, dtype=torch.float32, device="cpu")
     return moment.float() if scales is None else unpack(moment, scales)
-
-
-def store_moment(moment: Tensor, value: Tensor, seed: int | None, begin: int) -> None:
-    """Write a moment in bf16, rounded at random or to the nearest; in fp32 it lies there."""
-    if moment.dtype == torch.float32:
-        return
-    if seed is None:
-        moment.copy_(value)
-    else:
-        bits = _plain_bits(value).add_(_noise(seed, begin, value, 16))
-        moment.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
 # No bits are promised of what is in codes: how these divide, and what they join, the kernels leave to their compiler.
@@ -133,29 +101,13 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -
         torch.amax(rows, 1, out=scales)
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
-        below = _noise(seed, begin, value, 32).float().mul_(2**-32).sub_(0.5)
+        below = _noise(seed, begin, value).float().mul_(2**-32).sub_(0.5)
         codes.copy_(below.view_as(rows).addcmul_(rows, factor[:, None]))  # -1 to 0 is cut to 0
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)
         divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
         codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
-
-
-def read_moment(moment: Tensor, scales: Tensor) -> Tensor:
-    """Return a whole moment that lies in codes in fp32."""
-    value = torch.empty_like(moment, dtype=torch.float32)
-    codes, numbers = flat(moment), flat(value)
-    for begin, end in whole_and_rest(moment.numel(), GROUP):
-        numbers[begin:end] = unpack(codes[begin:end], scales[groups_in(begin, end)])
-    return value
-
-
-def write_moment(moment: Tensor, scales: Tensor, value: Tensor) -> None:
-    """Write a whole moment in codes, from what lies in memory as they do: itself, or the roots of a second one."""
-    codes, numbers = flat(moment), flat(value)
-    for begin, end in whole_and_rest(moment.numel(), GROUP):
-        pack(codes[begin:end], scales[groups_in(begin, end)], numbers[begin:end], 0, begin)
 
 
 # -------------------------------------------------------------------------------------------------------------- ranges

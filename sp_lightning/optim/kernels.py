@@ -40,7 +40,7 @@ from sp_lightning.optim.codecs import (
     write,
 )
 from sp_lightning.optim.layout import GROUP, LANES
-from sp_lightning.optim.rules import ADAM, LION, NESTEROV, NO_SCALING, Kind, Memory, Rule, Scaling
+from sp_lightning.optim.rules import ADAM, NO_SCALING, Kind, Memory, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,11 +58,8 @@ def _update(kind: Kind, rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: bool) 
         g = fma(p, rule.penalty, g)
     if kind.update == ADAM:
         return _adam(rule, p, g, m, v, tail and kind.second > 1, kind.second == 1)
-    if kind.update == LION:
-        return _lion(rule, p, g, m, v)
     if kind.first > 0:
-        m = _momentum(rule, g, m, tail)
-        g = fma(m, rule.first_decay, g) if kind.update == NESTEROV else m
+        m = g = _momentum(rule, g, m, tail)
     return fma(g, -rule.lr, p), m, v
 
 
@@ -87,13 +84,6 @@ def _adam(rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: bool, is_near: bool)
     return p * rule.decay - rule.lr * m / (np.sqrt(v) / rule.correction + rule.eps), m, v
 
 
-@jit
-def _lion(rule: Rule, p: Any, g: Any, m: Any, v: Any) -> Any:
-    direction = m * rule.first_decay + g * rule.first_rate
-    step = rule.lr if direction > 0 else (-rule.lr if direction < 0 else direction)  # NaN stays NaN
-    return p * rule.decay - step, m * rule.second_decay + g * rule.second_rate, v
-
-
 # ----------------------------------------------------------------------------------------------------------- the pass
 
 
@@ -113,10 +103,10 @@ def _step_block(
     kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, seed: Any, start: Any
 ) -> None:
     has_sign = kind.second > 1  # to keep a tie in, see [Note: ties]
-    keys = key_at(seed, start), key_at(seed ^ 0x55555555, start), key_at(seed ^ 0x33333333, start)
+    is_coded = kind.first == 1
     staged = space(), space()
-    m_scale = read(memory.first_scale, 0, F32(0)) if kind.first == 1 else F32(0)
-    v_scale = read(memory.second_scale, 0, F32(0)) if kind.second == 1 else F32(0)
+    m_scale = read(memory.first_scale, 0, F32(0)) if is_coded else F32(0)
+    v_scale = read(memory.second_scale, 0, F32(0)) if is_coded else F32(0)
     for i in range(size):
         g = load(memory.gradient, kind.gradient, i)
         g = scaled(g, scaling, kind.operations, kind.weight == 2 and kind.gradient == 2)
@@ -125,22 +115,20 @@ def _step_block(
         was_up = U32(bits_of(v) >> U32(31)) if has_sign else U32(1)
         p = load_weight(kind, memory, i, was_up)
         p, m, v = _update(kind, rule, p, g, m, abs(v) if has_sign else v, tail)
-        up = store_weight(kind, memory, i, p, has_sign, keys[0])
+        up = store_weight(kind, memory, i, p, has_sign)
         if kind.copy > 0:
-            store(memory.copy, kind.copy, i, p, False, keys[0])
-        # what is to be packed is staged, as its scale is known when the whole group is
-        if kind.first == 1:
+            store(memory.copy, kind.copy, i, p)
+        if is_coded:
+            # what is to be packed is staged, as its scale is known when the whole group is
             write(staged[0], i, m)
-        elif kind.first > 0:
-            # at random, or averages would stand still
-            store(memory.first, kind.first, i, m, kind.is_random, keys[1])
-        if kind.second == 1:
             write(staged[1], i, np.sqrt(v))  # which the update has computed already
-        elif kind.second > 0:
-            v = float_of(bits_of(v) | U32(up << U32(31)))
-            store(memory.second, kind.second, i, v, kind.is_random, keys[2])
-    if kind.first == 1:
-        pack(kind, memory, staged, size, keys[2])
+        else:
+            if kind.first > 0:
+                store(memory.first, kind.first, i, m)
+            if kind.second > 0:
+                store(memory.second, kind.second, i, float_of(bits_of(v) | U32(up << U32(31))))
+    if is_coded:
+        pack(memory, staged, size, key_at(seed, start))
 
 
 _SIGNATURE = types.void(
@@ -166,8 +154,21 @@ def kernel_of(kind: Kind) -> Any:
 
     kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(step)
     if not kernel.cache_hits:  # a warning: nothing less is shown where nobody has set up logging
-        _LOG.warning("sp_lightning.optim has compiled a kernel, once on this machine: %s", kind)
+        _LOG.warning("sp_lightning.optim has compiled a kernel, once on this machine: %s", _words_of(kind))
     return kernel
+
+
+def _words_of(kind: Kind) -> str:
+    dtypes = {4: "fp32", 2: "bf16", 1: "int8"}
+    weights = "split" if kind.low else dtypes[kind.weight]
+    words = [
+        "Adam or AdamW" if kind.update == ADAM else "SGD",
+        f"{weights} weights",
+        f"{dtypes[kind.gradient]} gradients",
+    ]
+    if kind.first:
+        words.append(f"{dtypes[kind.first]} moments")
+    return ", ".join(words)
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)

@@ -19,24 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.optim.compact import CompactOptimizer, Work
 from sp_lightning.optim.layout import fills_memory
-from sp_lightning.optim.optimizers import SGD, Adam, AdamW
+from sp_lightning.optim.optimizers import Adam, AdamW
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Pass, Scaling
+from sp_lightning.optim.updates import MomentumUpdate, Update, Work, passes_of
 
-_OURS: dict[type[Optimizer], type[CompactOptimizer]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adam: Adam,
-    torch.optim.SGD: SGD,
+_UPDATES: dict[type[Optimizer], Update] = {
+    torch.optim.AdamW: AdamW.update,
+    torch.optim.Adam: Adam.update,
+    torch.optim.SGD: MomentumUpdate(),
 }
 _TRIED: dict[type[Optimizer], list[dict[str, Any]]] = {
     torch.optim.AdamW: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
     torch.optim.Adam: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
-    torch.optim.SGD: [
-        {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {},
-    ],
-}  # fmt: skip
+    torch.optim.SGD: [{"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {}],
+}
+_LEFT_TO_TORCH = ("amsgrad", "maximize", "nesterov")
 MOST_FACTORS = 2
 """Of a gradient, that a pass applies: the inverse of a loss scale, and what clips it."""
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
@@ -48,41 +47,40 @@ class OnePass:
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         self._type: Any = type(optimizer)
         self._settings = settings
-        # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
-        self._cls: type[CompactOptimizer] | None = None
-        is_plain = not settings.get("amsgrad") and not settings.get("maximize")
-        if isinstance(optimizer, CompactOptimizer):
-            self._cls = type(optimizer)
-        elif settings.get("fused") and is_plain and find_spec("numba"):
+        # None where steps are left to the optimizer's own code
+        self._update: Update | None = None
+        if isinstance(optimizer, AdamW):
+            self._update = optimizer.update
+        elif settings.get("fused") and not any(map(settings.get, _LEFT_TO_TORCH)) and find_spec("numba"):
             # torch would run its fused kernel
-            self._cls = _OURS.get(self._type)
+            self._update = _UPDATES.get(self._type)
 
     @property
     def is_possible(self) -> bool:
         """Whether it can step weights at all."""
-        return self._cls is not None
+        return self._update is not None
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
         weight, gradient, state, copy, scaling = work
         dtype = weight.dtype
-        if self._cls is None or scaling is None or not fills_memory(weight):
+        if self._update is None or scaling is None or not fills_memory(weight):
             return False
         if not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
         takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)
         if copy is not None and not takes_copy:
             return False
-        if self._cls is self._type:
+        if self._type not in _UPDATES:
             return True
-        moments = [state.get(name) for name in self._cls.moments_of(self._settings)]
+        moments = [state.get(name) for name in self._update.moments(self._settings)]
         lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
         return lie_alike and has_torchs_bits(self._type, dtype)
 
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
-        assert self._cls is not None
-        return self._cls.passes_of(self._settings, works)
+        assert self._update is not None
+        return passes_of(self._update, self._settings, works)
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
@@ -131,16 +129,15 @@ def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> boo
     # all of these have it
     optimizer = cls([theirs], fused=True, **options)  # type: ignore[call-arg]
     settings = optimizer.param_groups[0]
-    names = _OURS[cls].moments_of(settings)
+    names = _UPDATES[cls].moments(settings)
     state = {name: moment.abs() for name, moment in zip(names, moments, strict=False)}
-    step = torch.tensor(2.0, dtype=torch.float32, device="cpu")
-    optimizer.state[theirs] = {**deepcopy(state), "step": step}
+    state["step"] = torch.tensor(2.0, dtype=torch.float32, device="cpu")
+    optimizer.state[theirs] = deepcopy(state)
     # without the hooks that others have for steps
     optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
     copy = torch.empty_like(gradient) if value.dtype == torch.float32 else None
-    rule = _OURS[cls].rule(settings, 3.0)
-    run([_OURS[cls].pass_of(settings, Work(value, gradient, state, copy), 3.0, rule)])
+    run(passes_of(_UPDATES[cls], settings, [Work(value, gradient, state, copy)]))
     return (
         torch.equal(theirs, value)
         and (copy is None or torch.equal(copy, value.bfloat16()))

@@ -25,12 +25,11 @@ from sp_lightning.optim.formats import (
     load_weight,
     pack,
     scaled,
-    store_moment,
     store_weight,
     whole_and_rest,
 )
 from sp_lightning.optim.layout import GROUP, LANES
-from sp_lightning.optim.rules import ADAM, LION, NESTEROV, Kind, Memory, Pass, Rule
+from sp_lightning.optim.rules import ADAM, Kind, Memory, Pass, Rule
 
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
@@ -76,9 +75,8 @@ def _part_of(memory: Memory, begin: int, end: int) -> Memory:
 
 def _step(step: Pass, memory: Memory, begin: int, tail: bool) -> None:
     kind = step.kind
-    seed = step.seed or 0
     has_sign = kind.second > 1  # to keep a tie in, see [Note: ties] in codecs.py
-    has_ties = has_sign and kind.low in (1, 2)
+    has_ties = has_sign and kind.low == 2
     g = scaled(memory.gradient, step.scaling, kind.weight == 2 and kind.gradient == 2)
     m = load_moment(memory.first, memory.first_scale)
     v = load_moment(memory.second, memory.second_scale)
@@ -89,17 +87,14 @@ def _step(step: Pass, memory: Memory, begin: int, tail: bool) -> None:
     p, v = _update(kind, rule, p, g, m, v, tail)
     if memory.copy is not None:
         memory.copy.copy_(p)
-    up = store_weight(kind, memory, p, has_sign, seed, begin)
+    up = store_weight(memory, p, has_sign)
     if up is not None:
         v.view(torch.int32).add_(up, alpha=-(1 << 31))
-    if memory.first_scale is not None:
-        pack(memory.first, memory.first_scale, m, seed ^ 0x55555555, begin)
-    elif memory.first is not None:
-        store_moment(memory.first, m, seed ^ 0x55555555 if kind.is_random else None, begin)
-    if memory.second_scale is not None:
-        pack(memory.second, memory.second_scale, v, seed ^ 0x33333333, begin)
-    elif memory.second is not None:
-        store_moment(memory.second, v, seed ^ 0x33333333 if kind.is_random else None, begin)
+    for moment, scale, value in ((memory.first, memory.first_scale, m), (memory.second, memory.second_scale, v)):
+        if scale is not None:
+            pack(moment, scale, value, step.seed, begin)
+        elif moment is not None and moment.dtype == torch.bfloat16:
+            moment.copy_(value)
 
 
 # --------------------------------------------------------------------------------------------------- rules of updates
@@ -111,11 +106,9 @@ def _update(kind: Kind, rule: Rule, p: Tensor, g: Tensor, m: Tensor, v: Tensor, 
         g = g.add(p, alpha=rule.penalty)
     if kind.update == ADAM:
         return _adam(rule, p, g, m, v, tail, kind.second == 1)
-    if kind.update == LION:
-        return _lion(rule, p, g, m), v
     if kind.first > 0:
         _momentum(rule, g, m, tail)
-        g = g.add(m, alpha=rule.first_decay) if kind.update == NESTEROV else m
+        g = m
     return p.add_(g, alpha=-rule.lr), v
 
 
@@ -139,13 +132,6 @@ def _adam(rule: Rule, p: Tensor, g: Tensor, m: Tensor, v: Tensor, tail: bool, is
         return torch.mul(m, -rule.lr, out=rated).div_(divisor).add_(p, alpha=rule.decay), root
     divisor = root.div_(_number(rule.correction, v)).add_(rule.eps)
     return p.mul_(rule.decay).sub_(torch.mul(m, rule.lr, out=rated).div_(divisor)), v
-
-
-def _lion(rule: Rule, p: Tensor, g: Tensor, m: Tensor) -> Tensor:
-    direction = (m * rule.first_decay).add_(g * rule.first_rate)
-    step = direction.masked_fill(direction > 0, rule.lr).masked_fill_(direction < 0, -rule.lr)
-    m.mul_(rule.second_decay).add_(g * rule.second_rate)
-    return p.mul_(rule.decay).sub_(step)
 
 
 def _number(value: float, like: Tensor) -> Tensor:

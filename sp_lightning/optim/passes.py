@@ -44,7 +44,7 @@ def _run_kernels(passes: Sequence[Pass]) -> None:
 
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}
     for step in passes:
-        key = step.kind, step.rule, step.scaling, step.seed or 0
+        key = step.kind, step.rule, step.scaling, step.seed
         alike.setdefault(key, []).append(step.memory)
     for (kind, rule, scaling, seed), memories in alike.items():
         sizes = [memory.weight.numel() for memory in memories]

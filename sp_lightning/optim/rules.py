@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ADAM, MOMENTUM, NESTEROV, LION = range(4)
+ADAM, MOMENTUM = range(2)
 ONE, ZERO, INFINITY = np.float32(1), np.float32(0), np.float32(np.inf)
 
 
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     """What a pass over a weight reads and writes: tensors, or their addresses."""
 
     weight: Any
-    low: Any  # what of the master is not in the weight
+    low: Any  # the lower half of the master, whose upper half the weight is
     gradient: Any
     first: Any
     second: Any
@@ -74,7 +74,6 @@ class Kind(NamedTuple):
     update: int
     is_penalized: bool
     operations: int  # of the scaling
-    is_random: bool  # whether bf16 moments are rounded at random
     weight: int
     low: int
     gradient: int
@@ -89,11 +88,10 @@ class Pass(NamedTuple):
     rule: Rule
     memory: Memory
     scaling: Scaling = NO_SCALING
-    seed: int | None = None  # of random rounding; None for rounding to the nearest
+    seed: int = 0  # of moments in codes, which are rounded at random
 
     @property
     def kind(self) -> Kind:
         """What kernel it takes."""
         widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
-        is_penalized, is_random = bool(self.rule.penalty != 0), self.seed is not None
-        return Kind(self.rule.update, is_penalized, self.scaling.operations, is_random, *widths)
+        return Kind(self.rule.update, bool(self.rule.penalty != 0), self.scaling.operations, *widths)

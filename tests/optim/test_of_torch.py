@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sp_lightning.optim import of_torch, passes
-from sp_lightning.optim.compact import Work
+from sp_lightning.optim.updates import Work
 from sp_lightning.optim.of_torch import OnePass, has_torchs_bits, scaling_of
 
 from ..helpers import torchs_defaults

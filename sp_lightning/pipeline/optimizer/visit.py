@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from sp_lightning.optim.compact import Work
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.optim.on_device import step_range
 from sp_lightning.optim.rules import Pass
+from sp_lightning.optim.updates import Work
 from sp_lightning.pipeline.gradients.segment_gradients import Scaling
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
