@@ -72,13 +72,6 @@ def _noise(seed: int, begin: int, like: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- the moments
 
 
-def load_moment(moment: Tensor | None, scales: Tensor | None) -> Tensor:
-    """Return a moment in fp32, where it lies or as a copy; one that an optimizer has not is empty."""
-    if moment is None:
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-    return moment.float() if scales is None else unpack(moment, scales)
-
-
 # No bits are promised of what is in codes: how these divide, and what they join, the kernels leave to their compiler.
 
 
@@ -95,9 +88,10 @@ def unpack(moment: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -> None:
-    """Write a moment, or the roots of a second one, in codes: of whole groups, or of one that is not whole."""
+    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten."""
     rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
     if moment.dtype == torch.uint8:
+        rows.sqrt_()
         torch.amax(rows, 1, out=scales)
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))

@@ -99,9 +99,7 @@ def _part(kind: Kind, row: Any, start: Any) -> Any:
 
 
 @jit
-def _step_block(
-    kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, seed: Any, start: Any
-) -> None:
+def _step_block(kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, key: Any) -> None:
     has_sign = kind.second > 1  # to keep a tie in, see [Note: ties]
     is_coded = kind.first == 1
     staged = space(), space()
@@ -128,7 +126,7 @@ def _step_block(
             if kind.second > 0:
                 store(memory.second, kind.second, i, float_of(bits_of(v) | U32(up << U32(31))))
     if is_coded:
-        pack(memory, staged, size, key_at(seed, start))
+        pack(memory, staged, size, key)
 
 
 _SIGNATURE = types.void(
@@ -150,7 +148,8 @@ def kernel_of(kind: Kind) -> Any:
             tail, block = end, GROUP
         for start in range(begin, end, block):
             size = min(block, end - start)
-            _step_block(kind, rule, scaling, _part(kind, row, start), size, start == tail, seed, start)
+            key = key_at(seed, row[8] + start)
+            _step_block(kind, rule, scaling, _part(kind, row, start), size, start == tail, key)
 
     kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(step)
     if not kernel.cache_hits:  # a warning: nothing less is shown where nobody has set up logging
@@ -175,7 +174,7 @@ def _words_of(kind: Kind) -> str:
 def step_shares(kernel: Any, rule: Rule, scaling: Scaling, rows: Any, ranges: Any, begins: Any, seed: Any) -> None:
     """Step weights, of which each thread has a share, by the loop of their kind.
 
-    A row has the addresses of a weight's `Memory`; a range the number of its weight, its begin and its end; `begins`
+    A row has the addresses of a weight's `Memory`, and where in the weight that begins; a range the number of its weight, its begin and its end; `begins`
     the number of the first range of each share, and of all ranges. The seed is another one for each step.
     """
     for share in prange(len(begins) - 1):

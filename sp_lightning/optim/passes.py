@@ -19,9 +19,11 @@ from torch import Tensor
 
 from sp_lightning.optim.layout import BLOCK, fills_memory
 from sp_lightning.optim.on_device import step_on_device
-from sp_lightning.optim.rules import MOMENTUM, Kind, Memory, Pass, Rule, Scaling
+from sp_lightning.optim.rules import Kind, Memory, Pass, Rule, Scaling, kind_of
+from sp_lightning.optim.updates import MomentumUpdate
 
 _LEAST = 256 * BLOCK  # elements that are worth another thread
+_ADDED = {"lr": -1, "weight_decay": 0, "momentum": 0, "dampening": 0}  # with which a step adds the gradient
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -42,16 +44,20 @@ def _run_kernels(passes: Sequence[Pass]) -> None:
     """Update weights on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
     from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
 
-    alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}
+    alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
+    rules: dict[tuple[int, float], Rule] = {}
     for step in passes:
-        key = step.kind, step.rule, step.scaling, step.seed
-        alike.setdefault(key, []).append(step.memory)
-    for (kind, rule, scaling, seed), memories in alike.items():
-        sizes = [memory.weight.numel() for memory in memories]
+        key = id(step.group), step.step
+        if key not in rules:
+            rules[key] = step.update.rule(step.group, step.step)
+        kind = kind_of(rules[key], step.memory, step.scaling)
+        alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
+    for (kind, rule, scaling, seed), steps in alike.items():
+        sizes = [step.memory.weight.numel() for step in steps]
         ranges, begins = _share(sizes, torch.get_num_threads())
         if not ranges:
             continue
-        rows = [_addresses(memory) for memory in memories]
+        rows = [[*_addresses(step.memory), step.begin] for step in steps]
         arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges, begins))
         with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
             step_shares(kernel_of(kind), rule, scaling, *arrays, seed)
@@ -116,7 +122,8 @@ def add(total: Tensor, gradient: Tensor) -> None:
     if total.dtype == gradient.dtype:
         total.add_(gradient)
     elif is_widened and find_spec("numba") is not None and _lie_alike(total, gradient):
-        run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])
+        memory = Memory(total, None, gradient, None, None, None)
+        run([Pass(MomentumUpdate(), _ADDED, 0, memory)])
     else:
         for part, added in pieces(total, gradient):
             part.add_(added)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 ADAM, MOMENTUM = range(2)
 ONE, ZERO, INFINITY = np.float32(1), np.float32(0), np.float32(np.inf)
@@ -82,16 +84,38 @@ class Kind(NamedTuple):
     copy: int
 
 
-class Pass(NamedTuple):
-    """The update of one weight, whose tensors all lie alike in memory."""
+class Update(Protocol):
+    """What an optimizer does to a weight, by the options of its param group."""
 
-    rule: Rule
+    def moments(self, group: dict[str, Any]) -> list[str]:
+        """Return the names of the moments that a weight has."""
+
+    def rule(self, group: dict[str, Any], step: float) -> Rule:
+        """Return the numbers of a step, as kernels take them; steps are counted from one."""
+
+    def step(
+        self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]
+    ) -> None:
+        """Make a step in place, on the device of these tensors, by torch's own code."""
+
+
+class Pass(NamedTuple):
+    """The update of a weight, or of a range of one, whose tensors all lie alike in memory."""
+
+    update: Update
+    group: dict[str, Any]
+    step: float
     memory: Memory
     scaling: Scaling = NO_SCALING
-    seed: int = 0  # of moments in codes, which are rounded at random
+    begin: int = 0  # the first element of the range, a multiple of `BLOCK`
 
     @property
-    def kind(self) -> Kind:
-        """What kernel it takes."""
-        widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
-        return Kind(self.rule.update, bool(self.rule.penalty != 0), self.scaling.operations, *widths)
+    def seed(self) -> int:
+        """What rounds moments in codes at random: another number for each step, and the same when it is resumed."""
+        return int(self.step) * 0x9E3779B1 & 0x7FFFFFFF
+
+
+def kind_of(rule: Rule, memory: Memory, scaling: Scaling) -> Kind:
+    """Return what kernel makes a step of this rule."""
+    widths = [0 if tensor is None else tensor.itemsize for tensor in memory[:6]]
+    return Kind(rule.update, bool(rule.penalty != 0), scaling.operations, *widths)

@@ -1,19 +1,19 @@
-"""The updates of AdamW, Adam and SGD, by the options of a param group: their numbers, and the passes of a step.
-
-Ours and torch's share them: a pass has the bits of torch's fused kernels.
-"""
+"""The updates of AdamW, Adam and SGD, ours and torch's: their numbers for kernels, and torch's code for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from sp_lightning.optim.layout import State, count_in, laid_like, make_state, moment_in
-from sp_lightning.optim.rules import ADAM, MOMENTUM, NO_SCALING, Memory, Pass, Rule, Scaling
+from sp_lightning.optim.rules import ADAM, MOMENTUM, NO_SCALING, Memory, Pass, Rule, Scaling, Update
 
 
 class Work(NamedTuple):
@@ -25,16 +25,6 @@ class Work(NamedTuple):
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # what is done to the gradient before; None if that is too much
     scaling: Scaling | None = NO_SCALING
-
-
-class Update(Protocol):
-    """What an optimizer does to a weight."""
-
-    def moments(self, group: dict[str, Any]) -> list[str]:
-        """Return the names of the moments that a weight of a param group has."""
-
-    def rule(self, group: dict[str, Any], step: float) -> Rule:
-        """Return the numbers of a step, as kernels take them; steps are counted from one."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +53,30 @@ class AdamUpdate:
             eps=group["eps"],
         )
 
+    def step(
+        self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]
+    ) -> None:
+        """Make it by torch's fused kernel, which counts the step itself."""
+        first, second = moments
+        count = torch.full((), step - 1, dtype=torch.float32, device=weight.device)
+        adam(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [count],
+            fused=True,
+            decoupled_weight_decay=self.is_decoupled,
+            amsgrad=False,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
 
 class MomentumUpdate:
     """That of torch's SGD without Nesterov's momentum, from its second step on: the first one begins the momentum."""
@@ -81,6 +95,23 @@ class MomentumUpdate:
             first_rate=1 - group["dampening"],
         )
 
+    def step(
+        self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]
+    ) -> None:
+        """Make it by torch's fused kernel."""
+        sgd(
+            [weight],
+            [gradient],
+            list(moments) or [None],
+            fused=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=float(group["lr"]),
+            dampening=group["dampening"],
+            nesterov=False,
+            maximize=False,
+        )
+
 
 def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> list[Pass]:
     """Count the step that follows, the first of which makes the state of ours; return its passes."""
@@ -89,11 +120,10 @@ def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> l
             if not work.state:
                 work.state.update(make_state(work.weight, group, update.moments(group)))
     steps = count_in([work.state for work in works])
-    rules = {step: update.rule(group, step) for step in set(steps)}
-    return [_pass_of(update, group, work, step, rules[step]) for work, step in zip(works, steps, strict=True)]
+    return [_pass_of(update, group, work, step) for work, step in zip(works, steps, strict=True)]
 
 
-def _pass_of(update: Update, group: dict[str, Any], work: Work, step: float, rule: Rule) -> Pass:
+def _pass_of(update: Update, group: dict[str, Any], work: Work, step: float) -> Pass:
     weight, gradient, state, copy, scaling = work
     assert scaling is not None
     low = state.get("low")
@@ -104,6 +134,4 @@ def _pass_of(update: Update, group: dict[str, Any], work: Work, step: float, rul
     nothing = (None, None)
     (first, first_scale), (second, second_scale) = [*moments, nothing, nothing][:2]
     memory = Memory(weight, low, laid_like(gradient, weight), first, second, copy, first_scale, second_scale)
-    # another one for each step, and the same when it is resumed
-    seed = 0 if first_scale is None else int(step) * 0x9E3779B1 & 0x7FFFFFFF
-    return Pass(rule, memory, scaling, seed)
+    return Pass(update, group, step, memory, scaling)
