@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 MOMENTS = ("fp32", "int8")
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 GROUP = 128
 """So many elements of a moment in 8 bits share a scale."""
 BLOCK = 8 * GROUP
@@ -46,8 +47,8 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} {gaps}")
 
 
-def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
-    """Return the state of a parameter before its first step, with moments of these names, on its device.
+def make_state(p: Tensor, group: dict[str, Any]) -> State:
+    """Return the state of a parameter before its first step, on its device.
 
     Steps are counted on the host, which would wait for a device that does it.
     Torch's default dtype and device are the user's: Lightning sets the former to bf16 around a `training_step`.
@@ -55,7 +56,7 @@ def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     if p.dtype == torch.bfloat16:
         state["low"] = torch.zeros_like(p, dtype=torch.uint16)
-    for name in names:
+    for name in MOMENT_NAMES:
         is_second = name == "exp_avg_sq"
         if group["moments"] == "int8":
             codes = torch.uint8 if is_second else torch.int8
@@ -68,11 +69,11 @@ def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
     return state
 
 
-def moment_in(state: State, name: str) -> tuple[Tensor | None, Tensor | None]:
+def moment_in(state: State, name: str) -> tuple[Tensor, Tensor | None]:
     """Return a moment, however it is kept, and the scales of its codes; see [Note: names]."""
     if f"{name}_codes" in state:
         return state[f"{name}_codes"], state[f"{name}_scale"]
-    return state.get(f"{name}_with_ties", state.get(name)), None
+    return state[name] if name in state else state[f"{name}_with_ties"], None
 
 
 def is_compact(state: State) -> bool:
@@ -81,10 +82,10 @@ def is_compact(state: State) -> bool:
 
 
 def count_in(states: Sequence[State]) -> list[float]:
-    """Count a step, and return its number in each state; torch's SGD counts none, and has made its first one."""
-    counters = [state["step"] for state in states if "step" in state]
-    if not counters:
-        return [2.0] * len(states)
+    """Count a step, and return its number in each state."""
+    if not states:
+        return []
+    counters = [state["step"] for state in states]
     torch._foreach_add_(counters, 1.0)
     numbers: list[float] = torch.stack(counters).tolist()
     return numbers

@@ -1,24 +1,19 @@
-"""A pass by torch's operations, for weights on an accelerator, in the formats of the kernels (see formats.py).
+"""A pass by torch's operations, for weights on an accelerator, in the formats of codecs.py.
 
-The update itself is torch's own code, so it rounds as plain training does there. Nothing waits for the device.
+What lies in fp32 is updated where it lies; of what lies in fewer bytes there is a copy in fp32 meanwhile. The update
+itself is torch's own code, so it rounds as plain training does there. Nothing waits for the device. NaN stays NaN, but
+which of its bits are set is not promised.
 """
 
 from __future__ import annotations
 
-import torch
+import math
 
-from sp_lightning.optim.formats import (
-    flat,
-    groups_in,
-    load_weight,
-    pack,
-    scaled,
-    store_weight,
-    unpack,
-    whole_and_rest,
-)
+import torch
+from torch import Tensor
+
 from sp_lightning.optim.layout import GROUP
-from sp_lightning.optim.rules import Memory, Pass
+from sp_lightning.optim.rules import INFINITY, Memory, Pass, Scaling
 
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
@@ -31,7 +26,7 @@ BYTES_MEANWHILE = 28
 def step_on_device(step: Pass) -> None:
     """Run a pass, in pieces."""
     memory = Memory(*[None if tensor is None else flat(tensor) for tensor in step.memory])
-    for begin, end in whole_and_rest(memory.weight.numel(), GROUP):
+    for begin, end in whole_and_rest(memory.weight.numel()):
         for start in range(begin, end, PIECE):
             part = _part_of(memory, start, min(start + PIECE, end))
             _step(step._replace(memory=part, begin=step.begin + start))
@@ -47,27 +42,122 @@ def _part_of(memory: Memory, begin: int, end: int) -> Memory:
 
 def _step(step: Pass) -> None:
     memory = step.memory
-    kept = [
-        (moment, scales)
-        for moment, scales in ((memory.first, memory.first_scale), (memory.second, memory.second_scale))
-        if moment is not None
-    ]
-    gradient = scaled(memory.gradient, step.scaling, memory.weight.dtype == memory.gradient.dtype == torch.bfloat16)
-    moments = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
-    # to keep a tie in, see [Note: ties] in codecs.py
-    ties = moments[1] if memory.low is not None and memory.second_scale is None else None
-    weight = load_weight(memory.weight, memory.low, ties)
-    if ties is not None:
-        ties.abs_()
-    step.update.step(step.group, step.step, weight, gradient, moments)
-    del gradient
+    weight = memory.weight
+    gradient = scaled(memory.gradient, step.scaling, weight.dtype == memory.gradient.dtype == torch.bfloat16)
+    kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
+    first, second = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
+    has_ties = memory.low is not None and memory.second_scale is None  # see [Note: ties] in codecs.py
+    master = load_weight(weight, memory.low, second if has_ties else None)
+    if has_ties:
+        second.abs_()
+    step.update.by_torch(step.group, step.step, master, gradient, first, second)
     if memory.copy is not None:
-        memory.copy.copy_(weight)
-    was_up = store_weight(memory, weight, ties is not None)
-    if ties is not None:
-        ties.view(torch.int32).add_(was_up, alpha=-(1 << 31))
-    for (moment, scales), value in zip(kept, moments, strict=True):
+        memory.copy.copy_(master)
+    was_up = store_weight(memory, master, has_ties)
+    if was_up is not None:
+        second.view(torch.int32).add_(was_up, alpha=-(1 << 31))
+    for (moment, scales), value in zip(kept, (first, second), strict=True):
         if scales is not None:
             pack(moment, scales, value, step.seed, step.begin)
         elif value is not moment:
             moment.copy_(value)
+
+
+# ------------------------------------------------------------------------------------------ gradients and masters
+
+
+def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
+    """Return a gradient in fp32, scaled and clipped; it may be the one given, which is only read."""
+    g = gradient.float()
+    for factor in (scaling.factor, scaling.then):
+        if isinstance(factor, Tensor) or factor != 1:
+            g = g * factor
+            g = g.bfloat16().float() if in_bf16 else g
+    if scaling.limit != INFINITY:
+        g = g.clamp(-float(scaling.limit), float(scaling.limit))
+    return g
+
+
+def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tensor:
+    """Return the master, where it lies or as a copy; the sign of `ties` tells how a tie was rounded, up without it."""
+    if low is None:
+        return weight.float()
+    lower = low.view(torch.int16)  # negative if the upper half was rounded up
+    master = weight.float()
+    bits = master.view(torch.int32)
+    if ties is None:
+        return bits.add_(lower).view(torch.float32)
+    at_tie = ties.signbit().logical_not_()
+    return bits.add_(lower.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
+
+
+def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
+    """Write a master. Return where it lay in the middle and was rounded up, if a sign bit is to tell."""
+    if memory.low is None:
+        if p is not memory.weight:
+            memory.weight.copy_(p)
+        return None
+    # of every NaN the bits that `.bfloat16()` makes of it
+    bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
+    memory.low.view(torch.int16).copy_(bits)
+    if not has_sign:
+        memory.weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+        return None
+    memory.weight.copy_(bits.view(torch.float32))
+    return bits.bitwise_and_(0x1FFFF).eq_(0x18000)
+
+
+# --------------------------------------------------------------------------------------------------------- the moments
+
+
+# No bits are promised of what is in codes: how these divide, and what they join, the kernels leave to their compiler.
+
+
+def unpack(moment: Tensor, scales: Tensor) -> Tensor:
+    """Return what flat codes stand for, in fp32: they are of whole groups, or of one that is not whole."""
+    value = moment.float()
+    rows = value.view(len(scales), -1)
+    if moment.dtype == torch.uint8:
+        rows.add_(1).mul_(scales[:, None] / 256).square_()
+    else:
+        divisor = 254 - rows.abs()
+        rows.mul_(scales[:, None]).div_(divisor)
+    return value
+
+
+def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -> None:
+    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten."""
+    rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
+    if moment.dtype == torch.uint8:
+        rows.sqrt_()
+        torch.amax(rows, 1, out=scales)
+        # or some would round to 257
+        factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
+        random = torch.Generator(rows.device).manual_seed(seed + begin)
+        # at random up or down; what is below the first one is cut to it
+        below = torch.rand(rows.shape, generator=random, dtype=torch.float32, device=rows.device).sub_(1)
+        codes.copy_(rows.mul_(factor[:, None]).add_(below).clamp_(min=0))
+    else:
+        divisor = rows.abs()
+        torch.amax(divisor, 1, out=scales)
+        divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
+        codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
+
+
+# -------------------------------------------------------------------------------------------------------------- ranges
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor without gaps, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def groups_in(begin: int, end: int) -> slice:
+    """Return the groups of codes in a range, which begins where one does."""
+    return slice(begin // GROUP, math.ceil(end / GROUP))
+
+
+def whole_and_rest(size: int) -> list[tuple[int, int]]:
+    """Return the range of elements that are whole groups of codes, and that of the rest, if there are any."""
+    rest = size % GROUP
+    return [(begin, end) for begin, end in ((0, size - rest), (size - rest, size)) if begin < end]

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.formats import load_weight
-from sp_lightning.optim.layout import State, check_group, is_compact, make_state, moment_in
-from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import Pass
-from sp_lightning.optim.updates import AdamUpdate, Work, passes_of
+from sp_lightning.optim.layout import State, check_group, is_compact, make_state
+from sp_lightning.optim.on_device import load_weight
+from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.rules import Pass, Update
 
 COMPACT = "compact"
 """The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""
@@ -30,13 +29,10 @@ class AdamW(Optimizer):
         betas: Decay of the first and the second moment.
         eps: What is added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        amsgrad: Not supported.
-        foreach: A way of torch to step. All of them are one pass here.
-        fused: As `foreach`.
         moments: "fp32", or "int8", which is near.
     """
 
-    update: ClassVar[AdamUpdate] = AdamUpdate(is_decoupled=True)
+    update: ClassVar[Update] = Update(is_decoupled=True)
 
     def __init__(
         self,
@@ -45,16 +41,11 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        fused: bool | None = None,
         moments: str = "fp32",
     ) -> None:
-        if amsgrad:
-            raise ValueError(f"amsgrad=True: use torch.optim.{type(self).__name__}, which has it")
         # which takes, and refuses, the same options
-        torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
+        torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
         super().__init__(params, options)
 
@@ -92,7 +83,7 @@ class AdamW(Optimizer):
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
         trained = [p for p in group["params"] if p.requires_grad]
-        made = [make_state(p.to("meta"), group, self.update.moments(group)) for p in trained]
+        made = [make_state(p.to("meta"), group) for p in trained]
         return sum(value.nbytes for state in made for value in state.values())
 
     def master(self, p: Tensor) -> Tensor:
@@ -117,62 +108,54 @@ class AdamW(Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of an optimizer like this one, or of torch's, if moments are kept in fp32.
-
-        Of torch's, masters begin with the weights.
-        """
+        """Load a checkpoint of an optimizer like this one."""
         saved_groups = [group for group in state_dict["param_groups"] if COMPACT not in group]
         for number, own in enumerate(self.param_groups[: len(saved_groups)]):
-            saved_groups[number] = self._checked(saved_groups[number], own)
+            saved = saved_groups[number]
+            _check_options(saved, own)
+            saved_groups[number] = {**own, **saved}
         # torch would cast all state to the dtype of the weight
         super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for p, number in zip(group["params"], saved["params"], strict=True):
                 if state_dict["state"].get(number):
-                    self.state[p] = self._load(p, group, state_dict["state"][number])
+                    self.state[p] = _loaded(state_dict["state"][number], make_state(p, group))
 
-    def _checked(self, saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """Return a param group of a checkpoint with all options of ours; raise if it is of something else."""
-        moments = saved.get("moments", "fp32")  # torch's
-        if saved.get("master", "auto") not in ("auto", "split") or moments == "bf16":
-            raise ValueError(
-                f"the checkpoint has master={saved.get('master')!r}, moments={moments!r}, which sp_lightning has no "
-                "more: load it with sp_lightning 0.1.0, whose `optimizer.export()` yields fp32 weights and torch's "
-                "state of them"
-            )
-        if moments != own["moments"]:
-            raise ValueError(
-                f"the checkpoint has moments={moments!r}, but this optimizer moments={own['moments']!r}: "
-                "make it with those of the checkpoint"
-            )
-        if saved.get("amsgrad") or saved.get("maximize"):
-            raise ValueError("the checkpoint has amsgrad or maximize: continue it with torch's optimizer")
-        return {name: saved.get(name, value) for name, value in own.items() if name != "params"} | saved
 
-    def _load(self, p: Tensor, group: dict[str, Any], saved: State) -> State:
-        moments = self.update.moments(group)
-        state = make_state(p, group, moments)
-        saved = {name: value for name, value in saved.items() if value is not None}
-        of_torch = saved.keys() == {"step", *moments} and group["moments"] == "fp32"
-        if saved.keys() != state.keys() and not of_torch:
-            raise ValueError(
-                f"the checkpoint has {', '.join(saved)}, but {type(self).__name__} over {p.dtype} with "
-                f"moments={group['moments']!r} keeps {', '.join(state)}: load it into the optimizer that it is of"
-            )
-        for name, value in saved.items():
-            target = state[name] if name in state else moment_in(state, name)[0]
-            assert target is not None
-            if value.numel() != target.numel():
-                saved_shape, shape = tuple(value.shape), tuple(target.shape)
-                raise ValueError(f"the checkpoint's {name} has {saved_shape}, the parameter's {shape}")
-            target.copy_(value)
-        return state
+def _check_options(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    moments = saved.get("moments", "fp32")  # torch's
+    if saved.get("master", "auto") not in ("auto", "split") or moments == "bf16" or saved.get("maximize"):
+        raise ValueError(
+            "the checkpoint has options that sp_lightning.optim has no more "
+            f"(master={saved.get('master')!r}, moments={moments!r}, maximize={saved.get('maximize')!r}): load it with "
+            "sp_lightning 0.1.0, whose `optimizer.export()` yields fp32 weights and torch's state of them"
+        )
+    if moments != own["moments"]:
+        raise ValueError(
+            f"the checkpoint has moments={moments!r}, but this optimizer moments={own['moments']!r}: "
+            "make it with those of the checkpoint"
+        )
+
+
+def _loaded(saved: State, state: State) -> State:
+    """Copy what was saved into state that was made."""
+    if saved.keys() != state.keys():
+        raise ValueError(
+            f"the checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}: "
+            "load it into the optimizer that it is of"
+        )
+    for name, value in saved.items():
+        if value.numel() != state[name].numel():
+            saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
+            raise ValueError(f"the checkpoint's {name} has {saved_shape}, the parameter's {shape}")
+        state[name].copy_(value)
+    return state
 
 
 class Adam(AdamW):
     """Adam, as `AdamW` but for weight decay, which is added to the gradient."""
 
-    update = AdamUpdate(is_decoupled=False)
+    update = Update(is_decoupled=False)
 
     def __init__(
         self,
@@ -181,12 +164,7 @@ class Adam(AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
-        amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        fused: bool | None = None,
         moments: str = "fp32",
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, fused=fused, moments=moments
-        )  # fmt: skip
+        super().__init__(params, lr, betas, eps, weight_decay, moments=moments)

@@ -25,9 +25,8 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.optim.passes import run
+from sp_lightning.optim.passes import Work, run
 from sp_lightning.optim.rules import Pass
-from sp_lightning.optim.updates import Work
 from sp_lightning.pipeline.gradients.segment_gradients import Scaling
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
