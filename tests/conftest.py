@@ -23,6 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .access_check import steps_checked
+
 torch.set_num_threads(1)
 
 # No deadline: on a shared machine a slow example says nothing. CI draws the same examples each time.
@@ -94,6 +96,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a device where there is none."""
     if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator, this machine has none")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def check_steps() -> Iterator[None]:
+    """Steps of pipelines with `debug=True` are checked, in this process."""
+    with steps_checked():
+        yield
 
 
 @pytest.fixture(autouse=True)

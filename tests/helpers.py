@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -32,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
+from sp_lightning.pipeline import Backend, Pipeline, PipelineOptions, Planner
 from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import Job
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain
@@ -411,16 +413,32 @@ def torchs_defaults(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def never_waiting(device: torch.device) -> Iterator[None]:
-    """Raise where the host would wait for the device, if that can be told."""
+def never_waiting(device: torch.device, for_thread: bool = False) -> Iterator[None]:
+    """Raise where the host would wait for the device, or, but `for_thread`, the engine's own, if that can be told."""
     if device.type != "cuda":
         yield
         return
+    # CUDA itself tells of copies and of streams, not of events
+    event = torch.cuda.Event
+    events = patch.object(event, "synchronize", _refusing(event.synchronize, event.query))
+    jobs = nullcontext() if for_thread else patch.object(Job, "join", _refusing(Job.join, attrgetter("done")))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        with events, jobs:
+            yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def _refusing(wait: Callable[[Any], None], is_done: Callable[[Any], bool]) -> Callable[[Any], None]:
+    """The wait, for the engine's own thread and for what is done."""
+
+    def refuse(what: Any) -> None:
+        if threading.current_thread().name != "superpipeline-host" and not is_done(what):
+            raise AssertionError(f"the host waits for {what}")
+        wait(what)
+
+    return refuse
 
 
 def is_block(name: str, module: nn.Module) -> bool:
@@ -431,16 +449,16 @@ def is_block(name: str, module: nn.Module) -> bool:
 @contextmanager
 def slow_host(seconds: float = 0.02) -> Iterator[None]:
     """Every job on the host takes this long: an optimizer's step is still under way when the next forward begins."""
-    work = HostBackend.work
+    work = Backend.work
 
-    def slow(self: HostBackend, job: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    def slow(self: Backend, job: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
         def later() -> None:
             time.sleep(seconds)
             job()
 
         return work(self, later, *args, **kwargs)
 
-    with patch.object(HostBackend, "work", slow):
+    with patch.object(Backend, "work", slow):
         yield
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
             assert run.pipe.stats.resets >= 3
 
     assert_same_story(story, bombs, k=k)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_exception_in_an_optimizers_step(inside: bool) -> None:
+    """The optimizer has all of its weights then: they are in its state, and its `zero_grad` reaches their gradients."""
+
+    def story(run: Run) -> None:
+        extra = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([*run.model.parameters(), extra])
+        run.normal_step("before", optimizer)
+        run.model(run.rows(1)).square().mean().backward()
+        extra.grad = torch.ones(2).to_sparse()
+        with run.step() if inside else nullcontext(), pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+        note_state(run.trace, "failed", run.model, [optimizer])
+        optimizer.zero_grad()
+        run.normal_step("after", optimizer, seed=2)
+
+    assert_same_story(story, lambda: chain(4))
 
 
 @pytest.mark.parametrize("activations", ["auto", "offload"])
@@ -250,23 +270,24 @@ def test_a_copy_of_an_attached_module_is_plain(duplicate: Callable[[nn.Module], 
     assert_same_story(story, partial(chain, 4))
 
 
-def one_row(weight: Tensor) -> None:
-    """An edit so small that a sample of the bytes can miss it."""
-    weight.data[7] = 0.5
+ONE_ELEMENT: list[Callable[[Tensor], None]] = [
+    lambda weight: weight.data[7, 3].fill_(0.5),
+    lambda weight: weight.detach().numpy()[7].fill(0.5),
+    torch.no_grad()(lambda weight: weight[7, 3].fill_(0.5)),  # torch counts this one
+]
 
 
-@torch.no_grad()
-def one_element(weight: Tensor) -> None:
-    """An edit that no sample shows; torch counts it."""
-    weight[-1, -1] = 0.5
-
-
-@pytest.mark.parametrize("edit", [one_row, one_element])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("edit", ONE_ELEMENT)
 @pytest.mark.parametrize("k", [2, 4])
-def test_weights_edited_between_steps_are_seen(edit: Callable[[Tensor], None], k: int) -> None:
+def test_weights_edited_between_steps_are_seen(edit: Callable[[Tensor], None], k: int, autocast: bool) -> None:
     """What stayed on the device must not be used when the host weights have other values now."""
 
     def story(run: Run) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            tell(run)
+
+    def tell(run: Run) -> None:
         run.normal_step("before", optimizer := sgd(run.model))
         run.evaluate("own weights")
         edit(run.model.blocks[0].up.weight)

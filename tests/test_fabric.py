@@ -275,6 +275,31 @@ def methods(fabric: Fabric, trace: Trace) -> None:
     note_outputs(trace, "copy", copy.deepcopy(model)(Run.rows(0)))
 
 
+def told_apart(fabric: Fabric, trace: Trace) -> None:
+    """Called twice before one backward, with a penalty."""
+    built = chain(4)
+    model, optimizer = fabric.setup(built, SGD(built.parameters(), lr=0.1))
+
+    def error(step: int) -> Tensor:
+        error = model(Run.rows(step)).float().square().mean() + model(Run.rows(step + 9)).float().exp().mean()
+        return error + sum(weight.float().square().sum() for weight in built.parameters())
+
+    learn(fabric, trace, built, optimizer, map(error, range(3)))
+
+
+def in_parts(fabric: Fabric, trace: Trace) -> None:
+    """Blocks that the loop calls itself, before and after a penalty has used all weights outside of these."""
+    built = Called()
+    model, optimizer = fabric.setup(built, SGD(built.parameters(), lr=0.1))
+
+    def error(step: int) -> Tensor:
+        error = built.body.blocks[2](built.body.blocks[0](Run.rows(step))).square().mean()
+        penalty = sum(weight.square().sum() for weight in built.parameters()) if step == 1 else 0
+        return error + model.training_step(Run.rows(step)) + penalty
+
+    learn(fabric, trace, built, optimizer, map(error, range(4)))
+
+
 def compiled(fabric: Fabric, trace: Trace) -> None:
     torch._dynamo.reset()
     built = chain(3)
@@ -306,7 +331,8 @@ def surrounded(fabric: Fabric, trace: Trace) -> None:
 
 
 PROGRAMS = [
-    dcgan, penalized, meta_learning, k_fold, partial(clipped, models=2), surprised, methods, compiled, surrounded
+    dcgan, penalized, meta_learning, k_fold, partial(clipped, models=2), surprised, methods, in_parts, compiled,
+    surrounded,
 ]  # fmt: skip
 
 
@@ -319,6 +345,7 @@ def test_programs(program):
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
 def test_precision(precision):
     assert_same_numbers(clipped, precision)
+    assert_same_numbers(told_apart, precision)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

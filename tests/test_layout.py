@@ -48,7 +48,6 @@ BACK_FOR_TYPES = {
     "activations.saved": {"activations.recompute.UnitCall", "calls.backward.BackwardPass"},
     "calls.backward": {"engine.Engine"},
     "calls.calls": {"engine.Engine"},
-    "calls.debug": {"engine.Engine"},
     "calls.gates": {"calls.calls.Calls"},
     "calls.guard": {"engine.Engine"},
     "gradients.stream": {"optimizer.early_step.EarlyStep"},
@@ -190,6 +189,18 @@ def test_metadata():
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["sp_lightning"]
     assert sp_lightning.__version__ == importlib.metadata.version("sp-lightning")
     assert f"\nversion: {sp_lightning.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_the_workflow_has_the_oldest_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    job = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8").partition("  oldest:\n")[2]
+    python = project["requires-python"].removeprefix(">=")
+    assert f'python-version: "{python}"' in job
+    lines = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
+    promised = [line for line in lines if re.match("torch|(pytorch-)?lightning|transformers", line) and ">=" in line]
+    assert len(promised) == 4
+    for line in promised:
+        assert " " + line.split(",")[0].replace(">=", "==") in job
 
 
 def test_declared_dependencies_are_those_imported():

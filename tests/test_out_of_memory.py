@@ -57,9 +57,10 @@ class Manual(Exhausted):
         lambda: Exhausted("backward"),
         lambda: Exhausted("evaluation"),
         lambda: Exhausted("backward", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")),
+        lambda: Exhausted("training", RuntimeError("CUDA driver error: out of memory")),
         Manual,
     ],
-    ids=["training", "backward", "evaluation", "library", "manual"],
+    ids=["training", "backward", "evaluation", "library", "driver", "manual"],
 )
 def test_the_error_says_what_a_step_takes_and_what_helps(make):
     module = make()

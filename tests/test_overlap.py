@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
@@ -340,6 +342,58 @@ def test_an_exception_in_mid_step(fails: str) -> None:
     assert_same_trace(*traces)
 
 
+class Fails(Module):
+    """Has a gradient in its third step that AdamW refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(2, WIDTH, sparse=True)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(self.rows(torch.zeros(5, dtype=torch.long)) if index == 2 else batch, index)
+
+
+def test_an_exception_in_the_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        strategy = strategy_for(streamed, overlap_optimizer=False)  # steps nothing in backward
+        callback = OnExceptionCheckpoint(tmp_path / str(streamed))
+        with pytest.raises(RuntimeError, match="sparse"):
+            fit(Fails(), strategy, callbacks=[callback], enable_checkpointing=True)
+        saved = torch.load(tmp_path / str(streamed) / "on_exception.ckpt", weights_only=False)
+        traces.append(dict(enumerate(tree_leaves([saved["state_dict"], saved["optimizer_states"]]))))
+    assert_same_trace(*traces)
+
+
+class GoesOn(Fails):
+    """Catches it: after units were stepped in backward, or inside of a step, in manual optimization."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.optimizer_step(0, 0, self.optimizers())
+        return loss + (batch * self.model[3].norm.weight).sum()  # of a unit that is not there
+
+    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
+        try:
+            optimizer.step(closure=closure)
+        except RuntimeError:
+            optimizer.zero_grad()
+
+
+def test_an_exception_in_the_step_that_the_user_catches() -> None:
+    assert_same_fit(lambda: GoesOn(automatic=False))
+    with pytest.warns(UserWarning, match="weights have taken this step, .* have not"):
+        fit(GoesOn(automatic=True), strategy_for(streamed=True))
+
+
 class Reading(Module):
     """Looks at the gradients of the first step in the second one, before `zero_grad`."""
 
@@ -363,6 +417,29 @@ def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) ->
     fit(module, SuperpipelineStrategy(k=2, units=[Block]), precision=precision, **arguments)
     assert not any(gradient is not None for gradient in module.found)
     assert_same_fit(ReadingLater, precision=precision, **arguments)
+
+
+class Leaving(Module):
+    """Zeroes gradients in every other step; in between they add up, as they were clipped."""
+
+    def optimizer_zero_grad(self, epoch: int, batch: int, optimizer: Optimizer) -> None:
+        if batch % 2:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.01},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precision: str) -> None:
+    assert_same_fit(Leaving, precision=precision, **arguments)
 
 
 def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

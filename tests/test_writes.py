@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,32 @@ def test_weights(name: str, activations: str) -> None:
 def test_weights_that_are_written_to_later(frozen: bool, resident: tuple[str, ...]) -> None:
     """By then the engine has settled into its ways."""
     assert_same_story(train, partial(writers, WRITES["data"], calls_before=2, frozen=frozen), resident=resident)
+
+
+class Keeps(SGD):
+    """Steps through aliases that it has taken once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        weights = self.param_groups[0]["params"]
+        if not hasattr(self, "aliases"):
+            self.aliases = [weight.data for weight in weights]
+        for weight, alias in zip(weights, self.aliases, strict=True):
+            alias[0] -= weight.grad[0]
+
+
+def test_an_optimizer_that_keeps_aliases() -> None:
+    def story(run: Run) -> None:
+        optimizer = Keeps(run.model.parameters())
+        for number in range(4):  # without a look at weights in between, which would take other aliases
+            with run.step():
+                loss = run.model(run.rows(number)).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.note(f"loss {number}", loss)
+
+    assert_same_story(story, lambda: Chain([Block() for _ in range(3)]), k=3)
 
 
 @pytest.mark.parametrize("calls_before", [0, 2])

@@ -18,7 +18,7 @@ from sp_lightning.optim.rules import INFINITY, Memory, Pass, Scaling
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
 
-BYTES_MEANWHILE = 28
+BYTES_MEANWHILE = 24
 """What each of them takes of the device's memory at most, while it is stepped."""
 
 
@@ -51,6 +51,7 @@ def _step(step: Pass) -> None:
     if has_ties:
         second.abs_()
     step.update.by_torch(step.group, step.step, master, gradient, first, second)
+    del gradient  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
         memory.copy.copy_(master)
     was_up = store_weight(memory, master, has_ties)

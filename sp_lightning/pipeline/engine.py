@@ -208,7 +208,6 @@ class Engine:
         learned = self.learned
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
-        self.optimizers.restore_param_groups()
         if waiting:
             return
         # first, as what it drops would have to be shown if units were arranged anew
@@ -327,7 +326,7 @@ class Engine:
         self.backend.trace.end()
         self.activations.end_backward()
         if not self.graphs.scopes:
-            self.window.end_step()
+            self.window.write_back_all()
             self.graphs.begin()  # the one that checkpoints have built has had its backward
         some_came |= self.living.take_news()
         # not after `torch.autograd.grad`, which may run in some processes only

@@ -1,38 +1,55 @@
-"""How much memory the host has, how much of it is free, and what is mapped from files.
+"""How much memory the host has, how much of it is free, what is mapped from files, and how many cores may be used.
 
-A container, or a job of a cluster, may have less than its machine: Linux puts it into a *control group* with a limit,
-which may lie in others with limits of their own. A process that exceeds one is killed.
+A container, or a job of a cluster, may have less than its machine: Linux puts it into a *control group* with limits,
+which may lie in others with limits of their own. A process that exceeds one of memory is killed, and one that exceeds
+its time on the cores is stopped until the next tenth of a second begins.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_CORES = Path("/sys/devices/system/cpu")
 _MADV_PAGEOUT = 21  # Linux 5.4; Python's `mmap` does not name it
 _WORTH_RELEASING = 2**20  # bytes: to look for what can be given back takes 2 ms
 
 
 def available_host_memory() -> int | None:
     """Return the bytes of host memory that are free now, or None if the system does not report it."""
-    return _least("MemAvailable:", [free for _, free in _control_groups()])
+    return _least("MemAvailable:", [free for _, free in _memory_limits()])
 
 
 def total_host_memory() -> int | None:
     """Return the bytes of host memory, or None if the system does not report it."""
-    return _least("MemTotal:", [limit for limit, _ in _control_groups()])
+    return _least("MemTotal:", [limit for limit, _ in _memory_limits()])
 
 
 def _least(word: str, of_groups: list[int]) -> int | None:
     of_machine = _number_after(word, _PROCESSES / "meminfo")
     return None if of_machine is None else min([of_machine * 1024, *of_groups])
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, also by the time on them that its group has.
+
+    Hyperthreads of one core count once.
+    """
+    is_told = hasattr(os, "sched_getaffinity")
+    allowed: Iterable[int] = os.sched_getaffinity(0) if is_told else range(os.cpu_count() or 1)
+    siblings = [_CORES / f"cpu{number}/topology/thread_siblings_list" for number in allowed]
+    cores = len({_read(file) or file for file in siblings})
+    limits = [_read(folder / "cpu.max").split() for folder in _control_groups()]
+    shares = [int(time) // int(period) for time, period in filter(None, limits) if time != "max"]
+    return max(1, min([cores, *shares]))
 
 
 def release(copied: list[Tensor]) -> None:
@@ -66,20 +83,25 @@ def private_files() -> Iterator[tuple[int, int]]:
             yield int(start, 16), int(stop, 16)
 
 
-def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield the limit, and what is free, of each group (of version 2) that this process is in, from the innermost."""
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the limit, and what is free, of each group (of version 2) that this process is in."""
+    for folder in _control_groups():
+        limit = _read(folder / "memory.max").strip()
+        used = _read(folder / "memory.current").strip()
+        if limit.isdecimal() and used.isdecimal():
+            # given up when memory is needed
+            cache = _number_after("inactive_file", folder / "memory.stat") or 0
+            yield int(limit), max(0, int(limit) - int(used) + cache)
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the folders of the groups (of version 2) that this process is in, from the innermost."""
     for line in _read(_PROCESSES / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
             continue
         # In a container, the path may be the one on the machine, which is not visible here; then the root is its group.
         inner = _CONTROL_GROUPS / line[3:].strip("/")
-        for folder in (inner, *inner.parents):
-            limit = _read(folder / "memory.max").strip()
-            used = _read(folder / "memory.current").strip()
-            if folder.is_relative_to(_CONTROL_GROUPS) and limit.isdecimal() and used.isdecimal():
-                # given up when memory is needed
-                cache = _number_after("inactive_file", folder / "memory.stat") or 0
-                yield int(limit), max(0, int(limit) - int(used) + cache)
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(_CONTROL_GROUPS))
 
 
 def _number_after(word: str, path: Path) -> int | None:

@@ -64,7 +64,7 @@ class PipelineOptions:
             it, else three quarters of the cores; on a CPU, torch's number.
         compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
             graph.
-        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
+        debug: Whether to delay copies at random and poison free slots.
 
     Raises:
         ValueError: If an option has an invalid value.

@@ -156,10 +156,9 @@ class Pipeline:
         self._engine.meet()
 
     def weights_changed(self) -> None:
-        """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
-        self._engine.window.suspect_all()
-        for segment in self.arrangement.segments:
-            segment.is_edited = True
+        """Tell the engine that weights on the host were written to: those on the device are sent anew."""
+        for unit in self._engine.window.units:
+            self._engine.window.note_write(unit)
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""

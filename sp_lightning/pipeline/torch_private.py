@@ -183,7 +183,8 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     """
     step = type(optimizer).step
     in_object = vars(optimizer).get("step", step)
-    by_a_scheduler = hasattr(in_object, "_wrapped_by_lr_sched") and in_object.__wrapped__ is step
+    wrapped = getattr(in_object, "__wrapped__", None)  # a mock has no such attribute, and all others
+    by_a_scheduler = hasattr(in_object, "_wrapped_by_lr_sched") and wrapped is step
     if in_object is not step and not by_a_scheduler:
         return True
     # not every callable has code: a mock, a partial

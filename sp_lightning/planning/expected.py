@@ -130,7 +130,7 @@ def _lines(rates: Rates, link: Link | None) -> list[Line]:
 
 def _why_slow(rates: Rates, link: Link | None) -> str:
     if not rates.is_pinned:
-        return "host memory could not be page-locked (see `ulimit -l`)"
+        return "host memory could not be page-locked: WSL allows little of it"
     if link is not None and link.lanes < _LANES:
         return f"the device has {link.lanes} lanes of {_LANES}: another slot may have more"
     return "the slot is of an older PCIe, or this process runs far from the device (see `numactl`)"

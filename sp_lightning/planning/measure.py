@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span, available_host_memory
@@ -104,7 +104,7 @@ class FirstSteps:
         self.activation_peak = max(self.activation_peak, engine.meter.step_peak)
         if saw_optimizer and self._steps >= _RECORDED:
             self.stop()
-            return False
+            return not self.recording.steps
         return True
 
     def _start(self) -> None:
@@ -115,11 +115,11 @@ class FirstSteps:
         self.recording = self._scope.enter_context(self._engine.backend.trace.record())
 
     def stop(self) -> None:
-        """End the recording, if it has begun."""
-        if self._scope is None:
+        """End the recording, if it has begun; raise what a recorded copy or job has failed with."""
+        scope, self._scope = self._scope, None
+        if scope is None:
             return
-        with suppress(Exception):  # a failed copy has raised elsewhere
-            self._scope.close()
+        scope.close()
         before = self._memory
         memory = self._engine.backend.memory()
         # or what operations take is in units' ways

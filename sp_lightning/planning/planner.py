@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -90,7 +91,8 @@ class AutoPlanner(Planner):
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
-            measuring.stop()
+            with suppress(Exception):  # nobody looks at it, and what has failed raises where it is waited for
+                measuring.stop()
 
     def _measure(self, engine: Engine, planned: _Planned) -> None:
         """Plan anew once enough steps are measured."""
@@ -118,7 +120,7 @@ class AutoPlanner(Planner):
         machine = self._machine_of(engine, measured)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
-            machine = self._machine = probe(engine.backend, machine)
+            machine = self._machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
         assert budget is not None
         search = partial(choose, k=k, k_prime=k_prime, fill=k == "auto")
         placement: Choice | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline import Backend, Kind, Span
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.cost import Machine
 
 _MOST = 1 << 25  # bytes of a copy
@@ -24,18 +25,20 @@ _COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
 _HARDLY_SLOWER = 0.95  # of a rate
 
 
-def probe(backend: Backend, machine: Machine) -> Machine:
-    """Return the machine with the rates that copies, the host's memory and the device show when they share them."""
+def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
+    """Return the machine with the rates that copies, the host's memory and the device show when they share them.
+
+    Host memory is page-locked if what is sent is: small buffers might be where all of a model cannot be.
+    """
     size = max(_ALIGNED, int(min(_MOST, _SECONDS * machine.to_device)) // _ALIGNED * _ALIGNED)
-    on_host = [torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(4)]
+    on_host = [HostBuffer(size, backend, is_pinned) for _ in range(4)]
     on_device = backend.allocate(5 * size).zero_().view(5, size).unbind()
-    pinned = [memory for memory in on_host[:2] if backend.pins and backend.pin(memory)]
     try:
-        return _Probe(backend, on_host, on_device).machine(machine)
+        return _Probe(backend, [buffer.bytes.zero_() for buffer in on_host], on_device).machine(machine)
     finally:
         backend.drain()
-        for memory in pinned:
-            backend.unpin(memory)
+        for buffer in on_host:
+            buffer.release()
 
 
 class _Probe:

@@ -24,6 +24,7 @@ from torch import nn
 from sp_lightning.optim import AdamW
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline import available_host_memory
+from sp_lightning.pipeline.host_memory import usable_cores
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device
 from sp_lightning.pipeline.lanes.lanes import Ticket
@@ -129,13 +130,6 @@ def machine_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
     return ", ".join([*names, cpu, f"{usable_cores()} cores"])
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # -------------------------------------------------------------------------------------------------------- what is kept

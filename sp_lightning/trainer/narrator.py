@@ -249,7 +249,7 @@ def _on_the_device(numbers: Breakdown, pipeline: Pipeline, lane: Lane, compact: 
             )
         return
     if not summary.pinned and summary.device != "cpu":
-        yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
+        yield "Host memory is not page-locked, which makes copies slow: see `pin_memory`; WSL allows little of it."
     activations, state = Kind.FETCH, Kind.STATE_UP
     if lane is Lane.TO_HOST:
         activations, state = Kind.OFFLOAD, Kind.STATE_DOWN

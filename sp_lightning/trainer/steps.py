@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Afterwards, Pipeline
+from sp_lightning.pipeline.lanes.at_work import optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer import StrategyPart
 from sp_lightning.trainer.out_of_memory import out_of_memory_explained
@@ -104,7 +105,11 @@ class StepsMixin(StrategyPart):
         self._stepping = optimizer, plan
         pipeline.optimizers.afterwards = plan.afterwards
         try:
-            yield
+            with optimizer_waits():
+                yield
+        except BaseException:
+            pipeline.optimizers.abandon()  # some units may have been stepped in backward
+            raise
         finally:
             self._stepping = None
             pipeline.optimizers.afterwards = Afterwards.DROPPED

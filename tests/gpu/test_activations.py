@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -33,6 +34,35 @@ def test_dropout_on_the_device_is_the_same_twice(device: torch.device) -> None:
         gradients.append([parameter.grad for parameter in model.parameters()])
         gradients[-1].append(torch.rand(1, device=device).cpu())  # the generator is where plain training leaves it
     assert all(map(torch.equal, *gradients))
+
+
+class Unsteady(Block):
+    """Computes something else each time, by that much: the rounding of another order, or what a state has changed."""
+
+    by = 0.0
+    sign = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Unsteady.sign *= -1
+        return torch.tanh(super().forward(x) * (1 + Unsteady.sign * self.by))
+
+
+@pytest.mark.parametrize(
+    ("by", "autocast", "is_said"),
+    [(1e-5, False, False), (2e-3, True, False), (1e-2, False, True), (1e-1, True, True)],
+)
+def test_what_is_rounded_otherwise_is_no_other_result(
+    by: float, autocast: bool, is_said: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of atomics have another order each time, which nobody could answer with an error."""
+    monkeypatch.setattr(Unsteady, "by", by)
+    error = pytest.raises(RuntimeError, match="has computed something else") if is_said else nullcontext()
+    with on_device(Chain(Unsteady(64, 128) for _ in range(3)), device, activations="recompute") as pipe:
+        x = torch.randn(8, 64, device=device)
+        with pipe.step(), error:
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss = pipe.module(x).square().mean()
+            loss.backward()
 
 
 class Wide(Block):

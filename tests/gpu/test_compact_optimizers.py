@@ -5,12 +5,16 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sp_lightning import optim
 from sp_lightning.optim import optimizers
+from sp_lightning.optim.on_device import BYTES_MEANWHILE
+from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.rules import Scaling
 
 from ..optim.parts import CASES, compare
 
@@ -25,6 +29,23 @@ def test_it_steps_as_the_kernels_do(
 ) -> None:
     """To rounding: the update is torch's code for the device."""
     compare(cls, {"moments": moments, **options}, scaling, dtype, device)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_step_takes_meanwhile(dtype: torch.dtype, moments: str, factor: float, cuda: torch.device) -> None:
+    """No more than is planned for each element, scaled or not."""
+    weight = nn.Parameter(torch.randn(1 << 18, device=cuda).to(dtype))
+    weight.grad = torch.randn_like(weight)
+    optimizer = optim.AdamW([weight], moments=moments)
+    optimizer.step()
+    work = Work(weight.detach(), weight.grad, optimizer.state[weight], None, Scaling(np.float32(factor)))
+    passes = passes_of(optimizer.update, optimizer.param_groups[0], [work])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(passes)
+    assert torch.cuda.max_memory_allocated() - before <= 1.01 * BYTES_MEANWHILE * weight.numel()
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])

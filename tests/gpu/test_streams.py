@@ -16,7 +16,9 @@ from torch.optim import SGD
 from sp_lightning import superpipeline
 from sp_lightning.pipeline.lanes.devices import AcceleratorBackend, make_backend
 from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.planning import AutoPlanner
 
+from ..helpers import slow_host
 from ..second_device import IN_USE
 from ..zoo.blocks import Block
 from .parts import (
@@ -60,13 +62,59 @@ def test_copies_wait_for_the_computing(k: int, pin: bool, activations: str, cuda
     assert all(map(torch.equal, quick_weights, slow_weights))
 
 
-@pytest.mark.parametrize(("activations", "first"), [("auto", 2), ("offload", 4), ("recompute_offload", 4)])
+@pytest.mark.parametrize(
+    ("activations", "first"), [("auto", 2), ("recompute", 2), ("offload", 4), ("recompute_offload", 4)]
+)
 def test_no_host_synchronization_in_a_step(activations: str, first: int, cuda: torch.device) -> None:
-    """The first two calls of a unit are looked at, to offload."""
-    with on_device(big_chain(), cuda, activations=activations) as pipe:
+    """Though the device lags behind it. Of a unit, two calls are looked at and two second forwards are compared."""
+    with on_device(big_chain(cycles=5_000_000), cuda, activations=activations) as pipe:
         steps_that_wait_for_nothing(pipe, cuda, 7, first)
-        assert (pipe.stats.offloaded_bytes > 0) == (activations != "auto")
+        assert (pipe.stats.offloaded_bytes > 0) == ("offload" in activations)
         assert pipe.stats.activation_misses == 0
+
+
+def test_steps_are_measured_and_recorded_while_the_host_lags(device: torch.device) -> None:
+    """As a recording ends, copies that come after a step on the host are not even asked for; that was an error."""
+    x = torch.randn(ROWS, WIDTH, device=device)
+    options = {"k": "auto", "k_prime": "auto", "memory_budget": 8 * BLOCK_BYTES}
+    with slow_host(), on_device(big_chain(), device, AutoPlanner(), **options) as pipe:
+        optimizer = SGD(pipe.module.parameters(), lr=0.1)
+        for _ in range(5):
+            with pipe.record() as recording:
+                loss = pipe.module(x).square().mean()
+                with pipe.optimizers.stepping_in_backward(optimizer):
+                    loss.backward()
+                optimizer.step()
+        assert pipe.summary().plan is not None
+    assert len(recording.steps) == 1
+    assert {Kind.LOAD, Kind.STEP, Kind.GRADIENTS} <= {span.kind for span in recording.spans}
+
+
+def test_the_thread_of_the_host_sleeps_until_gradients_are_there(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would spin otherwise, beside the thread that launches kernels."""
+    slept: list[bool] = []
+
+    class Event(torch.cuda.Event):
+        def __new__(cls, blocking: bool = False, **flags: Any) -> Event:
+            made = super().__new__(cls, blocking=blocking, **flags)
+            made.sleeps = blocking
+            return made
+
+        def synchronize(self) -> None:
+            if threading.current_thread().name == "superpipeline-host":
+                slept.append(self.sleeps)
+            super().synchronize()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with on_device(big_chain(cycles=2_000_000), cuda, k=BLOCKS) as pipe:
+        optimizer = SGD(pipe.module.parameters(), lr=0.1)
+        for _ in range(3):
+            micro_step(pipe, torch.randn(ROWS, WIDTH, device=cuda))
+            optimizer.step()
+    assert slept
+    assert all(slept)
 
 
 def test_a_copy_that_waits_for_the_host_holds_up_no_other(cuda: torch.device) -> None:

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT
+from sp_lightning.pipeline.optimizer.state import States
 
 from ..helpers import is_block, lightning_run
 from ..planning.parts import Fixed, train_placed
@@ -108,3 +110,17 @@ def test_an_optimizer_that_looks_at_weights_together_since_lately(device: torch.
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu", device.type}
     assert pipeline.summary().pinned == (device.type == "cuda"), "all that is still sent"
     pipeline.detach()
+
+
+@pytest.mark.parametrize("kind", BY_ELEMENT)
+def test_what_torchs_own_step_takes_is_counted(kind: type[Optimizer], device: torch.device) -> None:
+    weights = [nn.Parameter(torch.randn(512, 512, device=device)) for _ in range(8)]
+    optimizer = kind(weights)
+    counted = States([optimizer]).bytes_of_step(weights)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        optimizer.step()
+    assert torch.cuda.max_memory_allocated(device) - before <= 1.01 * counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from sp_lightning import optim
 from sp_lightning.pipeline.optimizer import pieces
 
+from ..helpers import never_waiting
 from ..planning.parts import Fixed, Make, Wanders, train_placed
+from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device
+from .unkind import slow_copies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -38,3 +42,17 @@ def test_placement_changes_no_number(
     actual, stats = train_placed(make, Wanders(seed), device, steps=10, dtype=dtype, **training)
     assert stats.visits > 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device) -> None:
+    """It needs the new weights, which are there before. It waits for the thread, which knows the factor of clipping."""
+    planner = Fixed((2, 1), (2, 1, (), (), range(BLOCKS)))
+    with slow_copies("host"), on_device(big_chain(), cuda, planner, memory_budget=1 << 32) as pipe:
+        optimizer, clipping = optim.AdamW(pipe.module.parameters(), lr=1e-3), pipe.optimizers.clipping
+        for step in range(6):
+            waiting = nullcontext() if step < 3 else never_waiting(cuda, for_thread=True)
+            with waiting, clipping.measuring_norms():
+                micro_step(pipe, torch.randn(ROWS, WIDTH, device=cuda))
+            clipping.clip_grad_norm(pipe.module.parameters(), 1.0)
+            optimizer.step()
+        assert pipe.stats.visits >= 3 * BLOCKS

@@ -96,3 +96,12 @@ def test_what_is_not_finite_is_not_hidden(codes, bad):
     assert not back[GROUP + 5].isfinite()
     assert torch.equal(back[:GROUP].round(), value[:GROUP])
     assert torch.equal(packed(torch.zeros(GROUP), codes)[2], torch.zeros(GROUP))
+
+
+def test_nothing_is_never_the_largest_code(monkeypatch):
+    """Where it is rounded down most, a cast would make 255 of -1."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
+    codes, scales, values = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
+    values[-1] = 1.0
+    pack(codes, scales, values, 0, 0)
+    assert codes[0] == 0

@@ -55,6 +55,7 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
             assert scope is nullcontext or not optimizer_steps.depth
             loss = model(torch.ones(1, 8)).square().mean() + sum(p.square().sum() for p in model.parameters())
             loss.backward()
+        assert scope is nullcontext or not optimizer_steps.depth
         return [p.grad for p in model.parameters()]
 
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import Lane, Pipeline
+from sp_lightning.pipeline import Kind, Lane, Pipeline
 from sp_lightning.planning import AutoPlanner, Workload, choose, planner
 
 from ..helpers import attached
@@ -191,3 +191,23 @@ def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkey
                 step(model, optimizer, *rows())
         assert pipeline.summary().plan is not None
     assert all(unit.backward_seconds > 0 for unit in measured[0].units)
+
+
+def test_what_fails_in_a_recorded_step_is_raised_as_it_is() -> None:
+    """And steps are measured again. It was lost in another error, of a recording that had nothing in it."""
+
+    def fail() -> None:
+        raise ArithmeticError("the optimizer is lost")
+
+    model = chain(6)
+    optimizer = SGD(model.parameters(), 1e-3)
+    with planned(model, memory_budget="1MiB") as pipeline:
+        for _ in range(3):
+            step(model, optimizer, *rows())
+        failed = pipeline.backend.work(fail)
+        pipeline.backend.trace.work(Kind.STEP, "blocks.0", fail, [failed], 0)
+        with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+            step(model, optimizer, *rows())
+        for _ in range(6):
+            step(model, optimizer, *rows())
+        assert pipeline.summary().plan is not None

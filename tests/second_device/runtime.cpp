@@ -495,11 +495,21 @@ NEVER_CALLED(cuMulticastCreate, CUmemGenericAllocationHandle*, const CUmulticast
 
 // ------------------------------------------------------------------------------------------------------- copies
 
+std::atomic<void (*)(size_t)> tell_of_pageable{nullptr};
+
+// Has a function told of each copy of memory that is not page-locked, in the thread that asks for it.
+EXPORT void second_device_tell_of_pageable(void (*tell)(size_t)) { tell_of_pageable = tell; }
+
 EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, cudaMemcpyKind, cudaStream_t given) {
   if (size == 0) return cudaSuccess;
   std::unique_lock lock(mutex);
   auto stream = resolve(given);
   bool pageable = find(target) == nullptr || find(source) == nullptr;
+  if (pageable && tell_of_pageable != nullptr) {
+    lock.unlock();  // it is Python's, and may wait for a thread that waits here
+    tell_of_pageable.load()(size);
+    lock.lock();
+  }
   auto to = reinterpret_cast<uintptr_t>(target), from = reinterpret_cast<uintptr_t>(source);
   if (pageable) wait_for(lock, stream->clock);  // it goes through memory of the driver's, while the host waits
   auto run = [=, number = stream->given + 1] {

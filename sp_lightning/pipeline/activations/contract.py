@@ -1,23 +1,31 @@
 """What a forward that runs again in backward is promised: the contract of `torch.utils.checkpoint`, and no more.
 
 Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. Buffers are,
-too, and move once, so that BatchNorm counts a batch once. What else a forward may change is not simulated: where an
-attribute, or what lies in it, differs after one of the first calls of a member, or where it is given an object such as
-a key/value cache, the forward does not run again.
+too, and move once, so that BatchNorm counts a batch once. What else a forward may change is not simulated.
+
+[Note: what may change]
+A forward runs again only if nothing is known to be in the way, and what is not known to be safe is in the way. What is
+given to a unit (a key/value cache, an iterator, a generator of random numbers) may change until backward, whoever does
+it: it has to be of a kind that cannot. What is kept on a unit's modules is compared by value, at any depth, around one
+of the first calls: by its pickle, in which tensors stand for themselves with their version. What has no pickle counts
+as changed, but for what has no value that a forward could change: locks, weak references, torch's own objects. What
+nobody can see in advance (a closure, a class's attribute, a module's global variable) shows in what the second forward
+returns.
 """
 
 from __future__ import annotations
 
 import enum
+import io
+import pickle
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, islice
-from types import ModuleType
+from threading import Lock, RLock
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ref
+from weakref import ProxyType, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +34,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
+from sp_lightning.pipeline.operands import tensors_in
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
-_MOST = 1024  # parts of an attribute that are looked at
-_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
+_COMPARED = 1 << 16  # numbers of an output that are compared: all of a small one
+_PLAIN = (str, bytes, int, float, complex, type(None), frozenset, range, slice, torch.dtype, torch.device)
+# what stands for itself: others look at it (tensors, modules), nobody sees how it changes (functions), or it does not
+_BY_IDENTITY = (
+    type, enum.Enum, ModuleType, FunctionType, nn.Module, Tensor, ref, ProxyType, type(Lock()), type(RLock()),
+)  # fmt: skip
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
 _OF_TORCH = frozenset({*vars(nn.Module()), *_OF_RNNS})
-# packages of objects that do not change; what lies in a namespace is a user's
-_NOT_USER_DEFINED = {"torch", "sp_lightning", *sys.stdlib_module_names} - {"argparse", "types"}
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -58,7 +69,7 @@ class Inputs:
         self.tensors = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
         self.packed: list[Packed] = []  # what holds these, once they are packed
         # what is given that may change, as a cache does
-        self.changeable = next((type(leaf).__name__ for leaf in leaves if _is_users(leaf)), None)
+        self.changeable = next((type(leaf).__name__ for leaf in leaves if _may_change(leaf)), None)
         # that a user has set, and that a second tensor would not have
         plain = [tensor for tensor in data.values() if type(tensor) is Tensor]
         self.have_attributes = any(map(vars, plain))
@@ -152,7 +163,7 @@ def _copy(buffer: Tensor) -> Tensor:
 
 
 class Look:
-    """A look at the attributes of modules, and at the parts that they have, before a forward."""
+    """A look at the attributes of modules, before a forward ([Note: what may change])."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -167,53 +178,77 @@ class Look:
                 return key[1]
         return None
 
-    def _read(self) -> dict[tuple[int, str], list[Any]]:
+    def _read(self) -> dict[tuple[int, str], object]:
         """Return pictures by a number and what a difference means."""
-        pictures = {(0, "draws random numbers that are not torch's"): _other_random_numbers()}
+        others = random.getstate(), sys.modules["numpy"].random.get_state()  # torch imports it
+        pictures = {(0, "draws random numbers that are not torch's"): self._picture(others)}
         for number, module in enumerate(self._modules):
-            for name, value in vars(module).items():
+            for name, value in list(vars(module).items()):
                 if name not in _OF_TORCH:
-                    pictures[number, f"changes its attribute {name!r}"] = self._picture(value)
+                    does = f"changes its attribute {name!r}, or that has no pickle to compare"
+                    pictures[number, does] = self._picture(value)
         return pictures
 
-    def _picture(self, value: Any) -> list[Any]:
-        """Return what can be compared of an object, its parts, and theirs."""
-        parts = list(islice(_parts(value), _MOST))
-        objects = [value, *parts, *islice(chain.from_iterable(map(_parts, parts)), _MOST)]
-        self._seen += objects
-        return [_mark(item) for item in objects]
+    def _picture(self, value: Any) -> object:
+        file = io.BytesIO()
+        reader = _Reader(file)
+        reader.seen = self._seen
+        try:
+            reader.dump(value)
+        except Exception:  # whatever a class's own code raises
+            return object()  # which is equal to no other
+        return file.getvalue()
 
 
-def _mark(value: Any) -> tuple[Any, ...]:
-    """Return what differs once a value does: a number or a text itself, an object's identity, a tensor's version."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, tuple):
-        return (tuple,)  # its parts say what it is
-    return id(value), _version(value)
+class _Reader(pickle.Pickler):
+    """Pickles what is to be compared, to bytes that nobody reads back."""
+
+    seen: list[Any]
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what is compared instead of a value; None if that is its pickle."""
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        if not _stands_for_itself(value):
+            return None
+        self.seen.append(value)
+        return id(value), _version(value)
 
 
-def _other_random_numbers() -> list[Any]:
-    _, bits, position, *_ = sys.modules["numpy"].random.get_state()  # torch imports it
-    return [random.getstate(), bits.tobytes(), position]
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return value
-    return vars(value).values() if _is_users(value) else ()
-
-
-def _is_users(value: Any) -> bool:
-    """Tell whether it is an object of a user's, or of a library's, unlike a logger or a process group."""
-    if isinstance(value, type | enum.Enum | nn.Module | Tensor) or not hasattr(value, "__dict__"):
+def _stands_for_itself(value: Any) -> bool:
+    if isinstance(value, (*_PLAIN, torch.Generator)):
         return False
-    return (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
+    package = (type(value).__module__ or "").partition(".")[0]
+    return isinstance(value, _BY_IDENTITY) or package in ("torch", "sp_lightning")
+
+
+def _may_change(value: Any) -> bool:
+    """Tell whether what is given to a unit is not known to be the same in backward."""
+    if isinstance(value, MethodType | BuiltinFunctionType):
+        return _may_change(value.__self__)
+    return not (isinstance(value, _PLAIN) or _stands_for_itself(value))
 
 
 def _version(value: Any) -> int:
-    if isinstance(value, torch.Generator):
-        return hash(value.get_state().numpy().tobytes())
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def numbers_of(output: Any) -> list[Tensor]:
+    """Return numbers of each tensor in an output, which may itself be changed in place later on."""
+    plain = [tensor for tensor in tensors_in(output) if type(tensor) is Tensor and not tensor.is_nested]
+    flat = [tensor.detach().reshape(-1) for tensor in plain if tensor.layout is torch.strided]
+    return [numbers[:: len(numbers) // _COMPARED + 1].clone() for numbers in flat]
+
+
+def differ(first: Tensor, second: Tensor) -> bool:
+    """Tell whether a second forward, in whose surroundings this is, has returned other numbers than the first.
+
+    On the CPU these are the same bits. On an accelerator some kernels add in another order each time, and some are
+    chosen by how fast they are. What comes of that stays below the tolerance; what a forward has changed rarely does.
+    """
+    if first.device.type == "cpu":
+        return not torch.allclose(first, second, 0, 0, equal_nan=True)
+    is_lowered = torch.is_autocast_enabled(first.device.type) or first.element_size() < 4
+    gap = (first.float() - second.float()).nan_to_num(0)
+    size = first.float().nan_to_num(0, 0, 0).norm()
+    return bool(gap.norm() > size * (0.03 if is_lowered else 0.001))

@@ -10,8 +10,9 @@ whole unit as well. `torch.utils.checkpoint` around a unit would have to decide 
 [Note: run again]
 Backward asks for the first tensor that was dropped. The unit is called again, through its gate, as a user's own
 checkpoint would call it: with the same inputs, and what contract.py promises. The tensors that the second forward
-saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is missing. The graph
-of the second forward is thrown away; gradients flow through the first.
+saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is missing: but for
+the first two times, in which what it returns is compared with what the first one has returned. The graph of the second
+forward is thrown away; gradients flow through the first.
 
 [Note: inputs on the host]
 What a call holds are its inputs, and with many units or long sequences these are most of what is left. They can be
@@ -21,6 +22,7 @@ its unit sends when it is left, and fetched for the second forward one unit ahea
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -32,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings
+from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings, differ, numbers_of
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -48,7 +50,8 @@ from sp_lightning.pipeline.torch_private import (
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-# a member's first call may make things that are used from then on; what the second changes, each one does
+# How often it is looked at what a member's forward changes, and what its second forward returns. A first call may make
+# things that are used from then on; what the second changes, each one does.
 _LOOKS = 2
 
 
@@ -61,6 +64,7 @@ class SecondForwards:
         self.stats = stats
         # how many calls of each member were looked at, by its name
         self.looks: Counter[str] = Counter()
+        self.comparisons: Counter[str] = Counter()  # the same of second forwards
         # members for which something was in the way; from then on they hold what they save
         self.unrepeatable: set[str] = set()
 
@@ -86,6 +90,7 @@ class UnitCall:
         self._look = Look(modules) if shared.looks[member.name] < _LOOKS else None
         self._surroundings = Surroundings(shared.backend.device, modules)
         self._state = self._state_of_module(self._twins)
+        self._outputs: list[Tensor] | None = None  # numbers of them, if the second forward's are compared
         # what the first forward has saved and the second has not yet
         self._gaps: Iterator[ref[Kept]] = iter(())
         self._missing = 0  # how many dropped tensors the second forward has not saved yet
@@ -127,6 +132,8 @@ class UnitCall:
         self._look = None
         if can_be_dropped:
             self._inputs.tensors.clear()
+            if self._shared.comparisons[self.member.name] < _LOOKS:
+                self._outputs = numbers_of(output)
         else:
             del self._inputs, self._surroundings
             self._bytes_with_inputs = self._bytes_before  # they are not held for it any more
@@ -219,23 +226,30 @@ class UnitCall:
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
         surroundings = self._surroundings.restored()
+        is_other = False
         try:
             with surroundings, member.computing_with(twins), torch.enable_grad(), packing:
-                member.module(*args, **kwargs)
+                output = member.module(*args, **kwargs)
+                if self._outputs is not None:
+                    shared.comparisons[member.name] += 1
+                    shared.stats.host_syncs += shared.backend.device.type != "cpu"
+                    numbers = zip(self._outputs, numbers_of(output), strict=True)
+                    is_other = any(itertools.starmap(differ, numbers))
         except Exception as error:
             # code in between may have made another exception of `_NothingMissing`
             if is_out_of_memory(error):
                 raise
-            if self._missing:
+            if self._missing or self._outputs is not None:
                 raise self._cannot(
                     f"the forward of {member.name!r} failed when it ran again in backward "
                     f"({type(error).__name__}: {error}), where it is cut off from the graph that "
                     "its inputs came from"
                 ) from error
-        if self._missing:
+        if self._missing or is_other:
             raise self._cannot(
                 f"{member.name!r} has computed something else when its forward ran again in "
-                "backward, because something outside of it has changed in between"
+                "backward, because something outside of it has changed in between (a global "
+                "variable, a closure, a class's attribute)"
             )
         shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
 
@@ -252,7 +266,7 @@ class UnitCall:
         if kept is not None and kept.misses(tensor):
             kept.fill(tensor, self._meter)
             self._missing -= 1
-            if not self._missing:
+            if not self._missing and self._outputs is None:
                 raise _NothingMissing
         return tensor
 

@@ -13,7 +13,7 @@ backward are the weights that it unpacks, and recomputation; it leaves all units
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.activations.offload import Bundle
-from sp_lightning.pipeline.calls.debug import AccessCheck
 from sp_lightning.pipeline.calls.graphs import Graph, before_backward
 from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
@@ -34,9 +33,6 @@ from sp_lightning.pipeline.window.order import Pass
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine
-
-# under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
-_COMPILES_ANEW = torch.__version__ < "2.10"
 
 
 class Calls:
@@ -56,16 +52,15 @@ class Calls:
         """Open a scope, which begins a step if it is not within another; or the last one `goes_on`, with a backward."""
         engine = self._engine
         graphs = engine.graphs
+        if graphs.scopes == 0:
+            optimizer_steps.depth = 0  # torch tells nobody of a step that ended with an exception
         # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
         with optimizer_waits():
             if graphs.scopes == 0:
                 self._begin_step(look_for_new_parameters, goes_on)
             graphs.scopes += 1
-            # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
-            is_checked = engine.options.debug and graphs.scopes == 1 and torch.is_grad_enabled()
-            is_checked &= not (engine.arrangement.compiled and _COMPILES_ANEW)
             try:
-                with engine.saved.pushed(), AccessCheck(engine) if is_checked else nullcontext():
+                with engine.saved.pushed():
                     yield
             except BaseException as error:
                 if graphs.scopes == 1 and not in_backward():
@@ -82,7 +77,7 @@ class Calls:
                     graphs.scopes -= 1
                     if graphs.scopes == 0 and not in_backward():
                         with engine.at_work:
-                            engine.window.end_step()
+                            engine.window.write_back_all()
                         graphs.begin()  # whoever still holds the old graph waits for its backward
                     engine.relax_guard()
 
@@ -149,7 +144,6 @@ class Calls:
             for member in engine.arrangement.members:
                 member.running_calls = 0
                 member.put_back_masters()
-            engine.optimizers.restore_param_groups()
             engine.backward.abandon()
             engine.backend.trace.end()
             engine.backend.drain()

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import reduce
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -59,9 +61,10 @@ class Graphs:
         for graph in self._earlier:
             graph.outdated = True
 
-    def is_waiting(self, number: int | None) -> bool:
-        """Tell whether an earlier graph still waits for its backward."""
-        return any(graph.number == number and not graph.done for graph in self._earlier)
+    def may_have_backward(self, number: int) -> bool:
+        """Tell whether a graph is being built, or waits for its backward."""
+        earlier = any(graph.number == number and not graph.done for graph in self._earlier)
+        return earlier or number == self.current.number
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
@@ -106,21 +109,16 @@ def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
         return dict(zip(inputs, found, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
-    edges = [_edge_of(each) if isinstance(each, Weight) else each for each in inputs]
-    gradients = list(torch.autograd.grad(outputs, edges, *args, **kwargs))
-    for index, weight in enumerate(inputs):
-        if isinstance(weight, Weight) and gradients[index] is not None:
+    edges = [edges_of(each) if isinstance(each, Weight) else [each] for each in inputs]
+    if any(len(of_input) > 1 for of_input in edges):  # the outputs may have used one leaf of a weight alone
+        kwargs["allow_unused"] = True
+    found = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
+    gradients: list[Tensor | None] = []
+    for each, of_input in zip(inputs, edges, strict=True):
+        parts = [part for part in islice(found, len(of_input)) if part is not None]
+        if isinstance(each, Weight) and parts:
             with without_torch_function():
-                gradients[index] = run_hooks(tensor_hooks(weight.master), gradients[index].to(weight.dtype))
+                gradient = reduce(torch.add, [part.to(each.dtype) for part in parts])
+                parts = [run_hooks(tensor_hooks(each.master), gradient)]
+        gradients.append(parts[0] if parts else None)
     return tuple(gradients)
-
-
-def _edge_of(weight: Weight) -> Any:
-    """Return what one gradient is taken with respect to."""
-    edge, *others = edges_of(weight)
-    if others:
-        raise RuntimeError(
-            f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in "
-            "this step, which used it in several ways under autocast. From the next step on it can."
-        )
-    return edge

@@ -161,20 +161,21 @@ class Guard:
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
+        window, unit = self.window, weight.unit
         if self._engine.at_work.is_forked:
             self._check_in_fork(weight)
-        elif self.in_step:
-            window, unit = self.window, weight.unit
+            return
+        if self.in_step:
             with self._engine.at_work:
                 window.finish_optimizer(unit)
                 window.finish_copies([unit])
                 window.write_back([weight])
-            # who gets an alias may write to it later: what is on the device is checked before next use
-            if writes:
-                for copied_from in {unit, weight.twin.unit}:
-                    window.note_write(copied_from)
-        elif not self.window.settled:
+        elif not window.settled:
             self._engine.settle()
+        # who gets an alias may write to it later: what is on the device is sent anew before next use
+        if writes:
+            for copied_from in {unit, weight.twin.unit}:
+                window.note_write(copied_from)
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
@@ -235,10 +236,6 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
-            # in the step of another model: no step of this one's looks for changes from now on
-            if not self.in_step:
-                for segment in unit.segments:
-                    segment.take_sample()
             return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:
@@ -252,19 +249,11 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> bool:
-        """Note that autocast casts a weight, and tell whether its values in that dtype are right (`Casts.note`)."""
-        return self._engine.learned.casts.note(weight, dtype, self._engine.graphs, builds_graph)
-
-    def make_leaf(self, weight: Weight) -> nn.Parameter:
-        """Make another leaf of a lowered weight, for another cast in the same graph."""
-        learned = self._engine.learned
-        learned.casts.used_as_is.add(id(weight.master))
-        learned.outdated = True
-        twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
-        weight.other_twins.append(twin)
-        self._engine.backward.follow_requires_grad(twin)
-        return twin.parameter
+    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> nn.Parameter:
+        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
+        engine = self._engine
+        follow = engine.backward.follow_requires_grad
+        return engine.learned.casts.note(weight, dtype, builds_graph, engine.graphs, follow)
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""

@@ -83,10 +83,7 @@ class EngineAtWork(OfOneProcess):
 
 
 class _OptimizerSteps(threading.local):
-    """The optimizer steps that this thread is in, one inside of the other; they operate on the masters themselves.
-
-    Torch tells nobody of a step that ended with an exception, so the depth is zero again when the next scope opens.
-    """
+    """The optimizer steps that this thread is in, one inside of the other; they operate on the masters themselves."""
 
     depth = 0
 
@@ -96,7 +93,10 @@ optimizer_steps = _OptimizerSteps()
 
 @contextmanager
 def optimizer_waits() -> Iterator[None]:
-    """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again."""
+    """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again.
+
+    Afterwards the depth is what it was, also if a step in the block has ended with an exception.
+    """
     depth = optimizer_steps.depth
     optimizer_steps.depth = 0
     try:

@@ -309,11 +309,14 @@ class Trace:
             self.end()
             entries = self._entries[first:]
             marks = [*self._steps[first_step:], self._backend.mark()]
-            self._recordings -= 1
-            if not self._recordings:
-                self._entries = None
-                self._backend.timed = False
-            self._backend.drain()
+            try:
+                # copies that come after a job are asked for only now, and have to be timed, too
+                self._backend.drain()
+            finally:
+                self._recordings -= 1
+                if not self._recordings:
+                    self._entries = None
+                    self._backend.timed = False
             spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
             recording.spans = sorted(spans, key=lambda span: span.begin)
             moments = [self._backend.seconds(origin.device, mark) for mark in marks]

@@ -8,6 +8,7 @@ import torch
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",  # with expandable segments
     "HIP error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",

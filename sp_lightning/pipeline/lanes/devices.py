@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.host_memory import usable_cores
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend
 from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Origin, Ticket, Worker, use_threads
@@ -125,6 +126,10 @@ class _StreamTicket(Ticket):
         return begin / 1000, end / 1000
 
 
+_PATIENCE = 3  # refusals to page-lock memory, each of which costs time
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
+
+
 class AcceleratorBackend(Backend):
     """CUDA, and any other type of device for which torch has streams and events."""
 
@@ -142,8 +147,11 @@ class AcceleratorBackend(Backend):
             # state that visits waits for memory, which would hold up other copies on their streams
             self._beside = {lane: self._api.Stream() for lane in VISITED}
         self.pins = device.type == "cuda"
+        self._refusals = 0  # to page-lock memory
         if self.pins:
             use_expandable_segments(self._up)
+            if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+                warnings.warn(_ONE_QUEUE, stacklevel=2)
 
     def _begin_work(self) -> None:
         # or waiting for an event would create a context on device 0
@@ -194,19 +202,17 @@ class AcceleratorBackend(Backend):
         return self._issue(stream, partial(self.copy, target, source))
 
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
-        ticket = _StreamTicket(*self._events())
+        # the host's thread sleeps until it is down, or it would spin beside the one that launches kernels
+        sleeps = self.device.type == "cuda" and stream in (self._down, self._beside[Lane.TO_HOST])
+        flags = {"blocking": True} if sleeps else {}
+        begin = self._api.Event(enable_timing=True) if self.timed else None
+        ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin)
         with self._api.stream(stream):
-            if ticket.begin is not None:
-                ticket.begin.record(stream)
+            if begin is not None:
+                begin.record(stream)
             job()
             ticket.event.record(stream)
         return ticket
-
-    def _events(self) -> tuple[Any, Any]:
-        """Make events for a copy's end and its beginning, which is None unless copies are timed."""
-        if self.timed:
-            return self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
-        return self._api.Event(), None
 
     @override
     def wait(self, ticket: Ticket) -> None:
@@ -234,9 +240,12 @@ class AcceleratorBackend(Backend):
     @override
     def pin(self, memory: Tensor) -> bool:
         # torch's allocator of pinned memory rounds up to a power of two: up to twice the memory (pytorch#150517)
+        if self._refusals == _PATIENCE:
+            return False
         with self._api.device(self.device):
             done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
             if not done:
+                self._refusals += 1
                 self._clear_error()
         return done
 
@@ -320,7 +329,6 @@ def make_backend(device: torch.device, host_threads: int | Literal["auto"], proc
     return AcceleratorBackend(device, poison=debug, threads=threads)
 
 
-_CORES = Path("/sys/devices/system/cpu")
 # one core in so many, and at least one, is left to the training loop and data loaders
 _SHARE_OF_LOOP = 4
 
@@ -334,14 +342,5 @@ def _threads(device: torch.device, processes: int) -> int | None:
     is_set_by_user = "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     if device.type == "cpu" or is_set_by_user:
         return None
-    if hasattr(os, "sched_getaffinity"):
-        allowed: Iterable[int] = os.sched_getaffinity(0)
-    else:
-        allowed = range(os.cpu_count() or 1)
-    siblings = [_CORES / f"cpu{number}/topology/thread_siblings_list" for number in allowed]
-    try:  # hyperthreads of one core count once
-        cores = len({file.read_text() for file in siblings})
-    except OSError:
-        cores = len(siblings)
-    cores = max(1, cores // processes)
+    cores = max(1, usable_cores() // processes)
     return max(1, cores - max(1, cores // _SHARE_OF_LOOP))

@@ -160,6 +160,7 @@ class Job(Ticket):
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
+        self.join()
         return self.began - origin.host, self.ended - origin.host
 
     @property

@@ -97,7 +97,7 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- hearing of steps
 
 
-_listeners: list[Optimizers] = []  # the last to take weights out of an optimizer puts them back first
+_listeners: list[Optimizers] = []
 _handles: list[RemovableHandle] = []
 
 
@@ -118,30 +118,46 @@ def stop_listening(listener: Optimizers) -> None:
             _handles.pop().remove()
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     optimizer_steps.depth += 1
+    stand_in = _stand_in_for(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    then_tell = partial(_call_and_tell, optimizer, stand_in, closure)  # before that there are no gradients
     if closure is None:
-        _tell(optimizer)
+        _tell(optimizer, stand_in)
+    elif len(args) > 1:
+        args = (args[0], then_tell, *args[2:])
+    else:
+        kwargs = {**kwargs, "closure": then_tell}
+    return (stand_in or optimizer, *args[1:]), kwargs
+
+
+def _stand_in_for(optimizer: Optimizer) -> Optimizer | None:
+    """Return what may step in place of an optimizer: torch tells nobody of a step that ended with an exception.
+
+    So nothing is changed that would have to be put back.
+    """
+    if why_not_by_unit(optimizer) is not None:
         return None
-    then_tell = partial(_call_and_tell, optimizer, closure)  # before that there are no gradients
-    if len(args) > 1:
-        return (args[0], then_tell, *args[2:]), kwargs
-    return args, {**kwargs, "closure": then_tell}
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    return stand_in
 
 
-def _call_and_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:
     for listener in list(_listeners):
         listener.before_closure()
     with optimizer_waits():  # the closure computes, and may do so outside of modules
         result = closure()
-    _tell(optimizer)
+    _tell(optimizer, stand_in)
     return result
 
 
-def _tell(optimizer: Optimizer) -> None:
+def _tell(optimizer: Optimizer, stand_in: Optimizer | None) -> None:
+    if stand_in is not None:
+        vars(stand_in).update(vars(optimizer))  # a closure may have changed it
     for listener in list(_listeners):
-        listener.before_step(optimizer)
+        listener.before_step(optimizer, stand_in)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

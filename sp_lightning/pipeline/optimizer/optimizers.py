@@ -1,9 +1,10 @@
 """Steps of optimizers: units are stepped while the device computes, with the numbers of a plain step.
 
 The user's own optimizer stays the owner of all state and settings. All that the engine has to know is *when* it steps,
-whoever calls it, and torch's hooks on the steps of all optimizers tell that. Weights that can be stepped unit by unit
-(kinds.py tells) are taken out of its `param_groups` while its `step()` runs, so that torch's own code steps all others
-and nothing else. Those taken out are then stepped unit by unit, on the thread for work on host memory.
+whoever calls it, and torch's hooks on the steps of all optimizers tell that. Where weights can be stepped unit by unit
+(kinds.py tells), torch's own code runs with a stand-in for the optimizer, whose `param_groups` have all others and
+nothing else; the user's keep all of them, whatever happens. Then ours are stepped unit by unit, on the thread for work
+on host memory.
 
 [Note: when a unit is stepped]
 *After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
@@ -25,9 +26,8 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -82,7 +82,7 @@ class Optimizers:
         self._kept: list[nn.Parameter] = []
         # what is decided for each, and for which parameters, by their identities
         self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Plan]] = weakref.WeakKeyDictionary()
-        self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._by_unit = False  # whether the step under way leaves weights to steps of units
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
     def work_with(
@@ -124,12 +124,12 @@ class Optimizers:
         """Whether a step calls its closure again: meanwhile an optimizer may hold tensors that lie where weights do."""
         return self._closures > 1
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
+    def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
+        """Take the weights that will be stepped unit by unit out of what steps in place of an optimizer."""
+        self._by_unit = False
         if optimizer not in self._seen and not self._accept(optimizer):
             return
         with self._at_work:
-            self.restore_param_groups()
             plan = self._plan_of(optimizer)
             for unit in plan.units:
                 if unit.users:
@@ -152,15 +152,20 @@ class Optimizers:
                 window = self._steps.window
                 window.finish_copies(unit for unit in window.units if not unit.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
-            if why_not is not None and plan.gradients and not self._follows:
+            if why_not is None and stand_in is not None:
+                self._by_unit = True
+                ours = {id(gradient.weight.master) for gradient in plan.gradients}
+                stand_in.param_groups = [
+                    {**group, "params": [each for each in group["params"] if id(each) not in ours]}
+                    for group in stand_in.param_groups
+                ]
+            elif self._follows:
+                self._steps.stream.consume(plan.gradients)  # it passes over what has none
+            elif plan.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
-                living = [each for each in chain.from_iterable(plan.others) if id(each) in self._living]
+                living = [each for each in plan.others if id(each) in self._living]
                 self.states.bring_together(optimizer, living)
-            elif plan.gradients:
-                for param_group, others in zip(optimizer.param_groups, plan.others, strict=True):
-                    self._taken_out.append((param_group, param_group["params"]))
-                    param_group["params"] = others
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
@@ -170,21 +175,20 @@ class Optimizers:
             self._steps.window.suspect_all()
             return
         with self._at_work:
-            by_unit = bool(self._taken_out)
-            self.restore_param_groups()
             self.states.take_back(optimizer)
             plan = self._plan_of(optimizer)
-            if by_unit and not self._follows:
+            if self._by_unit and not self._follows:
                 self._step(optimizer, plan)
             else:
                 for unit in plan.units:
+                    self._steps.window.note_write(unit)  # it may have kept aliases
                     self._steps.count(unit, plan)
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.acknowledge()
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
                 self._steps.stream.consume(plan.gradients)
-                self._drop_living(chain.from_iterable(plan.others))
+                self._drop_living(plan.others)
             elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
                 self._kept += parameters_of(optimizer)
             self._steps.window.suspect_all()
@@ -275,12 +279,6 @@ class Optimizers:
             self._plans[optimizer] = identities, plan
         return plan
 
-    def restore_param_groups(self) -> None:
-        """Put everything that was taken out back into the param groups."""
-        while self._taken_out:
-            param_group, parameters = self._taken_out.pop()
-            param_group["params"] = parameters
-
     # ------------------------------------------------------------------------------------------------- in backward
 
     @contextmanager
@@ -331,7 +329,6 @@ class Optimizers:
 
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
-        self.restore_param_groups()
         self._plans.clear()  # they would hold memory for state that lies elsewhere by now
         self._weights = {}
         self._living = ()

@@ -20,14 +20,12 @@ class Plan:
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
-        # for each param group, the parameters that are no weights of ours
-        self.others: list[list[nn.Parameter]] = []
+        self.others: list[nn.Parameter] = []  # that are no weights of ours
         for number, param_group in enumerate(optimizer.param_groups):
-            self.others.append([])
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
                 if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
-                    self.others[-1].append(parameter)
+                    self.others.append(parameter)
                 else:
                     self.gradients[stream.of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adadelta, Adagrad, Optimizer, Rprop
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.optim.of_torch import OnePass
@@ -22,6 +22,7 @@ from sp_lightning.pipeline.units.unit import Unit
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
+_TAKE_TWICE = (Adadelta, Adagrad, Rprop)
 # of the length of all weights, beside LBFGS's history: directions, gradients and weights of a line search
 _VECTORS_OF_LBFGS = 6
 
@@ -115,14 +116,16 @@ class States:
     def bytes_of_step(self, parameters: Collection[nn.Parameter]) -> int:
         """Return what a step of parameters that live on an accelerator takes of it meanwhile.
 
-        Torch's own code takes as much as the weights that it steps at once, unless it is fused, or goes one by one.
+        Torch's own code takes as much as the weights that it steps at once, or twice as much, unless it is fused, or
+        goes one by one.
         """
         nbytes = 0
         for optimizer in self._optimizers:
             for group in optimizer.param_groups if type(optimizer) not in OURS else ():
                 if group.get("foreach", False) is not False and not group.get("fused"):
                     own = set(map(id, group["params"]))
-                    nbytes += sum(each.nbytes for each in parameters if each.requires_grad and id(each) in own)
+                    times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
+                    nbytes += times * sum(each.nbytes for each in parameters if each.requires_grad and id(each) in own)
         return nbytes
 
     def bytes_of_visit(self, unit: Unit, fused: bool) -> tuple[int, int]:

@@ -147,7 +147,7 @@ class Visit(Ticket):
         with torch.inference_mode(False), without_torch_function():
             increment_version(weight.master for weight in self.weights)
             for of_segment in self._of_segments:
-                of_segment.segment.note_stepped(has_values=False)
+                of_segment.segment.note_stepped()
         backend = self._pieces.backend
         self._earlier = [backend.computed(), *self._copies]
         if all(ticket.done for ticket in self._after):

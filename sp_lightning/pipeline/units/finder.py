@@ -72,10 +72,14 @@ def find_units(
     parts, resident_weights = _join_sharing(tree, atoms)
     if policy is None:
         parts = _join_neighbors(tree, parts, largest)
-    units = [unit for part in parts if (unit := _make_unit(tree, part, resident_weights)).weights]
+    found = [_make_unit(tree, part, resident_weights) for part in parts]
+    units = [unit for unit in found if unit.weights]
     streamed = {weight for unit in units for weight in unit.weights}
     rest = Unit("resident", resident=True)
     rest.weights = [weight for weight in tree.weights.values() if weight not in streamed]
+    rest.members = [member for unit in found if not unit.weights for member in unit.members]
+    for member in rest.members:  # they are called as before their weights were used outside of them
+        member.unit = rest
     for unit in [*units, rest]:
         for weight in unit.weights:
             weight.unit = unit
@@ -251,7 +255,7 @@ def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) ->
 
     Those of the latter that own no weights are returned: they have no unit, and their calls open a step.
     """
-    members = [member for unit in units for member in unit.members]
+    members = [member for unit in (*units, resident) for member in unit.members]
     have_gates = {id(member.module) for member in members}
     unit_around = {id(inner): member.unit for member in members for inner in member.module.modules()}
     covered = set(unit_around)

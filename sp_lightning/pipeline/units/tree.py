@@ -40,13 +40,16 @@ class Tree:
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
         self._split = {id(module) for module in split}
         self._collect_weights()
-        kept = set(used_outside) | set(map(id, self._named(resident)))
+        named = set(map(id, self._named(resident)))
+        kept = named.union(used_outside)
         self.resident = {weight for key, weight in self.weights.items() if key in kept}
         for key, weight in list(self.weights.items()):
             if weight in self.resident and isinstance(weight, QuantizedWeight):
                 # nobody notices uses outside of its module
                 del self.weights[key]
                 self.unmanaged[weight.name] = weight.master
+        # also those that are used outside: whatever these are, the tree is divided in the same way
+        self._streams = self.weights.keys() - named
         self._bytes = {id(module): self._bytes_to_stream(module) for module in root.modules()}
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
@@ -55,7 +58,7 @@ class Tree:
         return [self.weights[id(p)] for p in module.parameters() if id(p) in self.weights]
 
     def _bytes_to_stream(self, module: nn.Module) -> int:
-        return sum(weight.nbytes for weight in self.weights_of(module) if weight not in self.resident)
+        return sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in self._streams)
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""

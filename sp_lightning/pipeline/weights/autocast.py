@@ -10,8 +10,9 @@ leaf sees each operation that it is given to. It passes as the operand of what a
 as autocast's cache would have one cast of it. Whatever else a program does with a lowered weight gets it in its own
 dtype at once, which is how it is sent from then on. So numbers are those of plain autocast in every step.
 
-Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, that gets a leaf of its
-own over the same memory, and the weight is sent as it is from the next arrangement on.
+Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, or an earlier graph that
+may share its backward has one, this cast gets a leaf of its own over the same memory, and the weight is sent as it is
+from the next arrangement on.
 
 Code that torch compiles tells nothing, so no weight of a model with such code is lowered.
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +31,12 @@ from torch.nn import functional as F
 from sp_lightning.pipeline.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import (
     explain_graph_break,
-    graph_task,
     in_backward,
     running_node,
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.calls.graphs import Graphs
@@ -65,7 +64,6 @@ _NAMES = (
 )  # fmt: skip
 CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
 _OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
-_NUMBER = "superpipeline's cache"  # a key in a node's metadata
 
 
 class Casts:
@@ -76,7 +74,6 @@ class Casts:
         self.used_as_is: set[int] = set()  # masters that are used in their own dtype, be it besides
         self.has_news = False  # whether a step has shown another one that can be sent lowered
         self._probe: nn.Parameter | None = None
-        self._numbers = count()
 
     def choose_dtypes(self, module: nn.Module, sent_together: Iterable[Sequence[Weight]], dtype: torch.dtype) -> None:
         """Decide which weights are sent in autocast's dtype, and of which a step has to show how they are used."""
@@ -94,47 +91,61 @@ class Casts:
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
-    def note(self, weight: Weight, dtype: torch.dtype, graphs: Graphs, builds_graph: bool) -> bool:
+    def note(
+        self, weight: Weight, dtype: torch.dtype, builds_graph: bool, graphs: Graphs, follow: Callable[[Twin], None]
+    ) -> nn.Parameter:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
-        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype. Tell whether the
-        graph that is being built has no other cast of it: autocast's cache may have the first one.
+        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype. Return the leaf
+        to cast, all of whose gradients come out of this cast; `follow` gets another twin if that needs one.
         """
         is_new = id(weight.master) not in self.lowered and id(weight.master) not in self.used_as_is
+        leaf = weight.twin.parameter
         if builds_graph:
-            again = in_backward()
-            graph = graph_task() if again else graphs.current.number
-            cast = graph, self._number_of_cache(weight.twin.data.device)
-            earlier = weight.casts.get(again)
-            weight.casts[again] = cast
-            if earlier is not None and earlier[0] == graph:
-                return cast[1] is not None and earlier == cast
-            # an earlier graph waits for its backward, which may add gradients of its cast up with those of this one
-            adds_up = not again and earlier is not None and graphs.is_waiting(earlier[0])
-            weight.cast_to = None if adds_up or id(weight.master) in self.used_as_is else dtype
+            leaf = self._leaf_of_cast(weight, dtype, graphs, follow)
         if builds_graph or not weight.master.requires_grad:
             self.lowered.add(id(weight.master))
             self.has_news |= is_new
-        return True
+        return leaf
 
-    def _number_of_cache(self, device: torch.device) -> int | None:
-        """Return a number that is another one whenever autocast's cache was emptied; None if it does without it.
+    def _leaf_of_cast(
+        self, weight: Weight, dtype: torch.dtype, graphs: Graphs, follow: Callable[[Twin], None]
+    ) -> nn.Parameter:
+        leaf = weight.twin.parameter
+        cast = self._cast_in_cache(weight.twin.data.device)
+        # a backward may add gradients of these up with those of this cast
+        in_graphs = {key: used for key, used in weight.casts.items() if graphs.may_have_backward(key[0])}
+        same = [used for (_, other), used in in_graphs.items() if other is cast]
+        if same:
+            leaf = same[0]
+        elif any(used is leaf for used in in_graphs.values()):
+            self.used_as_is.add(id(weight.master))
+            weight.cast_to = None
+            if weight.lowered:
+                self.has_news = True
+                twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
+                weight.other_twins.append(twin)
+                follow(twin)
+                leaf = twin.parameter
+        elif id(weight.master) not in self.used_as_is:
+            weight.cast_to = dtype
+        weight.casts = {**in_graphs, (graphs.current.number, cast): leaf}
+        return leaf
 
-        Autocast has one cast of each weight until its outermost scope ends, and nothing tells of that. So a parameter
-        of our own is cast, too: its cast is the same as long as it is in the cache, and has the number.
+    def _cast_in_cache(self, device: torch.device) -> object:
+        """Return what is the same for as long as autocast has one cast of each weight: no other without its cache.
+
+        With it, it has one until its outermost scope ends, and nothing tells of that. So a parameter of our own is
+        cast, too: the node of its cast is the same as long as that is in the cache.
         """
         if not torch.is_autocast_cache_enabled():
-            return None
+            return object()
         if self._probe is None:
             self._probe = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
         nothing = self._probe.detach()[:, :0]
         # it saves nothing for backward
         product: Any = torch.addmm(self._probe, nothing, nothing.t()).grad_fn
-        metadata = product.next_functions[0][0].metadata
-        if _NUMBER not in metadata:
-            metadata[_NUMBER] = next(self._numbers)
-        number: int = metadata[_NUMBER]
-        return number
+        return product.next_functions[0][0]
 
 
 def weights_of_cast_layers(module: nn.Module) -> set[int]:
@@ -210,9 +221,7 @@ class LoweredParameter(EagerLeaf):
         if self.dtype is not weight.compute_dtype:
             return self._as_is()  # it was served, and may have been changed since
         builds_graph = self.requires_grad and torch.is_grad_enabled()
-        if guard.note_cast(weight, dtype, builds_graph):
-            return self
-        return guard.make_leaf(weight) if weight.lowered else self._as_is()
+        return guard.note_cast(weight, dtype, builds_graph)
 
 
 explain_graph_break(

@@ -7,9 +7,9 @@ in which they are kept are sent from where their masters lie. Of a segment that 
 that is sent lie together beside the masters, written once per change of these.
 
 [Note: epochs]
-A segment's epoch grows with every change of its masters: an optimizer's step, a write that torch counts, one that a
-sample shows, other memory (`p.data = ...`). It notes which epoch lies in its place on the device. So beside adapters
-that are stepped, a frozen base that still lies there is not sent again.
+A segment's epoch grows with every change of its masters: an optimizer's step, a write that torch counts, an alias that
+somebody takes and may write to (`p.data`), other memory (`p.data = ...`). It notes which epoch lies in its place on the
+device. So beside adapters that are stepped, a frozen base that still lies there is not sent again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from sp_lightning.pipeline.weights.weight import Weight
 NOTHING = -1  # no epoch
 STAGING_BUFFERS = 2  # one is filled while the other leaves
 MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
-_SAMPLED = 224  # words of a segment: each costs a cache miss
-_LEAST_SAMPLED = 4  # of a weight
-_WORD = 4  # bytes
 
 
 class Segment:
@@ -76,39 +73,27 @@ class Segment:
         self._replacements = sum(weight.replacements for weight in self.weights)
         # whether a master was changed by something else than a step, since this was last asked
         self.is_edited = False
-        self._sample: Tensor | None = None
         self._look()
-        with torch.inference_mode(False):
-            self._words = self.memory.bytes[: self.memory.nbytes // _WORD * _WORD].view(torch.int32)
-        self._sampled = _words_to_sample(self.weights, self._words)
 
     def leave_memory(self) -> None:
         """Let go of the memory: another arrangement has its weights now, on the host or on the device."""
         self.copies.clear()
-        self._words = self._words.new_empty(0)
-        self._sample = None
 
     # -------------------------------------------------------------------------------------------------- their changes
 
     def check(self) -> None:
-        """Note changes of masters since the last look, if they were sent, also changes that torch does not count."""
+        """Note changes of masters since the last look, as far as torch counts them (guard.py notes the others)."""
         before = self._versions
         is_changed = self._look()
         if is_changed and self.is_followed:
             self._refuse_writes(before)
-        if self.lying == NOTHING and not self.sends_copies:
-            self._sample = None
-        elif not is_changed and self._sample is not None:
-            is_changed = not torch.equal(self._words.take(self._sampled), self._sample)
         if is_changed:
-            self.is_edited = True
-            self.note_change()
+            self.note_edit()
 
     def note_written_back(self) -> None:
         """Note that a master has got what lies on the device."""
         self._look()
         self.is_edited = True
-        self._sample = None
 
     def _look(self) -> bool:
         """Look at masters, and tell whether these have changed since the last look, or may have.
@@ -133,24 +118,19 @@ class Segment:
             raise written_by_follower(written[0])
         self._replacements = replacements
 
+    def note_edit(self) -> None:
+        """Note that masters have changed, or may be about to, by something else than a step."""
+        self.is_edited = True
+        self.note_change()
+
     def note_change(self) -> None:
         """Note that masters have changed, or that an optimizer is about to step them."""
         self.epoch += 1
-        self._sample = None
 
-    def note_stepped(self, has_values: bool = True) -> None:
-        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them.
-
-        If it does not have the values yet, they are on their way from the device.
-        """
+    def note_stepped(self) -> None:
+        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them."""
         self._look()
         self._copied_epoch = self.epoch
-        self._sample = self._words.take(self._sampled) if has_values else None
-
-    def take_sample(self) -> None:
-        """Remember some of the masters' elements, so that a change which torch does not count shows."""
-        if self._sample is None:
-            self._sample = self._words.take(self._sampled)
 
     # ----------------------------------------------------------------------------------------------------- the copies
 
@@ -164,7 +144,6 @@ class Segment:
                     copy.copy_(weight.host)
         if not stepped:
             self._copied_epoch = self.epoch
-            self.take_sample()
 
     def pieces(self) -> list[tuple[Tensor, Tensor]]:
         """Return what to send, with where it goes: all in one piece, unless masters lie elsewhere."""
@@ -296,20 +275,3 @@ def gradient_bytes(weights: Iterable[Weight]) -> int:
     """Return the bytes of the gradients of a unit's weights, as they are sent to the host, with their norms."""
     trained = [weight for weight in weights if weight.master.requires_grad]
     return GradientLayout(trained, [weight.gradient_dtype for weight in trained]).nbytes
-
-
-def _words_to_sample(weights: Sequence[Weight], words: Tensor) -> Tensor:
-    """Choose the words that are sampled, by index: some of every weight, spread over it."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = [torch.empty(0, dtype=torch.long, device="cpu")]
-    most = max(_LEAST_SAMPLED, _SAMPLED // max(1, len(weights)))
-    for weight in weights:
-        begin = (weight.home.data_ptr() - words.data_ptr()) // _WORD
-        size = -(-weight.home.nbytes // _WORD)
-        count = min(most, size)
-        # one word at random from each of so many stretches of the same length
-        stretches = torch.arange(count, dtype=torch.float64, device="cpu")
-        inside = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
-        places = (stretches + inside) * (size / max(count, 1))
-        chosen.append(begin + places.long().clamp(max=size - 1))
-    return torch.cat(chosen)

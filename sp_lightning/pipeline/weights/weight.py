@@ -128,8 +128,8 @@ class Weight:
         # the dtype that autocast casts it to, if a graph has just one cast of it and no other use; else None
         self.cast_to: torch.dtype | None = None
         self.leaf_class: type[nn.Parameter] = EagerLeaf
-        # the last cast of it by autocast, in a forward (False) and in a backward: in which graph, out of which cache
-        self.casts: dict[bool, tuple[int, int | None]] = {}
+        # which leaf autocast has cast: in the graph of this number, with the gradients of this cast
+        self.casts: dict[tuple[int, object], nn.Parameter] = {}
         # what code outside of the engine finds at its master; None when detached
         self.guard: Guard | None = None
         self.replacements = 0  # how often the master was found in other memory

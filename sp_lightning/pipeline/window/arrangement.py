@@ -215,9 +215,9 @@ class Arrangement:
         self.is_pinned = all(segment.source.pinned for segment in self.segments if segment.nbytes)
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
-                "Some host memory could not be page-locked (a limit of the system or the "
-                "container, see `ulimit -l`). "
-                "Copies of it are slow.",
+                "Some host memory could not be page-locked: WSL, and some containers, allow little "
+                "of it. Copies of the rest are slow, and do not run while the device computes. Linux "
+                "by itself has no such limit; `pin_memory=False` page-locks nothing, without this warning.",
                 stacklevel=2,
             )
         for unit in self.in_window:

@@ -77,14 +77,6 @@ class Window:
                     self._load(unit)
         self.prefetch()
 
-    def end_step(self) -> None:
-        """Remember samples of what stays on the device, so that edits past versions show in the next step."""
-        self.write_back_all()
-        for unit in self.units:
-            if unit.residency is not Residency.ABSENT and not self._is_being_stepped(unit):
-                for segment in unit.segments:
-                    segment.take_sample()
-
     def edited(self) -> list[str]:
         """Return the first weight of each segment whose masters were changed, not by a step, since this was asked."""
         self.suspect_all()
@@ -116,7 +108,7 @@ class Window:
         """Treat this unit's masters as changed: someone may be about to write to them."""
         unit.suspect = True
         for segment in unit.segments:
-            segment.note_change()
+            segment.note_edit()
 
     def abandon(self) -> None:
         """After an exception: treat every unit as absent, with no call inside."""
@@ -199,7 +191,9 @@ class Window:
                 segment.note_change()
         unit.suspect = False
         for other in unit.apart:
-            self.note_write(other)
+            other.suspect = True
+            for segment in other.segments:
+                segment.note_change()
 
     def finish_optimizer(self, unit: Unit) -> None:
         """Wait until the optimizer is done with the unit's masters; an error of its step is raised here."""
@@ -212,9 +206,6 @@ class Window:
         finally:
             if work.done:  # not if an interrupt has ended the wait
                 unit.being_stepped = None
-        if unit.visits:
-            for segment in unit.segments:
-                segment.take_sample()
 
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
         """Return the tickets of copies that may still read these units' masters, used or not."""

@@ -3,71 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
-from sp_lightning.pipeline.units.unit import Member
+from ...helpers import attached
 
 
-class Keeper:
-    """A pipeline that writes down whose calls it saw."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.calls.append(member.name)
-        return forward(*args, **kwargs)
-
-
-class Gated:
-    """A module that is a gate until the test ends."""
-
-    def __init__(self) -> None:
-        self.keeper = Keeper()
-        self.members: list[Member] = []
-
-    def __call__(self, module: nn.Module, name: str = "unit") -> nn.Module:
-        self.members.append(Member(name, module, None))
-        install_gate(self.members[-1], self.keeper)
-        return module
-
-    def remove(self) -> None:
-        for member in self.members:
-            remove_gate(member)
-
-
-@pytest.fixture
-def gated() -> Iterator[Gated]:
-    made = Gated()
-    yield made
-    made.remove()
-
-
-def test_a_gate_looks_like_the_plain_class(gated: Gated) -> None:
+def test_a_gate_looks_like_the_plain_class() -> None:
     plain = nn.Linear(2, 3)
-    gate = gated(nn.Linear(2, 3))
-    assert isinstance(gate, nn.Linear)
-    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
-        assert getattr(type(gate), attribute) == getattr(type(plain), attribute)
-    assert repr(gate) == repr(plain)
-    assert gate.__class__ is nn.Linear
-    assert type(gate) is not nn.Linear
-    assert type(gated(nn.Linear(3, 3))) is type(gate), "one class for each plain class"
-    assert type(copy.copy(gate)) is nn.Linear
-    gated.remove()
-    assert type(gate) is nn.Linear
-    gated.remove()
-    assert type(gate) is nn.Linear
+    with attached(model := nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), units=nn.Linear) as pipe:
+        gate, other = model
+        assert isinstance(gate, nn.Linear)
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(type(gate), attribute) == getattr(type(plain), attribute)
+        assert repr(gate) == repr(plain)
+        assert gate.__class__ is nn.Linear
+        assert type(gate) is not nn.Linear
+        assert type(other) is type(gate), "one class for each plain class"
+        assert type(copy.copy(gate)) is nn.Linear
+        for _ in range(2):
+            pipe.detach()
+            assert type(gate) is nn.Linear
 
 
-def test_super_of_the_class_of_self(gated: Gated) -> None:
+def test_super_of_the_class_of_self() -> None:
     """Instead of `super()`, which works as long as nobody derives from the class."""
 
     class Derived(nn.Linear):
@@ -76,7 +38,8 @@ def test_super_of_the_class_of_self(gated: Gated) -> None:
 
     module = Derived(2, 2)
     expected = module(torch.ones(1, 2))
-    assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
+    with attached(module, units=Derived):
+        assert torch.equal(module(torch.ones(1, 2)), expected)
 
 
 class Doubled(nn.Module):
@@ -86,58 +49,52 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "while-attached"])
-def test_a_parametrization_survives_detach(gated: Gated, before: bool) -> None:
-    """torch puts a subclass of its own on the module: ours is taken out from under it, its stays."""
-    module = nn.Linear(2, 2, bias=False)
-    weight = module.weight.detach().clone()
-    if before:
-        parametrize.register_parametrization(module, "weight", Doubled())
-    gated(module)
-    if not before:
-        parametrize.register_parametrization(module, "weight", Doubled())
-    for _ in range(2):
-        assert torch.equal(module.weight, 2 * weight)
-        assert torch.equal(module(torch.eye(2)), 2 * weight.t())
-        assert parametrize.is_parametrized(module, "weight")
-        gated.remove()
-    assert not hasattr(module, "_superpipeline_plain")
-    parametrize.remove_parametrizations(module, "weight")
-    assert torch.equal(module.weight, 2 * weight)
-
-
-@pytest.mark.parametrize("remove_while_attached", [True, False])
-def test_parametrizations_are_removed_one_by_one(gated: Gated, remove_while_attached: bool) -> None:
-    """torch deletes their properties from the module's class, and at the end goes back to the class below it."""
-    module = nn.Linear(2, 2)
+@pytest.mark.parametrize("removed", ["attached", "detached"])
+@pytest.mark.parametrize("made", ["before", "attached"])
+def test_parametrizations_come_and_go(made: str, removed: str) -> None:
+    """torch puts a subclass of its own on the module, whose properties it deletes one by one: ours goes, its stays."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module, names = model[0], ("weight", "bias")
     expected = nn.functional.linear(torch.eye(2), 2 * module.weight, 2 * module.bias).detach()
-    for name in ("weight", "bias"):
-        parametrize.register_parametrization(module, name, Doubled())
-    for _ in range(3):
-        gated.remove()
-        gated(module)
-    assert not hasattr(copy.deepcopy(module), "_superpipeline_plain")
-    if not remove_while_attached:
-        gated.remove()
-    for name in ("weight", "bias"):
-        parametrize.remove_parametrizations(module, name)
+
+    def parametrized() -> None:
+        for name in names:
+            parametrize.register_parametrization(module, name, Doubled())
+
+    def plain_again() -> None:
+        for name in names:
+            parametrize.remove_parametrizations(module, name)
+            assert torch.equal(module(torch.eye(2)), expected)
+
+    if made == "before":
+        parametrized()
+    for number in range(2):
+        with attached(model, units=nn.Linear) as pipe:
+            if made == "attached" and not number:
+                parametrized()
+            assert torch.equal(module(torch.eye(2)), expected)
+            assert parametrize.is_parametrized(module, "weight")
+            assert torch.equal(copy.deepcopy(module)(torch.eye(2)), expected)
+            if removed == "attached" and number:
+                plain_again()
+            assert pipe.stats.loads > 0
         assert torch.equal(module(torch.eye(2)), expected)
-    assert len(gated.keeper.calls) == 2 * remove_while_attached
-    gated.remove()
+    if removed == "detached":
+        plain_again()
     assert type(module) is nn.Linear
 
 
-def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
+def test_a_graph_module_may_be_recompiled() -> None:
     """It writes `__call__` into its class, as torchvision's feature extractors do whenever they change their mode."""
-    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    gate = gated(traced)
-    for node in gate.graph.nodes:
-        if node.op == "output":
-            node.args = (node.args[0].args[0],)  # without the ReLU
-    gate.recompile()
+    gate = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     x = torch.ones(1, 2)
-    assert torch.equal(gate(x), gate.get_submodule("0")(x))
-    assert gated.keeper.calls == ["unit"]
-    gated.remove()
-    assert torch.equal(gate(x), gate.get_submodule("0")(x))
-    assert gated.keeper.calls == ["unit"]
+    with attached(nn.Sequential(gate, nn.Linear(2, 2)), units=torch.fx.GraphModule) as pipe:
+        for node in gate.graph.nodes:
+            if node.op == "output":
+                node.args = (node.args[0].args[0],)  # without the ReLU
+        gate.recompile()
+        y = gate(x)
+        assert pipe.stats.loads == 1
+    layer = gate.get_submodule("0")
+    assert torch.equal(y, layer(x))
+    assert torch.equal(gate(x), y)

@@ -1,9 +1,9 @@
-"""Masters: what goes to the device in a step, what stays on the host, and who waits between steps."""
+"""Masters: what goes to the device in a step, what stays on the host, and what is written there."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,130 +11,80 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.calls.guard import Guard
-from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline import Pipeline
 
-from ..parts import place
+from ...helpers import attached
+from ..parts import RecordingBackend
 
-
-class Owner(Guard):
-    """A guard that writes down what it was asked for."""
-
-    def __init__(self, weights: list[Weight]) -> None:
-        arrangement, window = SimpleNamespace(weights=weights), SimpleNamespace(settled=True)
-        self.engine = SimpleNamespace(arrangement=arrangement, window=window, device=torch.device("cpu"))
-        super().__init__(self.engine)  # type: ignore[arg-type]
-        self.served: list[str] = []
-        self.written: list[str] = []
-        self.looked_at: list[str] = []
-        self.gradients: list[str] = []
-
-    def before_access(self, weight: Weight, writes: bool = False) -> None:
-        if self.in_step or not self.window.settled:
-            self.looked_at.append(weight.name)
-        if self.in_step and writes:
-            self.written.append(weight.name)
-
-    def before_gradient(self, weight: Weight, reads: bool) -> None:
-        self.gradients.append(f"{weight.name} {'read' if reads else 'dropped'}")
-
-    def serve(self, weight: Weight) -> nn.Parameter:
-        self.served.append(weight.name)
-        return weight.twin.parameter
-
-
-class Scene:
-    """Two guarded weights in a step: masters of ones on the host, twins of twos on the "device"."""
-
-    def __init__(self) -> None:
-        self.placed = place([torch.ones(3, 3), torch.ones(3)])
-        for twin in self.placed.twins:
-            twin.data.fill_(2)
-        self.w, self.b = (weight.master for weight in self.placed.weights)
-        self.guard = self.owner = Owner(self.placed.weights)
-        self.guard.install()
-        self.guard.in_step = True
+X = torch.linspace(-1, 1, 6).view(2, 3)
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    optimizer_steps.depth = 0  # of a test before that was interrupted in one
-    made = Scene()
-    yield made
-    made.guard.remove()
-    assert {type(made.w), type(made.b)} == {nn.Parameter}
-    assert not optimizer_steps.depth
+def pipe() -> Iterator[Pipeline]:
+    """All lie on the device already. `debug` fails on operations that mix a master with what is on the device."""
+    with attached(nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]), k=4, units=nn.Linear) as pipe:
+        pipe.module(X).sum().backward()
+        pipe.module.zero_grad()
+        yield pipe
+    assert {type(parameter) for parameter in pipe.module.parameters()} == {nn.Parameter}
 
 
-COMPUTES: list[Callable[[Scene], Any]] = [
-    lambda s: s.w + 1,
-    lambda s: 1 + s.w,
-    lambda s: torch.ones(1, 3) @ s.w,
-    lambda s: F.linear(torch.ones(1, 3), s.w, s.b),
-    lambda s: F.embedding(torch.tensor([0]), s.w),
-    lambda s: s.w.sum(),
-    lambda s: s.w.t(),
-    lambda s: s.w.T,
-    lambda s: s.w[0],
-    lambda s: s.w.view(-1),
-    lambda s: s.w.to(torch.float64),
-    lambda s: s.w.float(),
-    lambda s: s.w == 2,
-    lambda s: torch.cat([s.w, s.w]),
-    lambda s: torch.einsum("ij,j->i", s.w, s.b),
-    lambda s: torch.add(torch.ones(3), other=s.b),
-    lambda s: torch.ones(3).add_(s.b),
-    lambda s: torch._foreach_mul([s.w, s.b], 2.0)[0],
-    lambda s: s.w.type(torch.float64),
+def resident_from_the_next_step_on(pipe: Pipeline) -> tuple[str, ...]:
+    for _ in range(2):  # a step that uses it shows what it needs
+        with pipe.step():
+            pipe.module(X)
+    return pipe.summary().resident
+
+
+COMPUTES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda w, b: w + 1,
+    lambda w, b: 1 + w,
+    lambda w, b: torch.ones(1, 3) @ w,
+    lambda w, b: F.linear(torch.ones(1, 3), w, b),
+    lambda w, b: F.embedding(torch.tensor([0]), w),
+    lambda w, b: w.sum(),
+    lambda w, b: w.t(),
+    lambda w, b: w.T,
+    lambda w, b: w[0],
+    lambda w, b: w.view(-1),
+    lambda w, b: w.to(torch.float64),
+    lambda w, b: w.float(),
+    lambda w, b: w == 2,
+    lambda w, b: torch.cat([w, w]),
+    lambda w, b: torch.einsum("ij,j->i", w, b),
+    lambda w, b: torch.add(torch.ones(3), other=b),
+    lambda w, b: torch.ones(3).add_(b),
+    lambda w, b: torch._foreach_mul([w, b], 2.0)[0],
+    lambda w, b: w.type(torch.float64),
 ]
 
-ON_THE_HOST: list[Callable[[Scene], Any]] = [
-    lambda s: s.w.shape,
-    lambda s: s.w.size(0),
-    lambda s: s.w.dtype,
-    lambda s: s.w.numel(),
-    lambda s: s.w.dim(),
-    lambda s: len(s.w),
-    lambda s: s.w.stride(),
-    lambda s: s.w.data_ptr(),
-    lambda s: s.w.requires_grad,
-    lambda s: s.w.requires_grad_(True),
-    lambda s: s.w.is_leaf,
-    lambda s: s.w._version,
-    lambda s: s.w.grad,
-    lambda s: setattr(s.w, "grad", None),
-    lambda s: setattr(s.w, "requires_grad", True),
-    lambda s: s.w.untyped_storage(),
-    lambda s: s.w.is_floating_point(),
-    lambda s: repr(s.w),
-    lambda s: hash(s.w),
-    lambda s: s.w.tolist(),
-    lambda s: s.w.detach().numpy(),
-    lambda s: s.w.detach().cpu(),
-    lambda s: s.w.register_hook(print),
-    lambda s: isinstance(s.w, nn.Parameter),
-    lambda s: {s.w: 1}[s.w],
+ON_THE_HOST: list[Callable[[nn.Parameter], Any]] = [
+    lambda w: w.shape,
+    lambda w: w.size(0),
+    lambda w: w.dtype,
+    lambda w: w.numel(),
+    lambda w: w.dim(),
+    lambda w: len(w),
+    lambda w: w.stride(),
+    lambda w: w.data_ptr(),
+    lambda w: w.requires_grad,
+    lambda w: w.requires_grad_(True),
+    lambda w: w.is_leaf,
+    lambda w: w._version,
+    lambda w: w.grad,
+    lambda w: setattr(w, "grad", None),
+    lambda w: setattr(w, "requires_grad", True),
+    lambda w: w.untyped_storage(),
+    lambda w: w.is_floating_point(),
+    lambda w: repr(w),
+    lambda w: hash(w),
+    lambda w: w.tolist(),
+    lambda w: w.detach().numpy(),
+    lambda w: w.detach().cpu(),
+    lambda w: w.register_hook(print),
+    lambda w: isinstance(w, nn.Parameter),
+    lambda w: {w: 1}[w],
 ]
-
-
-@pytest.mark.parametrize("work", COMPUTES)
-def test_computing_goes_to_the_device(scene: Scene, work: Callable[[Scene], Any]) -> None:
-    """In whatever argument the master is: the values are the twin's."""
-    result = work(scene)
-    assert scene.owner.served
-    assert scene.owner.written == []
-    scene.w, scene.b = (twin.parameter for twin in scene.placed.twins)  # type: ignore[assignment]
-    assert torch.equal(result, work(scene))
-    scene.w, scene.b = (weight.master for weight in scene.placed.weights)
-
-
-@pytest.mark.parametrize("work", ON_THE_HOST)
-def test_reading_attributes_reads_the_master(scene: Scene, work: Callable[[Scene], Any]) -> None:
-    work(scene)
-    assert scene.owner.served == []
-    assert scene.w.dtype is torch.float32
-
 
 WRITES: list[Callable[[Tensor], Any]] = [
     lambda w: w.copy_(torch.zeros(3, 3)),
@@ -143,71 +93,69 @@ WRITES: list[Callable[[Tensor], Any]] = [
     lambda w: w.__setitem__(0, 5.0),
     lambda w: w.__iadd__(1),
     lambda w: w.__imul__(2),
-    lambda w: w.clamp_(0, 0.5),
+    lambda w: w.clamp_(0, 0.1),
     lambda w: w.data.mul_(3),
     lambda w: setattr(w, "data", torch.zeros(3, 3)),
-    lambda w: nn.init.normal_(w),
+    lambda w: nn.init.constant_(w, 0.3),
     lambda w: torch._foreach_mul_([w], 2.0),
     lambda w: torch._foreach_mul_([torch.ones(2), w], 2.0),
     lambda w: torch.add(torch.zeros(3, 3), 5, out=w),
 ]
 
 
+@pytest.mark.parametrize("work", COMPUTES)
+def test_computing_goes_to_the_device(pipe: Pipeline, work: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """In whatever argument the master is; from the next step on the weight stays there."""
+    weight, bias = pipe.module[1].weight, pipe.module[1].bias
+    expected = work(weight.detach().clone(), bias.detach().clone())
+    with pipe.step():
+        assert torch.equal(work(weight, bias), expected)
+    assert set(resident_from_the_next_step_on(pipe)) & {"1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("work", ON_THE_HOST)
+def test_reading_attributes_reads_the_master(pipe: Pipeline, work: Callable[[nn.Parameter], Any]) -> None:
+    weight = pipe.module[1].weight
+    with pipe.step():
+        work(weight)
+        assert weight.dtype is torch.float32
+    assert resident_from_the_next_step_on(pipe) == ()
+
+
 @pytest.mark.parametrize("write", WRITES)
-@torch.no_grad()
-def test_writing_in_place_changes_the_master(scene: Scene, write: Callable[[Tensor], Any]) -> None:
-    """The engine is told, so that the device gets the new values."""
-    write(scene.w)
-    assert scene.owner.written == ["unit.0"]
-    assert scene.owner.served == []
-    scene.guard.in_step = False
-    assert not torch.equal(scene.w, torch.ones(3, 3))
-    assert scene.placed.twins[0].data.eq(2).all()
+def test_writing_in_place_changes_the_master(pipe: Pipeline, write: Callable[[Tensor], Any]) -> None:
+    """The device gets the new values."""
+    plain = copy.deepcopy(pipe.module)
+    with torch.no_grad(), pipe.step():
+        write(pipe.module[1].weight)
+        write(plain[1].weight)
+        assert torch.equal(pipe.module(X), plain(X))
+    assert torch.equal(pipe.module[1].weight, plain[1].weight)
+    assert resident_from_the_next_step_on(pipe) == ()
 
 
-def test_the_device_of_a_weight_is_the_compute_device(scene: Scene) -> None:
+def test_the_device_of_a_weight_is_the_compute_device() -> None:
     """transformers places inputs by its first parameter's device."""
-    scene.owner.engine.device = torch.device("meta")
-    assert scene.w.device.type == "meta"
-    assert not scene.w.is_cpu
-    scene.guard.in_step = False
-    assert scene.w.is_cpu
+    pipeline = Pipeline(layer := nn.Linear(3, 3), "meta:0", backend=RecordingBackend())
+    with pipeline.step():
+        assert layer.weight.device.type == "meta"
+        assert not layer.weight.is_cpu
+    assert layer.weight.is_cpu
+    pipeline.detach()
 
 
-def test_gradients_are_asked_of_the_leaf_in_the_graph(scene: Scene) -> None:
+def test_gradients_are_asked_of_the_leaf_in_the_graph(pipe: Pipeline) -> None:
     """autograd.grad(loss, masters): the graph was built on the twins. Hooks on the masters run."""
-    scene.w.register_hook(lambda gradient: 2 * gradient)
-    for twin in scene.placed.twins:
-        twin.parameter.requires_grad_()
-    loss = (scene.placed.twins[0].parameter * 3).sum()
-    (gradient,) = torch.autograd.grad(loss, [scene.w], retain_graph=True)
-    assert gradient.eq(6).all()
-    if torch.__version__ >= "2.14":  # older ones know no dictionaries
-        assert torch.autograd.grad(loss, {"b": scene.b}, allow_unused=True, retain_graph=True) == {"b": None}
-    with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        torch.autograd.grad(loss, scene.b)
-    assert scene.owner.served == []
-
-
-def test_masters_are_masters_while_an_optimizer_steps(scene: Scene) -> None:
-    """Also one that steps by another (SAM, Lookahead); a closure computes on the device again."""
-    optimizer_steps.depth += 1
-    optimizer_steps.depth += 1
-    optimizer_steps.depth -= 1
-    assert (scene.w + 1).eq(2).all()
-    with optimizer_waits():
-        assert (scene.w + 1).eq(3).all()
-    assert (scene.w + 1).eq(2).all()
-    optimizer_steps.depth -= 1
-    assert (scene.w + 1).eq(3).all()
-
-
-@pytest.mark.parametrize("in_step", [True, False])
-def test_gradients_are_asked_for(scene: Scene, in_step: bool) -> None:
-    """Only that one, and whether it is read or replaced."""
-    scene.guard.in_step = in_step
-    _ = scene.w.grad
-    scene.w.grad = torch.ones(3, 3)
-    del scene.w.grad
-    assert scene.owner.gradients == ["unit.0 read", "unit.0 dropped", "unit.0 dropped"]
-    assert scene.owner.looked_at == []
+    plain = copy.deepcopy(pipe.module)
+    weight = pipe.module[1].weight
+    weight.register_hook(lambda gradient: 2 * gradient)
+    (expected,) = torch.autograd.grad(plain(X).sum(), [plain[1].weight])
+    with pipe.step():
+        loss = pipe.module(X).sum()
+        (gradient,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        assert torch.equal(gradient, 2 * expected)
+        if torch.__version__ >= "2.14":  # older ones know no dictionaries
+            assert torch.equal(torch.autograd.grad(loss, {"w": weight}, retain_graph=True)["w"], gradient)
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(pipe.module[0](X).sum(), weight)
+    assert resident_from_the_next_step_on(pipe) == ()

@@ -14,6 +14,8 @@ from torch import nn
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Job, Worker
+from sp_lightning.planning import Machine
+from sp_lightning.planning.probe import probe
 
 from ..parts import RecordingBackend, pretend_a_device
 
@@ -89,9 +91,40 @@ def test_what_is_sent_is_page_locked_and_released(fails: bool) -> None:
     backend.pin = lambda memory: not (fails and backend.pinned) and pin(memory)  # type: ignore[method-assign]
     options = PipelineOptions(k=2, units=nn.Linear)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    with pytest.warns(UserWarning, match=r"could not be page-locked.*ulimit -l") if fails else nullcontext():
+    with pytest.warns(UserWarning, match=r"could not be page-locked.*WSL.*pin_memory") if fails else nullcontext():
         pipe = Pipeline(model, "cpu", options=options, backend=backend)
     assert pipe.summary().pinned is not fails
     assert backend.pinned
     pipe.detach()
     assert not backend.pinned
+
+
+def test_after_some_refusals_nothing_is_page_locked(pretended: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them costs time, and WSL refuses all that comes after its limit."""
+    runtime = MagicMock()
+    runtime.cudaHostRegister.return_value = 2
+    monkeypatch.setattr(devices, "_cudart", lambda: runtime)
+    backend = AcceleratorBackend(torch.device("cpu"))
+    assert not any(backend.pin(torch.zeros(8)) for _ in range(50))
+    assert runtime.cudaHostRegister.call_count < 5
+    backend.close()
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_rates_are_of_memory_as_it_is_sent(is_pinned: bool) -> None:
+    """Where a model could not be page-locked, a small buffer may still be, and would promise fast copies."""
+    backend = RecordingBackend(pins=True)
+    asked = []
+    backend.pin = lambda memory: asked.append(memory) is None  # type: ignore[method-assign]
+    backend.unpin = lambda memory: None  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError):  # this device keeps no times
+        probe(backend, Machine(1e9, 1e9, 1e9), is_pinned)
+    assert bool(asked) is is_pinned
+
+
+def test_a_single_queue_is_warned_of(pretended: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron sets it, for an order of its own."""
+    monkeypatch.setattr(devices, "use_expandable_segments", lambda stream: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*unset it"):
+        AcceleratorBackend(torch.device("cuda", 0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, host_memory
 from sp_lightning.pipeline.lanes import devices
 
 DEVICE = torch.device("meta")  # any device that is not the CPU
@@ -24,7 +24,8 @@ def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{core % 8},{core % 8 + 8}\n")
-    monkeypatch.setattr(devices, "_CORES", tmp_path)
+    for name in ("_CORES", "_PROCESSES", "_CONTROL_GROUPS"):
+        monkeypatch.setattr(host_memory, name, tmp_path)
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -48,8 +49,25 @@ def test_cores_that_the_process_may_use(
     assert devices._threads(torch.device("cpu"), processes) is None  # sums are rounded as elsewhere
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [(("max", "max", "400000"), 3), (("600000", "max", "max"), 5), (("max", "50000", "300000"), 1), (("max",) * 3, 6)],
+)
+def test_a_container_may_have_less_of_their_time(
+    limits: tuple[str, ...], expected: int, cores: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four cores, on a machine of 48, ran 36 threads."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    (cores / "self").mkdir()
+    (cores / "self/cgroup").write_text("0::/pod/job\n")
+    (cores / "pod/job").mkdir(parents=True)
+    for folder, limit in zip((".", "pod", "pod/job"), limits, strict=True):
+        (cores / folder / "cpu.max").write_text(f"{limit} 100000\n")
+    assert devices._threads(DEVICE, 1) == expected
+
+
 def test_a_system_that_does_not_tell_of_cores(cores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_CORES", cores / "missing")
+    monkeypatch.setattr(host_memory, "_CORES", cores / "missing")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     assert devices._threads(DEVICE, 1) == 12
 

@@ -1,4 +1,4 @@
-"""`debug=True`: every operation of a step is checked for weights that are not where they should be.
+"""In tests, every operation of a step under `debug=True` is checked for weights that are not where they should be.
 
 On the emulated device, host and device are the same memory, so only this check notices an operation that mixes a master
 with tensors on the "device"; on a GPU torch would raise. A read of a weight before its copy has landed goes unnoticed
@@ -8,29 +8,53 @@ without it on either.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sp_lightning.pipeline.calls.calls import Calls
+from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.operands import instances_in
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.unit import Residency
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.engine import Engine
+# under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
+_COMPILES_ANEW = torch.__version__ < "2.10"
+UNCHECKED = Calls.step
 
 
-class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@contextmanager
+def steps_checked() -> Iterator[None]:
+    """Check the steps of all pipelines with `debug=True`."""
+
+    @contextmanager
+    def checked(self: Calls, *args: Any, **kwargs: Any) -> Iterator[None]:
+        engine = self._engine
+        with UNCHECKED(self, *args, **kwargs):
+            # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
+            is_checked = engine.options.debug and engine.graphs.scopes == 1 and torch.is_grad_enabled()
+            is_checked &= not (engine.arrangement.compiled and _COMPILES_ANEW)
+            with AccessCheck(engine) if is_checked else nullcontext():
+                yield
+
+    with patch.object(Calls, "step", checked):
+        yield
+
+
+class AccessCheck(TorchDispatchMode):
     """Raises when an operation reads a twin that is not on the device, or computes with a master."""
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._engine = engine
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`debug=True`: a read that was not waited for, and a master among device tensors, raise."""
+"""The tests' own check of steps: a read that was not waited for, and a master among device tensors, raise."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.calls.debug import AccessCheck
+from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.units.unit import Residency
 
-from ..parts import Placed, place
+from .access_check import UNCHECKED, AccessCheck
+from .helpers import attached
+from .pipeline.parts import Placed, place
 
 
 class Scene:
@@ -149,3 +151,16 @@ def test_operations_of_higher_order_are_checked(scene: Scene) -> None:
     scene.placed.unit.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="was not waited for"):
         flex_attention(x, x, x)
+
+
+def test_debug_itself_changes_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a dispatch mode, an evaluation between forward and backward would round otherwise."""
+    monkeypatch.setattr(Calls, "step", UNCHECKED)
+    model, x = nn.Sequential(nn.GRU(8, 8, batch_first=True)), torch.randn(2, 5, 8)
+    with torch.inference_mode():
+        expected, _ = model(x)
+    with attached(model, units=nn.GRU, debug=True) as pipeline, pipeline.step():
+        model(x)[0].sum()
+        with torch.inference_mode():
+            actual, _ = model(x)
+    assert torch.equal(actual, expected)

@@ -1,0 +1,274 @@
+"""State that a unit changes, given to it or kept on it: plain training's gradients, or an error that names the unit."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import ctypes
+import functools
+import io
+import itertools
+import queue
+import random
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ...helpers import Run, assert_same_story, attached
+from ...zoo.blocks import Block, Chain
+
+Change = Callable[[Any], float]
+
+# -------------------------------------------------------------------------------------- kinds, and what changes them
+
+
+@dataclass
+class Plain:
+    count: Any = 0.0
+
+    def __call__(self) -> float:
+        self.count += 1
+        return self.count
+
+
+@dataclass(slots=True)
+class Slotted:
+    count: float = 0.0
+    inner: list[Any] = field(default_factory=lambda: [Plain()])
+
+
+def counting(state: Any) -> float:
+    state.count += 1
+    return state.count
+
+
+def growing(method: str, *arguments: Any) -> Change:
+    """Of what has one more after a call of the method."""
+
+    def change(state: Any) -> float:
+        getattr(state, method)(*arguments)
+        return len(state)
+
+    return change
+
+
+def setting(state: Any) -> float:
+    state["count"] = state.get("count", 0.0) + 1
+    return state["count"]
+
+
+def adding(state: Any) -> float:
+    state += 1
+    return float(state[0])
+
+
+def then(action: Callable[[Any], Any], result: Change) -> Change:
+    return lambda state: (action(state), result(state))[1]
+
+
+def numbers() -> list[float]:
+    return [1 + 0.1 * number for number in range(100)]
+
+
+def local() -> threading.local:
+    state = threading.local()
+    state.count = 0.0
+    return state
+
+
+SEEN: dict[str, tuple[Callable[[], Any], Change]] = {
+    "list": (list, growing("append", 1)),
+    "dict": (dict, setting),
+    "set": (set, lambda state: growing("add", len(state))(state)),
+    "bytearray": (bytearray, growing("append", 1)),
+    "array": (lambda: array.array("d"), growing("append", 1.0)),
+    "deque": (collections.deque, growing("append", 1)),
+    "defaultdict": (lambda: collections.defaultdict(float), setting),
+    "OrderedDict": (collections.OrderedDict, setting),
+    "Counter": (collections.Counter, setting),
+    "ChainMap": (collections.ChainMap, setting),
+    "UserList": (collections.UserList, growing("append", 1)),
+    "view of a dict": (lambda: types.MappingProxyType({"a": Plain()}), lambda state: state["a"]()),
+    "iterator": (lambda: iter(numbers()), next),
+    "iterator of a range": (lambda: iter(range(1, 99)), next),
+    "generator": (lambda: (number for number in numbers()), next),
+    "enumerate": (lambda: enumerate(numbers()), lambda state: next(state)[1]),
+    "zip": (lambda: zip(numbers(), numbers(), strict=True), lambda state: next(state)[1]),
+    "map": (lambda: map(float, numbers()), next),
+    "count": (lambda: itertools.count(1), next),
+    "cycle": (lambda: itertools.cycle(numbers()), next),
+    "dataclass": (Plain, counting),
+    "slots": (Slotted, counting),
+    "within slots": (Slotted, lambda state: state.inner[0]()),
+    "namespace": (lambda: types.SimpleNamespace(count=0.0), counting),
+    "local of a thread": (local, counting),
+    "numpy": (lambda: numpy.ones(3), adding),
+    "numpy of objects": (lambda: numpy.array([1.0], dtype=object), adding),
+    "generator of numpy": (lambda: numpy.random.default_rng(0), lambda state: state.random()),
+    "old generator of numpy": (lambda: numpy.random.RandomState(0), lambda state: state.rand()),
+    "random": (lambda: random.Random(0), lambda state: state.random()),
+    "generator of torch": (torch.Generator, lambda state: torch.rand(1, generator=state).item()),
+    "BytesIO": (io.BytesIO, then(lambda state: state.write(b"a"), lambda state: state.tell())),
+    "StringIO": (io.StringIO, then(lambda state: state.write("a"), lambda state: state.tell())),
+    "file": (tempfile.TemporaryFile, then(lambda state: state.write(b"a"), lambda state: state.tell())),
+    "memoryview": (lambda: memoryview(bytearray(1)), then(lambda s: s.__setitem__(0, s[0] + 1), lambda s: s[0])),
+    "ctypes": (lambda: (ctypes.c_double * 1)(1.0), then(lambda s: s.__setitem__(0, s[0] + 1), lambda s: s[0])),
+    "queue": (queue.Queue, then(lambda state: state.put(1), lambda state: state.qsize())),
+    "simple queue": (queue.SimpleQueue, then(lambda state: state.put(1), lambda state: state.qsize())),
+    "semaphore": (threading.Semaphore, then(lambda state: state.release(), lambda state: state._value)),
+    "context variable": (
+        lambda: contextvars.ContextVar("count", default=0),
+        then(lambda state: state.set(state.get() + 1), lambda state: state.get()),
+    ),
+    "three levels": (lambda: {"a": {"b": [1]}}, lambda state: growing("append", 1)(state["a"]["b"])),
+    "five levels": (lambda: [({"a": [Slotted()]},)], lambda state: counting(state[0][0]["a"][0])),
+    "tensor in an object": (lambda: Plain(torch.ones(1)), lambda state: adding(state.count)),
+    "partial": (lambda: functools.partial(next, iter(numbers())), lambda state: state()),
+    "method": (lambda: Plain().__call__, lambda state: state()),
+    "builtin method": (lambda: numbers().pop, lambda state: state()),
+    "callable": (Plain, lambda state: state()),
+}
+# What torch's pytree takes apart: the second forward is given what the first one was given.
+REBUILT = {"list", "dict", "deque", "defaultdict", "OrderedDict", "three levels"}
+
+
+COUNTS = Plain()
+
+
+def with_closure() -> Callable[[], float]:
+    state = Plain()
+    return lambda: state()
+
+
+def with_default() -> Callable[[], float]:
+    state = Plain()
+    return lambda state=state: state()
+
+
+def with_attribute() -> Callable[[], float]:
+    def function() -> float:
+        return counting(function)
+
+    function.count = 0.0
+    return function
+
+
+# What no look at a unit and its arguments shows.
+UNSEEN: dict[str, tuple[Callable[[], Any], Change]] = {
+    "closure": (with_closure, lambda state: state()),
+    "default": (with_default, lambda state: state()),
+    "attribute of a function": (with_attribute, lambda state: state()),
+    "class": (lambda: type("Fresh", (), {"count": 0.0}), counting),
+    "global": (lambda: None, lambda state: COUNTS()),
+}
+
+
+class Stateful(Block):
+    """Has a state, or is given one, and computes with what comes of it."""
+
+    def __init__(self, change: Change, state: Any) -> None:
+        super().__init__()
+        self.change = change
+        self.state = state
+
+    def forward(self, x: Tensor, state: Any) -> Tensor:
+        number = self.change(self.state if state is None else state)
+        return torch.tanh(super().forward(x) * (1 + 0.1 * number))
+
+
+class SideBySide(nn.Module):
+    """A block for each kind, with gradients that depend on no other kind, between two blocks without a state."""
+
+    def __init__(self, kinds: dict[str, tuple[Callable[[], Any], Change]], is_given: bool) -> None:
+        super().__init__()
+        self.makers = {kind: make if is_given else lambda: None for kind, (make, _) in kinds.items()}
+        blocks = {kind: Stateful(change, None if is_given else make()) for kind, (make, change) in kinds.items()}
+        self.first, self.stateful, self.last = Block(), nn.ModuleDict(blocks), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(sum(block(x, self.makers[kind]()) for kind, block in self.stateful.items()))
+
+
+OPTIONS = {"recompute": {"activations": "recompute"}, "auto": {"memory_budget": "1GiB"}}
+
+
+@pytest.mark.parametrize("policy", OPTIONS)
+@pytest.mark.parametrize("is_given", [False, True], ids=["kept", "given"])
+def test_state_that_is_changed(is_given: bool, policy: str) -> None:
+    """Its unit keeps what it saved, and says so once if the user has chosen to recompute; others recompute."""
+
+    def story(run: Run) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                run.normal_step(f"step {step}", None, seed=step)
+                run.model.zero_grad()
+        if run.pipe is not None:
+            said = [str(warning.message).split("'")[1] for warning in caught if "second time" in str(warning.message)]
+            kept = SEEN.keys() - (REBUILT if is_given else set())
+            assert sorted(said) == sorted(f"stateful.{kind}" for kind in kept if policy == "recompute")
+            assert run.pipe.stats.recomputed == (3 + 1 if policy == "recompute" else 3 + 3) + 3 * len(
+                SEEN.keys() - kept
+            )
+
+    assert_same_story(story, lambda: SideBySide(SEEN, is_given), debug=False, **OPTIONS[policy])
+
+
+@pytest.mark.parametrize("policy", OPTIONS)
+@pytest.mark.parametrize("is_given", [False, True], ids=["kept", "given"])
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_state_that_nobody_sees(kind: str, is_given: bool, policy: str) -> None:
+    model = SideBySide({kind: UNSEEN[kind]}, is_given)
+    message = f"'stateful.{kind}' has computed something else .*Use `activations='keep'`"
+    with attached(model, **OPTIONS[policy]) as pipe, pipe.step(), pytest.raises(RuntimeError, match=message):
+        model(Run.rows(0)).square().mean().backward()
+
+
+# ------------------------------------------------------------------------------------------ how often it is looked at
+
+looked_at: list[object] = []  # global variables
+ended: list[str] = []
+
+
+class Watched:
+    def __getstate__(self) -> dict[str, Any]:
+        looked_at.append(self)
+        return {}
+
+
+class Noting(Block):
+    """Notes that a forward has come to its end, behind all that it saves; nobody is interested in it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.watched, self.lock = name, Watched(), threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) / 0 if self.name == "nan" else super().forward(x)
+        ended.append(self.name)
+        return x
+
+
+def test_units_are_looked_at_twice() -> None:
+    """Around the first two forwards, and at the end of the first two second ones, where NaN is NaN."""
+    model, counts = Chain(Noting(name) for name in ("a", "b", "nan")), []
+    with attached(model, activations="recompute") as pipe:
+        for step in range(4):
+            looked_at.clear()
+            ended.clear()
+            with pipe.step():
+                model(Run.rows(step)).sum().backward()
+            counts.append((len(looked_at), len(ended)))
+        assert pipe.stats.recomputed == 3 + 2 + 2 + 2
+    assert counts == [(3 * 2, 3 + 3), (3 * 2, 3 + 2), (0, 3), (0, 3)]
