@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from typing import Any
@@ -46,9 +45,13 @@ class AttachedModel(nn.Module):
 
     __hash__ = nn.Module.__hash__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the model, which is a plain one then."""
-        return copy.deepcopy(self.pipeline.module, memo)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the model, which is a plain one then."""
+        return _itself, (self.pipeline.module,)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
 
 
 _given_up: list[Pipeline] = []  # of models that were dropped

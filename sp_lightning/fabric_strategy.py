@@ -296,6 +296,10 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
         """Copies of what Fabric has wrapped, as of a model for an average, keep the strategy."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles of what Fabric has wrapped have the strategy, but not its models."""
+        return {**vars(self), "_references": []}
+
 
 def _model_in(module: nn.Module) -> nn.Module:
     return module.pipeline.module if isinstance(module, AttachedModel) else module

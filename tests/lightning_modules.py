@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import lightning as L
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,8 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.callback import PREFIX
+from sp_lightning.pipeline import Planner, Stats
 
-from .helpers import Trace, assert_same_trace, frozen, note_outputs
+from .helpers import Trace, assert_same_trace, frozen, note_outputs, note_state
+from .zoo.blocks import WIDTH as BLOCK_WIDTH
+from .zoo.blocks import Chain, Gated
 from .zoo.quantized import Int8Weight
 
 WIDTH = 6
@@ -236,6 +241,61 @@ def assert_same_training(
 def nobody_looks() -> AbstractContextManager[Any]:
     """While modules do not look at gradients, which would keep units from being stepped in backward."""
     return mock.patch.object(Base, "on_before_optimizer_step", L.LightningModule.on_before_optimizer_step)
+
+
+class Placed(L.LightningModule):
+    """Six blocks that nobody looks at; a loss that overflows, if that may be."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.model = Chain(Gated() for _ in range(6))
+        self.make, self.trace, self.stats = make, Trace(), Stats()
+
+    def on_train_start(self) -> None:
+        self.stats = getattr(self.trainer.strategy, "pipeline", self).stats
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(batch).float().square().mean()
+        note_outputs(self.trace, f"loss {batch_idx}", loss)
+        overflows = batch_idx == 5 and self.trainer.precision == "16-mixed"
+        return loss * math.inf if overflows else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.parameters())
+
+
+def fit_placed(
+    make: Callable[[Any], torch.optim.Optimizer],
+    planner: Planner | None,
+    precision: str,
+    clip: float | None = None,
+    accumulate: int = 1,
+    accelerator: str = "cpu",
+    module: type[Placed] = Placed,
+) -> tuple[Trace, Stats]:
+    """Six steps of blocks with a norm and a scalar, placed as a planner wants, or on a single device without one."""
+    strategy: Strategy | str = "auto"
+    if planner is not None:
+        strategy = SuperpipelineStrategy(k="auto", units=[Gated], debug=accelerator == "cpu")
+    how: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # also on the CPU, where the Trainer would take bf16
+        device = "cpu" if accelerator == "cpu" else "cuda"
+        how = {"plugins": MixedPrecision(precision, device, torch.amp.GradScaler(device, init_scale=2.0**8))}
+    torch.manual_seed(1)
+    trained = module(make)
+    batches = [torch.randn(5, BLOCK_WIDTH) for _ in range(6 * accumulate)]
+    with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=planner):
+        ours = trainer(
+            strategy,
+            accelerator=accelerator,
+            max_epochs=1,
+            gradient_clip_val=clip,
+            accumulate_grad_batches=accumulate,
+            **how,
+        )
+        ours.fit(trained, DataLoader(batches, batch_size=None))
+    note_state(trained.trace, "end", trained, ours.optimizers)
+    return trained.trace, trained.stats
 
 
 class Notes(Logger):

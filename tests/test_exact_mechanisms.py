@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -295,6 +296,27 @@ def test_weights_edited_between_steps_are_seen(edit: Callable[[Tensor], None], k
         run.normal_step("after", optimizer, seed=2)
 
     assert_same_story(story, partial(chain, 4), k=k)
+
+
+SURGERY: dict[str, Callable[[nn.Linear], Any]] = {
+    "a Parameter": lambda layer: nn.Parameter(layer.weight),
+    "a frozen one": lambda layer: nn.Parameter(layer.weight, requires_grad=False),
+    "an embedding": lambda layer: nn.Embedding.from_pretrained(layer.weight).weight,
+    "a parametrization": lambda layer: parametrizations.weight_norm(layer).parametrizations.weight.original1,
+}
+
+
+@pytest.mark.parametrize("name", SURGERY)
+def test_parameters_made_of_weights_between_steps_are_plain(name: str) -> None:
+    def story(run: Run) -> None:
+        run.normal_step("before", optimizer := sgd(run.model))
+        made = SURGERY[name](run.model.blocks[0].up)
+        assert type(made) is nn.Parameter
+        run.note("made", made)
+        run.normal_step("after", optimizer)
+        run.note("of what was stepped", made)
+
+    assert_same_story(story, partial(chain, 4))
 
 
 # ------------------------------------------------------------------------------------------------- scopes and lifetimes

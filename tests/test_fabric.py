@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -175,6 +176,9 @@ def penalized(fabric: Fabric, trace: Trace) -> None:
                 mean.lerp_(parameter, 0.1)
         optimizer.zero_grad()
         note_outputs(trace, f"{step}", [loss, *average])
+    pickled = pickle.loads(pickle.dumps(model))
+    assert type(pickled._forward_module) is Chain
+    note_outputs(trace, "pickled", pickled(Run.rows(0)))
     note_state(trace, "end", built, [optimizer.optimizer])
 
 

@@ -233,6 +233,18 @@ def test_trainer_arguments(arguments):
     assert_same_training(arguments=lambda: arguments)
 
 
+class HasUnused(Base):
+    """Weights that live on the device, as they cannot be moved, and never have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Embedding(2, 3, sparse=True)
+
+
+def test_clipping_by_value_what_streams_alone():
+    assert_same_training(HasUnused, arguments=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})
+
+
 def evaluate(ours: L.Trainer, module: Base) -> Any:
     metrics = [ours.validate(module, loader(2), verbose=False), ours.test(module, loader(2), verbose=False)]
     return [metrics, ours.predict(module, loader(2))]

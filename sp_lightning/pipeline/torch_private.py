@@ -11,6 +11,7 @@ trainer/__init__.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -93,6 +94,20 @@ when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_e
 
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
+
+
+def make_parameters_of(cls: type[nn.Parameter]) -> None:
+    """Have `nn.Parameter(data)` take the instances of a class for Parameters: it asks for the very classes of torch's.
+
+    Of others it wants a `detach` that returns what is a Parameter, too. Nothing else than its `__new__` is asked.
+    """
+    make = nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def make_of(new: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        return make(new, data.detach() if type(data) is cls else data, requires_grad)
+
+    nn.Parameter.__new__ = staticmethod(make_of)  # type: ignore[method-assign, assignment]
 
 
 sees_torch_functions: Callable[[], bool] = torch._C._is_torch_function_enabled

@@ -12,7 +12,8 @@ import torch
 from sp_lightning import optim
 from sp_lightning.pipeline.optimizer import pieces
 
-from ..helpers import never_waiting
+from ..helpers import assert_same_trace, never_waiting
+from ..lightning_modules import fit_placed
 from ..planning.parts import Fixed, Make, Wanders, train_placed
 from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device
 from .unkind import slow_copies
@@ -20,6 +21,20 @@ from .unkind import slow_copies
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 ADAMW, INT8 = partial(optim.AdamW, lr=1e-2), partial(optim.SGD, lr=1e-1, momentum=0.9, moments="int8")
+
+
+@pytest.mark.filterwarnings("error:Units were to visit")
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.01, 2)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_visits_in_each_precision(precision: str, clip: float | None, accumulate: int, accelerator: str) -> None:
+    """All that were planned, with the numbers of steps on the host."""
+    visiting = Fixed((2, 1), (2, 1, (), (), (1, 2, 4)))
+    (expected, _), (actual, stats) = (
+        fit_placed(ADAMW, planner, precision, clip, accumulate, accelerator) for planner in (Fixed((2, 1)), visiting)
+    )
+    assert stats.optimizer_steps >= 5
+    assert stats.visits == 3 * (stats.optimizer_steps - 1)
+    assert_same_trace(expected, actual)
 
 
 @pytest.mark.parametrize("seed", [2, 3])

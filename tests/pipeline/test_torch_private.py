@@ -36,6 +36,7 @@ from sp_lightning.pipeline.torch_private import (
     in_transform,
     is_capturing,
     is_compiled,
+    make_parameters_of,
     parts_of,
     post_accumulate_hooks,
     profiler_is_on,
@@ -172,6 +173,18 @@ def test_torch_function_is_switched_off() -> None:
     assert sees_torch_functions()
     with pytest.raises(AssertionError):
         loud + 1
+
+
+def test_parameters_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of tensors, and of a class that torch does not know."""
+    weight = torch.ones(2)
+    monkeypatch.setattr(nn.Parameter, "__new__", nn.Parameter.__new__)  # and puts it back afterwards
+    make_parameters_of(Loud)
+    with without_torch_function():
+        made = [nn.Parameter(of) for of in (weight, nn.Parameter(weight), weight.as_subclass(Loud))]
+    assert {(type(parameter), parameter.data_ptr()) for parameter in made} == {(nn.Parameter, weight.data_ptr())}
+    assert not nn.Parameter(data=weight, requires_grad=False).requires_grad
+    assert nn.Parameter().numel() == 0
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from sp_lightning.planning.measure import bytes_on_device
 from .. import simulated
 from ..helpers import is_block
 from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, SimulatedProcesses, TimedBlock
-from ..zoo.blocks import Chain, chain
+from ..zoo.blocks import Chain, Gated
 from ..zoo.case import Batch
 from ..zoo.vision import CLASSES, resnet50
 
@@ -172,15 +172,17 @@ def train_placed(
     in_backward: bool = False,
     accumulate: int = 1,
     between: Callable[[int, nn.Module, Optimizer], None] = lambda step, model, optimizer: None,
+    backend: HostBackend | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], Stats]:
     """Train six blocks, placed as the planner wants, or plainly without one; losses, weights and state on the host."""
     torch.manual_seed(0)
-    model, pipeline = chain(BLOCKS, 16, 48, dropout=0.1).to(dtype), None
+    model, pipeline = Chain(Gated(16, 48, dropout=0.1) for _ in range(BLOCKS)).to(dtype), None
     if planner is None:
         model.to(device)
     else:
-        backend = HostBackend(poison=True, max_delay=0.002) if device == "cpu" else None
+        if device == "cpu":
+            backend = backend or HostBackend(poison=True, max_delay=0.002)
         chosen = PipelineOptions(units=is_block, **options)
         pipeline = Pipeline(model, device, options=chosen, backend=backend, planner=planner)
     optimizer = make(model.parameters())

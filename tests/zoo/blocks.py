@@ -25,6 +25,17 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
+class Gated(Block):
+    """With a number among its weights."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 24, dropout: float = 0.0) -> None:
+        super().__init__(width, hidden, dropout)
+        self.gate = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gate
+
+
 class LoRALinear(nn.Module):
     """A frozen Linear and a trainable low-rank update."""
 

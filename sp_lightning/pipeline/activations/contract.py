@@ -71,8 +71,7 @@ class Inputs:
         # what is given that may change, as a cache does
         self.changeable = next((type(leaf).__name__ for leaf in leaves if _may_change(leaf)), None)
         # that a user has set, and that a second tensor would not have
-        plain = [tensor for tensor in data.values() if type(tensor) is Tensor]
-        self.have_attributes = any(map(vars, plain))
+        self.have_attributes = any(type(tensor) is Tensor and vars(tensor) for tensor in data.values())
 
     @property
     def are_changed(self) -> bool:
@@ -185,7 +184,7 @@ class Look:
         for number, module in enumerate(self._modules):
             for name, value in list(vars(module).items()):
                 if name not in _OF_TORCH:
-                    does = f"changes its attribute {name!r}, or that has no pickle to compare"
+                    does = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
                     pictures[number, does] = self._picture(value)
         return pictures
 
@@ -216,10 +215,11 @@ class _Reader(pickle.Pickler):
 
 
 def _stands_for_itself(value: Any) -> bool:
+    """Tell whether a value is compared as the object that it is, as all of torch's but its random generators are."""
     if isinstance(value, (*_PLAIN, torch.Generator)):
         return False
     package = (type(value).__module__ or "").partition(".")[0]
-    return isinstance(value, _BY_IDENTITY) or package in ("torch", "sp_lightning")
+    return isinstance(value, _BY_IDENTITY) or package == "torch"
 
 
 def _may_change(value: Any) -> bool:

@@ -27,6 +27,7 @@ from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
+from sp_lightning.pipeline.optimizer.visit import Visit
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.window.order import Pass
@@ -197,8 +198,11 @@ class Calls:
         # the outermost call of a unit, whose saved tensors have a policy of their own
         with engine.at_work:
             for unit in member.needed:
-                # later, its end would look like a write by the forward
-                engine.window.finish_optimizer(unit)
+                # later, the end of a step, or a visit's beginning, would look like a write by the forward
+                if isinstance(unit.being_stepped, Visit):
+                    engine.window.bring(unit)
+                else:
+                    engine.window.finish_optimizer(unit)
         try:
             activations.begin(member, args, kwargs)
             output = self._run(member, compute, autocast)

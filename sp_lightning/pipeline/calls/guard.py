@@ -28,7 +28,13 @@ from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
 from sp_lightning.pipeline.gradients.segment_gradients import State
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
-from sp_lightning.pipeline.torch_private import in_backward, in_transform, sees_torch_functions, without_torch_function
+from sp_lightning.pipeline.torch_private import (
+    in_backward,
+    in_transform,
+    make_parameters_of,
+    sees_torch_functions,
+    without_torch_function,
+)
 from sp_lightning.pipeline.units.unit import Member, Residency
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
@@ -93,6 +99,9 @@ class HostParameter(nn.Parameter):
         if sys._getframe(1).f_code is not _NAMED_MEMBERS:
             _before_access(self)
         return id(self)
+
+
+make_parameters_of(HostParameter)
 
 
 def _before_access(master: HostParameter) -> None:

@@ -190,9 +190,11 @@ class Routes:
         assert buffer is not None
         norm_dtype = of_segment.layout.norm_dtype if measures_norms else None
         sums: list[_Sum] = []
+        # those that came in their master's dtype move to where all of the unit's sums lie together
+        is_first = of_segment.kept_as is not of_segment.sum_layout
         for gradient, arriving in zip(shipment.gradients, shipment.tensors, strict=True):
             before = gradient.tensor
-            if before is None or before.dtype != gradient.weight.dtype:
+            if before is None or is_first or before.dtype != gradient.weight.dtype:
                 gradient.tensor = of_segment.room_for(gradient, arriving.dtype)
             assert gradient.tensor is not None
             if norm_dtype is not None:

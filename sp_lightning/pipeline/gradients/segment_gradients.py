@@ -106,7 +106,8 @@ class SegmentGradients:
         segment: These weights, and the memory that their masters lie in; gradients lie beside it.
         state: Where they are; the methods below change it, and no one else.
         layout: How these lie in memory, in the dtypes in which they arrive.
-        kept_as: How they are kept on the host: just so, or in the masters' dtypes, as sums are.
+        sum_layout: How sums lie in memory, in the masters' dtypes.
+        kept_as: How they are kept on the host: as one or the other.
     """
 
     def __init__(self, unit: Unit, segment: Segment) -> None:
@@ -116,7 +117,7 @@ class SegmentGradients:
         # those of weights that require one, in this backward pass
         self.trained: list[Gradient] = []
         self._laid_out: list[Gradient] = []  # those that `layout` is of
-        self.layout = self._sum_layout = self.kept_as = GradientLayout((), ())
+        self.layout = self.sum_layout = self.kept_as = GradientLayout((), ())
         self.state = State.EMPTY
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
@@ -178,10 +179,10 @@ class SegmentGradients:
                 self.release_memory()
             self._laid_out = self.trained
             weights = [gradient.weight for gradient in self.trained]
-            self.layout = self._sum_layout = self.kept_as = GradientLayout(weights, dtypes)
+            self.layout = self.sum_layout = self.kept_as = GradientLayout(weights, dtypes)
             of_sums = [weight.dtype for weight in weights]
             if dtypes != of_sums:
-                self._sum_layout = GradientLayout(weights, of_sums)
+                self.sum_layout = GradientLayout(weights, of_sums)
         arriving = [
             expected[gradient] if tensor.dtype is gradient.weight.dtype else tensor.dtype
             for gradient, tensor in tensors.items()
@@ -193,8 +194,9 @@ class SegmentGradients:
     def own(self) -> GradientMemory:
         """Return the memory in which gradients stay, as `kept_as` tells."""
         if self.memory is None:
-            is_sent = self.kept_as is self.layout
-            buffer = self.segment.memory.get_beside("gradients", self.kept_as.nbytes, is_sent)
+            buffer = self.segment.memory.get_beside("gradients", self.kept_as.nbytes, pin=False)
+            if self.kept_as is self.layout or self.unit.visits:
+                buffer.pin()  # the device writes it, or reads sums
             self.memory = GradientMemory(buffer.bytes)
         return self.memory
 
@@ -207,9 +209,9 @@ class SegmentGradients:
             return torch.empty_like(gradient.weight.host)
         index = self.trained.index(gradient)
         is_sum = gradient.tensor is not None or dtype != self.kept_as.dtypes[index]
-        if is_sum and self.kept_as is not self._sum_layout:
+        if is_sum and self.kept_as is not self.sum_layout:
             self.release_memory()  # what lies in it keeps it
-            self.kept_as = self._sum_layout
+            self.kept_as = self.sum_layout
         return self.own().views(self.kept_as)[0][index]
 
     def has_at_hand(self, tensor: Tensor) -> bool:

@@ -146,6 +146,8 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
             # state that visits waits for memory, which would hold up other copies on their streams
             self._beside = {lane: self._api.Stream() for lane in VISITED}
+            # or each of a step's many small kernels would wait behind the large ones that compute
+            self._beside[Lane.VISIT] = self._api.Stream(priority=-1)
         self.pins = device.type == "cuda"
         self._refusals = 0  # to page-lock memory
         if self.pins:

@@ -100,7 +100,13 @@ class Origin(NamedTuple):
 
 
 class Ticket(ABC):
-    """A handle to a copy in flight, or to a job on the host."""
+    """A handle to a copy in flight, or to a job on the host.
+
+    Attributes:
+        held: What is read for it on the device; to be dropped once computing waits for what it brings.
+    """
+
+    held: Sequence[object] = ()
 
     @abstractmethod
     def join(self) -> None:

@@ -121,7 +121,12 @@ class Clipping:
             if found is not None:
                 for gradient in found.ours:
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
-                left = [parameter for parameter in left if id(parameter) not in self._weights]
+                left = [
+                    parameter
+                    for parameter in left
+                    # if none of these had a gradient, torch would raise
+                    if id(parameter) not in self._weights and parameter.grad is not None
+                ]
         if left:
             nn.utils.clip_grad_value_(left, limit)
 

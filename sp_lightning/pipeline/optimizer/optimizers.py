@@ -166,6 +166,8 @@ class Optimizers:
                 self._steps.stream.show_all()
                 living = [each for each in plan.others if id(each) in self._living]
                 self.states.bring_together(optimizer, living)
+                if any(unit.visits for unit in plan.units):
+                    self._steps.visits.why_not = why_not or ""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
@@ -191,6 +193,7 @@ class Optimizers:
                 self._drop_living(plan.others)
             elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
                 self._kept += parameters_of(optimizer)
+            self._steps.visits.end_step()
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
@@ -228,6 +231,7 @@ class Optimizers:
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
+        self._finish_steps()  # those of a backward make state
         for device in {parameter.device for parameter in own}:  # they may have moved since it was made
             move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
         return True

@@ -32,23 +32,23 @@ _SCALES = ("first_scale", "second_scale")  # of which each serves a group of ele
 # ----------------------------------------------------------------------------------------------- where state lies
 
 
-def gather_state(segment: Segment, states: Sequence[dict[str, Any]]) -> Tensor:
-    """Have the state of a segment's weights lie together in page-locked memory, and return that memory."""
+def gather_state(segment: Segment, states: Sequence[dict[str, Any]]) -> None:
+    """Have the state of a segment's weights lie together in page-locked memory."""
     names = list(dict.fromkeys(name for state in states for name in state))
     found: list[tuple[dict[str, Any], str, Tensor]] = []
     for name in names:
         for state in states:
             value = state.get(name)
             # a count of steps is read on the host
-            if isinstance(value, Tensor) and value.dim() > 0:
+            if isinstance(value, Tensor) and name != "step":
                 found.append((state, name, value))
     offsets, nbytes = lay_out([value.nbytes for _, _, value in found])
+    segment.memory.pin()  # the masters' own, which travel, too
     memory = segment.memory.get_beside("state", nbytes, pin=True).bytes
     start = memory.data_ptr()
     for (state, name, value), offset in zip(found, offsets, strict=True):
         if value.data_ptr() != start + offset:
             state[name] = tensor_in(memory, offset, value, value.dtype).copy_(value)
-    return memory
 
 
 class _Field(NamedTuple):

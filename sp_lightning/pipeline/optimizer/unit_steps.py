@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass
@@ -30,7 +29,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradie
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
-from sp_lightning.pipeline.optimizer.visit import Visit
+from sp_lightning.pipeline.optimizer.visit import Visit, note_stepped
 from sp_lightning.pipeline.optimizer.visits import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
@@ -69,7 +68,7 @@ class _StepOfUnit:
                 segment.refresh_copies(self.weights)
             for number, updates in self.updates.items():
                 update_weights(self.step.optimizer, self.step.settings[number], updates)
-            _note_stepped(self.unit, self.weights)
+            note_stepped(self.unit.segments, self.weights)
             for generation in self.generations:
                 generation.memory.reach(generation.number)
 
@@ -175,7 +174,7 @@ class UnitSteps:
         if generations and unit.is_followed:
             weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
             stepped = [generation.memory.reached(generation.number) for generation in generations]
-            self._hand_over(unit, partial(_note_stepped, unit, weights), weights, stepped)
+            self._hand_over(unit, partial(note_stepped, unit.segments, weights), weights, stepped)
         elif generations:
             self.window.finish_optimizer(unit)
             for segment in unit.segments:  # the optimizer's own code may have stepped them
@@ -219,13 +218,6 @@ class UnitSteps:
             self.finish(self.window.units)
         finally:
             self.window.finish_copies(self.window.units)
-
-
-def _note_stepped(unit: Unit, weights: Set[Weight]) -> None:
-    with torch.inference_mode(False), without_torch_function():
-        increment_version(weight.master for weight in weights)
-        for segment in unit.segments:
-            segment.note_stepped()
 
 
 # ---------------------------------------------------------------------------- what a step does with a unit's weights

@@ -15,7 +15,7 @@ at the unit's next visit, one unit after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from sp_lightning.pipeline.optimizer.plan import Step
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.weight import Weight
 
 
 @dataclass(eq=False)
@@ -103,6 +104,14 @@ class OfSegment(NamedTuple):
         return found
 
 
+def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
+    """Note that masters have changed by a step."""
+    with torch.inference_mode(False), without_torch_function():
+        increment_version(weight.master for weight in weights)
+        for segment in segments:
+            segment.note_stepped()
+
+
 class Visit(Ticket):
     """A step of a unit on the device; done when the host has the new masters and state.
 
@@ -121,7 +130,7 @@ class Visit(Ticket):
         self._pieces = pieces
         self._unit = unit
         self._step = step
-        self._of_segments = of_segments
+        self.held: Sequence[OfSegment] = of_segments  # with gradients that have stayed
         self.weights = {weight for of_segment in of_segments for weight in of_segment.segment.weights}
         self._after = after  # what brings gradients, or their scaling, to the host
         self._copies = copies  # to the device, which may still read masters
@@ -133,7 +142,7 @@ class Visit(Ticket):
     def begin_in_place(self) -> Ticket:
         """Begin it, and return the ticket of new weights in the unit's place."""
         backend = self._pieces.backend
-        for of_segment in self._of_segments:
+        for of_segment in self.held:
             segment = of_segment.segment
             segment.lying = segment.epoch
             if backend.poison:
@@ -144,10 +153,7 @@ class Visit(Ticket):
     def begin(self) -> Ticket:
         """Begin it: a forward may have the new weights before the host has, so these count as changed from now on."""
         self._unit.visit = None
-        with torch.inference_mode(False), without_torch_function():
-            increment_version(weight.master for weight in self.weights)
-            for of_segment in self._of_segments:
-                of_segment.segment.note_stepped()
+        note_stepped([of_segment.segment for of_segment in self.held], self.weights)
         backend = self._pieces.backend
         self._earlier = [backend.computed(), *self._copies]
         if all(ticket.done for ticket in self._after):
@@ -176,7 +182,7 @@ class Visit(Ticket):
     @override
     def join(self) -> None:
         self.asked().join()
-        self._of_segments = ()  # with gradients on the device, which nothing reads any more
+        self.held = ()
 
     @property
     @override
@@ -187,8 +193,9 @@ class Visit(Ticket):
         """Ask the device for all pieces, and return a ticket for the new weights."""
         try:
             last: Sequence[Ticket] = ()
-            with self._pieces.asking:
-                for of_segment in self._of_segments:
+            # or what a forward of an evaluation begins could not be used in training
+            with torch.inference_mode(False), self._pieces.asking:
+                for of_segment in self.held:
                     passes = self._passes_of(of_segment)
                     for piece in self._pieces.of(of_segment.segment, of_segment.sums, passes):
                         last = self._send(piece, of_segment, passes, last)
@@ -206,11 +213,11 @@ class Visit(Ticket):
             chosen = [index for index, number in enumerate(of_segment.numbers) if number == group]
             works = []
             for index in chosen:
-                weight, gradient, state, copy, _ = of_segment.works[index]
+                work = of_segment.works[index]
                 # in place of one that is on the device
-                gradient = weight if of_segment.sums is None else gradient
-                scaling = of_segment.scalings[index].numbers(weight.dtype)
-                works.append(Work(weight, gradient, state, copy, scaling))
+                gradient = work.weight if of_segment.sums is None else work.gradient
+                scaling = of_segment.scalings[index].numbers(work.weight.dtype)
+                works.append(work._replace(gradient=gradient, scaling=scaling))
             one_pass = OnePass(self._step.optimizer, self._step.settings[group])
             passes.update(zip(chosen, one_pass.passes_of(works), strict=True))
         return [passes[index] for index in range(len(passes))]

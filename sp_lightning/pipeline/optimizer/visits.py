@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,10 +23,15 @@ from sp_lightning.pipeline.window.window import Window
 
 
 class Visits:
-    """Makes the visits of units."""
+    """Makes the visits of units.
+
+    Attributes:
+        why_not: Why a unit that is to visit was stepped on the host in this step; empty if there is nothing to say.
+    """
 
     def __init__(self, window: Window, stream: GradientStream) -> None:
         self.pieces = Pieces(window.backend, window.stats)
+        self.why_not = ""
         self._window = window
         self._stream = stream
         self._known: dict[Segment, list[object]] = {}  # what was tried, and lies together with its state
@@ -39,7 +45,8 @@ class Visits:
             if gradients.keys().isdisjoint(of_weights):
                 continue
             of_segment = self._part_of_visit(of_weights, segment.copies, step, gradients)
-            if of_segment is None:
+            if isinstance(of_segment, str):
+                self.why_not = of_segment
                 return None
             of_segments.append(of_segment)
             ticket = of_weights[0].of_segment.ticket
@@ -49,14 +56,24 @@ class Visits:
             return None
         return Visit(self.pieces, unit, step, of_segments, after, self._window.copies_of([unit]))
 
+    def end_step(self) -> None:
+        """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
+        if self.why_not and not self._window.stats.visits:
+            warnings.warn(
+                "Units were to visit the device, to be stepped there, and the host has stepped "
+                f"them, which takes longer: {self.why_not}.",
+                stacklevel=2,
+            )
+        self.why_not = ""
+
     def _part_of_visit(
         self,
         of_weights: Sequence[Gradient],
         copies: Sequence[Tensor | None],
         step: Step,
         gradients: Mapping[Gradient, Used],
-    ) -> OfSegment | None:
-        """Return what a visit does with a segment; None unless all of it can be stepped by passes over its memory."""
+    ) -> OfSegment | str:
+        """Return what a visit does with a segment, or why passes over its memory cannot make the step."""
         of_segment = of_weights[0].of_segment
         sums = None
         if not of_segment.is_on_device and of_segment.memory is not None:
@@ -65,32 +82,34 @@ class Visits:
         in_groups: dict[int, OnePass] = {}
         for gradient, copy in zip(of_weights, copies, strict=True):
             weight = gradient.weight
-            if gradient not in gradients or weight.host is not weight.home:
-                return None
+            if gradient not in gradients:
+                return f"{weight.name!r} has no gradient"
+            if weight.host is not weight.home:
+                return f"{weight.name!r} was given other memory"
             tensor, state = gradients[gradient]
             number = step.plan.gradients[gradient]
             settings = step.settings[number]
             if number not in in_groups:
                 in_groups[number] = OnePass(step.optimizer, settings)
-            lacks_state = not state and makes_state(step.optimizer, settings)
+            if not state and makes_state(step.optimizer, settings):
+                return ""  # the host makes it, once
             # others are the user's, or lie where they are to be read soon
-            is_ours = tensor is gradient.tensor and of_segment.has_at_hand(tensor)
-            is_readable = tensor.dtype in (weight.dtype, torch.bfloat16)
-            if lacks_state or not is_ours or not is_readable or len(gradient.scaling.factors) > MOST_FACTORS:
-                return None
+            if tensor is not gradient.tensor or not of_segment.has_at_hand(tensor):
+                return f"the gradient of {weight.name!r} was read, set or kept"
+            is_readable = weight.dtype in (tensor.dtype, torch.float32)
+            if not is_readable or len(gradient.scaling.factors) > MOST_FACTORS:
+                return f"the gradient of {weight.name!r} is {tensor.dtype}, or scaled too often"
             part.works.append(Work(weight.home, tensor, state, copy))
             part.scalings.append(gradient.scaling)
             part.numbers.append(number)
-        if not all(one_pass.is_possible for one_pass in in_groups.values()):
-            return None
-        return part if _takes(part, in_groups) else None
-
-
-def _takes(part: OfSegment, in_groups: Mapping[int, OnePass]) -> bool:
-    """Tell whether passes can step a segment, wherever its gradients are; asked once for what lies where it did."""
-    if part.is_known:
-        return True
-    for work, number in zip(part.works, part.numbers, strict=True):
-        if not in_groups[number].takes(work._replace(gradient=work.weight)):
-            return False
-    return True
+        is_possible = all(one_pass.is_possible for one_pass in in_groups.values())
+        # asked once for what lies where it did; the device casts gradients and copies of any dtype
+        if is_possible and (
+            part.is_known
+            or all(
+                in_groups[number].takes(work._replace(gradient=work.weight, copy=None))
+                for work, number in zip(part.works, part.numbers, strict=True)
+            )
+        ):
+            return part
+        return f"{type(step.optimizer).__name__} does not step all of their weights in one pass"

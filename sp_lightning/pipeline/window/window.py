@@ -140,6 +140,8 @@ class Window:
             self._load(unit)
         for ticket in unit.uploads:
             self.backend.trace.wait(ticket, "weights")
+        if unit.being_stepped is not None:
+            unit.being_stepped.held = ()
         unit.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Unit] = ()) -> None:

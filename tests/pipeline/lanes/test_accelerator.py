@@ -49,6 +49,13 @@ def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     assert done == ["something else"]
 
 
+def test_visits_come_before_computing(pretended: MagicMock) -> None:
+    """Small kernels would wait behind large ones; everything else has the usual priority."""
+    AcceleratorBackend(torch.device("cpu")).close()
+    asked = [call.kwargs for call in pretended.Stream.call_args_list if call.kwargs]
+    assert asked == [{"priority": -1}]
+
+
 def test_device_memory(pretended: MagicMock) -> None:
     """A fraction as `memory_budget` is of all of it; a process may be limited to a fraction of its own."""
     backend = AcceleratorBackend(torch.device("cpu"))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from sp_lightning import optim
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.optimizer import pieces
 
 from ...helpers import is_block
@@ -36,10 +40,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1024)
 
 
-def assert_same(make: Make, visiting: Sequence[int], k: int = 2, kept: Sequence[int] = (), **options: Any) -> int:
+def assert_same(
+    make: Make,
+    visiting: Sequence[int],
+    k: int = 2,
+    kept: Sequence[int] = (),
+    backend: HostBackend | None = None,
+    **options: Any,
+) -> int:
     """Both trainings have the same bits; returns the number of visits."""
     expected, _ = train_placed(make, None, **options)
-    actual, stats = train_placed(make, Fixed((2, 1), (k, 1, kept, (), visiting)), **options)
+    actual, stats = train_placed(make, Fixed((2, 1), (k, 1, kept, (), visiting)), backend=backend, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     return stats.visits
 
@@ -57,6 +68,36 @@ def test_a_visit_has_the_bits_of_a_step_on_the_host(name: str, clip: Any, in_bac
         OPTIMIZERS[name], [0, 1, 2, 4], clip=clip, in_backward=in_backward, accumulate=accumulate, kept=[4], k=3
     )
     assert visits == 4 * 6, "from the second step on"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_under_autocast(name: str) -> None:
+    """Norms are sent as they are, beside copies in bf16; what is sent lies in page-locked memory, sums and masters."""
+    backend = LocksPages(poison=True, max_delay=0.002)
+    visits = assert_same(OPTIMIZERS[name], range(BLOCKS), autocast=True, clip=0.01, accumulate=2, backend=backend)
+    assert visits == BLOCKS * 6
+    assert backend.copies > 0
+
+
+class LocksPages(HostBackend):
+    """Counts copies of visits between host and device, one side of which lies in page-locked memory, as it has to."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.pins, self.locked, self.copies = True, dict[int, int](), 0
+
+    def pin(self, memory: Tensor) -> bool:
+        self.locked[memory.data_ptr()] = memory.nbytes
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        del self.locked[memory.data_ptr()]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        sides = target.data_ptr(), source.data_ptr()
+        assert any(begin <= side < begin + size for begin, size in list(self.locked.items()) for side in sides)
+        self.copies += 1
+        super().copy(target, source)
 
 
 @pytest.mark.parametrize("name", ["ours", "ours, int8"])
@@ -81,6 +122,77 @@ def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_gradients_and_masters_are_seen_as_ever(clip: float | None) -> None:
     assert_same(OPTIMIZERS["AdamW"], range(BLOCKS), between=look, clip=clip)
+
+
+@contextmanager
+def visiting(
+    units: Sequence[int], backend: HostBackend | None = None, **options: Any
+) -> Iterator[tuple[nn.Module, Pipeline, Optimizer]]:
+    """Blocks, some of which visit."""
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (options.get("k", 2), 1, (), (), units))
+    backend = backend or HostBackend(poison=True, max_delay=0.002)
+    chosen = PipelineOptions(units=is_block, **options)
+    pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner)
+    try:
+        yield model, pipeline, AdamW(model.parameters(), fused=True)
+    finally:
+        pipeline.detach()
+
+
+def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[Tensor]]:
+    """Returns the gradients that stay on the device."""
+    with pipeline.optimizers.clipping.measuring_norms():
+        model(torch.ones(4, 16)).square().mean().backward()
+    pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
+    of_weights = pipeline._engine.stream.of.values()
+    return [weakref.ref(gradient.tensor) for gradient in of_weights if gradient.of_segment.is_on_device]
+
+
+@pytest.mark.parametrize(("k", "order"), [(2, [0, 1, 2, 3, 4, 5]), (1, [1, 2])], ids=["begun", "to begin"])
+def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for state to come down. When it has them, gradients are gone; and no visit looks like a write of its own."""
+    monkeypatch.setattr(pieces, "PIECE", 1 << 20)  # or the next piece would wait for memory
+    gate = threading.Event()
+
+    class Lags(HostBackend):
+        def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+            come_down = partial(gate.wait, 5) if lane is Lane.TO_HOST else bool
+            return super().beside(lane, lambda: (come_down(), job())[1], after, nbytes)
+
+    with visiting([1], Lags(), k=k, activations="recompute") as (model, pipeline, optimizer):
+        for _ in range(3):
+            gate.set()
+            staying = clipped_backward(model, pipeline)
+            gate.clear()
+            optimizer.step()
+        assert len(staying) == 6
+        before = pipeline.stats.recomputed
+        with pipeline.step():
+            x = torch.ones(4, 16)
+            for number in order:
+                x = model.blocks[number](x)
+        (visit,) = [unit.being_stepped for unit in pipeline.arrangement.in_window if unit.visits]
+        assert visit is not None
+        assert not visit.done
+        assert not any(gradient() is not None for gradient in staying)
+        gate.set()
+        x.sum().backward()
+        assert pipeline.stats.recomputed == before + len(order) - 1
+        assert pipeline.stats.visits == 2
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_an_evaluation_begins_visits(clips: bool) -> None:
+    with visiting(range(BLOCKS), k=1) as (model, pipeline, optimizer):
+        for _ in range(3):
+            if clips:
+                clipped_backward(model, pipeline)
+            else:
+                model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                model(torch.ones(4, 16))
+        assert pipeline.stats.visits == 2 * BLOCKS
 
 
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:

@@ -1,0 +1,65 @@
+"""Units that live on the device, visit it and are stepped on the host, in all precisions: plain training's bits.
+
+And what was planned is what happens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning import optim
+
+from .helpers import assert_same_trace
+from .lightning_modules import Placed, fit_placed
+from .planning.parts import Fixed
+
+OURS = partial(optim.AdamW, lr=1e-2)
+FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+
+
+@pytest.mark.filterwarnings("error:Units were to visit")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize(
+    ("precision", "make"),
+    [
+        ("32-true", FUSED),
+        ("bf16-mixed", OURS),  # with torch's fused ones, Lightning clips under no autocast
+        ("16-mixed", OURS),
+        ("bf16-true", FUSED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.func.__module__,
+)
+def test_each_place_in_each_precision(precision: str, make: Any, clip: float | None, accumulate: int) -> None:
+    """A unit lives, two visit from the second step on, three are stepped on the host."""
+    expected, _ = fit_placed(make, None, precision, clip, accumulate)
+    planner = Fixed((2, 1), (2, 1, (), (0,), (1, 4)))
+    actual, stats = fit_placed(make, planner, precision, clip, accumulate)
+    assert_same_trace(expected, actual)
+    assert stats.optimizer_steps == (5 if precision == "16-mixed" else 6)
+    assert stats.visits == 2 * (stats.optimizer_steps - 1)
+    assert max(on_device for *_, on_device in planner.seen) == 7
+
+
+class Reads(Placed):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.model.blocks[4].gate.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("precision", "make", "module", "why"),
+    [
+        ("32-true", OURS, Reads, "the gradient of 'model.blocks.4.gate' was read"),
+        ("32-true", partial(FUSED, amsgrad=True), Placed, "AdamW does not step all of their weights in one pass"),
+        ("16-mixed", FUSED, Placed, "a GradScaler has left it to the optimizer's own kernel"),
+    ],
+    ids=["read", "no pass", "scaler"],
+)
+def test_visits_that_never_happen_are_told(precision: str, make: Any, module: type[Placed], why: str) -> None:
+    with pytest.warns(UserWarning, match=f"Units were to visit the device.* the host has stepped them.*{why}"):
+        _, stats = fit_placed(make, Fixed((2, 1), (2, 1, (), (), (4,))), precision, module=module)
+    assert stats.visits == 0
