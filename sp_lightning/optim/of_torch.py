@@ -64,7 +64,7 @@ class OnePass:
             return False
         if not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
-        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)
+        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16, dtype)
         if copy is not None and not takes_copy:
             return False
         if self._type not in _UPDATES:
