@@ -40,10 +40,11 @@ def numbers(count: int, only_finite: bool = False) -> Tensor:
     return values
 
 
-def begun(cls: type[optim.AdamW], dtype: torch.dtype, options: dict[str, Any]) -> tuple[optim.AdamW, Tensor]:
+def begun(
+    cls: type[optim.AdamW], dtype: torch.dtype, options: dict[str, Any], only_finite: bool
+) -> tuple[optim.AdamW, Tensor]:
     """An optimizer over a weight, with state as of some steps."""
     torch.manual_seed(0)
-    only_finite = options["moments"] == "int8"
     weight = numbers(SIZE, only_finite).to(dtype)
     optimizer = cls([weight], **options)
     state = optimizer.state[weight]
@@ -53,10 +54,10 @@ def begun(cls: type[optim.AdamW], dtype: torch.dtype, options: dict[str, Any]) -
             value.copy_(torch.randint(0, 1 << 16, (SIZE,)))
             value[STILL] = 1 << 15
         elif name == "exp_avg":
-            value.copy_(numbers(SIZE))
+            value.copy_(numbers(SIZE, only_finite))
             value[STILL] = 0
         elif name in ("exp_avg_sq", "exp_avg_sq_with_ties"):
-            value.copy_(numbers(SIZE).square())
+            value.copy_(numbers(SIZE, only_finite).square())
             value[STILL] = torch.tensor([0.0, -0.0]).repeat(STILL.stop // 2)  # was up, or not
     return optimizer, weight
 
@@ -98,7 +99,7 @@ def compare(
 ) -> None:
     """Take some steps both ways, with gradients in both dtypes; on the CPU torch's own step has the kernels' bits."""
     is_near = options["moments"] == "int8" or device.type != "cpu"
-    optimizer, weight = begun(cls, dtype, {"lr": 1e-2, **options})
+    optimizer, weight = begun(cls, dtype, {"lr": 1e-2, **options}, is_near)
     copy = torch.zeros(SIZE, dtype=torch.bfloat16) if dtype == torch.float32 else None
     ours: Memory | None = None
     for number in range(3):
