@@ -47,9 +47,8 @@ import sp_lightning
 MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "lr", "dtype", "weights"]
 OPTIMIZERS = {  # all but the first for bf16 weights
     "adamw": partial(torch.optim.AdamW, fused=True),  # the same kernel under every strategy
-    "split": partial(sp_lightning.optim.AdamW, master="split"),
-    "int8": partial(sp_lightning.optim.AdamW, master="split", moments="int8"),
-    "int8-24": partial(sp_lightning.optim.AdamW, master="split24", moments="int8"),
+    "split": sp_lightning.optim.AdamW,
+    "int8": partial(sp_lightning.optim.AdamW, moments="int8"),
 }
 LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 

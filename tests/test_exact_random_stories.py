@@ -297,7 +297,7 @@ def assign(now: Now, number: int) -> None:
 
 def new_optimizer(now: Now, number: int) -> None:
     now.model.zero_grad()
-    make = chosen([sgd, adamw, rmsprop, our_adamw, our_sgd], number)
+    make = chosen([sgd, adamw, rmsprop, our_adamw, our_adam], number)
     now.optimizer = make(list(now.model.parameters()))
 
 
@@ -313,8 +313,8 @@ def our_adamw(weights: list[nn.Parameter]) -> Optimizer:
     return optim.AdamW(weights, lr=0.01, weight_decay=0.1, moments="int8")
 
 
-def our_sgd(weights: list[nn.Parameter]) -> Optimizer:
-    return optim.SGD(weights, lr=0.05, momentum=0.9)
+def our_adam(weights: list[nn.Parameter]) -> Optimizer:
+    return optim.Adam(weights, lr=0.01)
 
 
 def rmsprop(weights: list[nn.Parameter]) -> Optimizer:

@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "asgd": partial(ASGD, lr=0.05),
     "ours": partial(optim.AdamW, lr=0.01),
     "ours, int8": partial(optim.AdamW, lr=0.01, moments="int8"),
-    "ours, sgd": partial(optim.SGD, lr=0.05, momentum=0.9),
+    "ours, adam": partial(optim.Adam, lr=0.01, weight_decay=0.1),
 }
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"]
 

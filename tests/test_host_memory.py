@@ -137,10 +137,9 @@ ADDED_UP = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
         (optim.AdamW, {"precision": "bf16-true", "gradient_clip_val": 1.0}, 12.1, 2.0),
         (optim.AdamW, {"precision": "bf16-true", **ADDED_UP}, 12.1, 2.5),
         (partial(optim.AdamW, moments="int8"), {"precision": "bf16-true"}, 6.3, 0.5),
-        (partial(optim.AdamW, master="split24", moments="int8"), {"precision": "bf16-true"}, 5.3, 0.5),
     ],
     ids=["fp32, clipped", "mixed", "mixed, clipped", "mixed, added up", "split", "split, clipped", "split, added up"]
-    + ["int8", "24 bits, int8"],
+    + ["int8"],
 )
 def test_bytes_of_a_parameter(
     make: Any, arguments: dict[str, Any], most: float, gradients: float, mapped: Mapped, monkeypatch: pytest.MonkeyPatch

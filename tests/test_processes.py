@@ -91,9 +91,9 @@ def options() -> None:
 def compact_optimizers() -> None:
     class Compact(Silent):
         def configure_optimizers(self) -> Any:
-            return optim.AdamW(self.parameters(), lr=1e-2, master=self.master, moments=self.moments)
+            return optim.AdamW(self.parameters(), lr=1e-2, moments=self.moments)
 
-    for Compact.master, Compact.moments in (("split", "fp32"), ("split24", "int8")):
+    for Compact.moments in ("fp32", "int8"):
         assert_as_ddp(Compact, precision="bf16-true", gradient_clip_val=0.1)
 
 

@@ -4,6 +4,6 @@ They are plain `torch.optim.Optimizer`s for fp32 and bf16 parameters on the CPU 
 on both; `docs/host_memory.md` has the table.
 """
 
-from sp_lightning.optim.optimizers import SGD, Adam, AdamW, Lion
+from sp_lightning.optim.optimizers import Adam, AdamW
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion"]
+__all__ = ["Adam", "AdamW"]

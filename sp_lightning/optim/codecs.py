@@ -1,10 +1,10 @@
 """Codecs, compiled into the kernels: how weights and moments in fp32 lie in fewer bytes.
 
-A number lies at an address, in elements of so many bytes. Their width and flags are constants when a kernel is
+Memory is an array, in which bf16 lies as its 16 bits. The bytes of its elements are constants when a kernel is
 compiled, so that its loop has no branches, as only such are vectorised:
 
-    weight   4: fp32 | 2: bf16, and in `low` beside it 4: the fp32 master | 2: its low 16 bits | 1: 8 of them | 0: none
-    moment   4: fp32 | 2: bf16 | 1: codes, with a scale in fp32 for each `GROUP` of them | 0: none
+    weight   4: fp32 | 2: bf16, and in `low` beside it 2: the lower 16 bits of the fp32 master | 0: none, as in torch
+    moment   4: fp32 | 2: bf16, as in torch | 1: codes, with a scale in fp32 for each `GROUP` of them
 
 [Note: ties] bf16 is fp32's upper half, rounded to the nearest, and the lower half says where from: below the middle
 rounded down, above it up. At the middle it may be either. Then the sign bit of the second moment, which is never
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -53,41 +53,29 @@ def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def read(context: Any, address: Any, i: Any, like: Any) -> Any:
-    """Read an element of memory that holds numbers like this one."""
+def pointer_to(context: Any, address: Any) -> Any:
+    """Return an address as a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_element(context, builder, arguments[0], arguments[1], like))
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
-    return like(address, types.intp, like), generate
+    return types.voidptr(types.int64), generate
 
 
 @intrinsic
-def write(context: Any, address: Any, i: Any, value: Any) -> Any:
-    """Write an element of memory."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[2], _element(context, builder, arguments[0], arguments[1], value))
-        return context.get_dummy_value()
-
-    return types.void(address, types.intp, value), generate
-
-
-def _element(context: Any, builder: Any, address: Any, i: Any, kind: Any) -> Any:
-    cast = builder.bitcast if isinstance(address.type, ir.PointerType) else builder.inttoptr
-    return builder.gep(cast(address, context.get_value_type(types.CPointer(kind))), [i])
-
-
-@intrinsic
-def space(context: Any) -> Any:
-    """Return a pointer to memory for a group, of which the compiler knows that it overlaps nothing."""
-
+def _space(context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers = cgutils.alloca_once(builder, ir.FloatType(), GROUP)
         numbers.align = 64  # a vector lies in one line of the cache
         return builder.bitcast(numbers, ir.FloatType().as_pointer())
 
     return types.CPointer(types.float32)(), generate
+
+
+@jit
+def space() -> Any:
+    """Return memory for a group, of which the compiler knows that it overlaps nothing."""
+    return carray(_space(), GROUP)
 
 
 @jit
@@ -109,18 +97,10 @@ def plain_bits(number: Any) -> Any:
 
 
 @jit
-def nearest(bits: Any) -> Any:
+def nearest(number: Any) -> Any:
     """Return bits whose upper half is the nearest bf16, ties to even, as `.bfloat16()` rounds."""
+    bits = plain_bits(number)
     return U32(bits + U32(0x7FFF) + U32((bits >> U32(16)) & U32(1)))
-
-
-@jit
-def key_at(seed: Any, index: Any) -> Any:
-    """Return the key of `noise` from an element on: the same on any number of threads, and when resumed."""
-    x = U32(U32(seed) ^ U32(0x9E3779B9))
-    x = U32(U32(x ^ (x >> U32(16))) * U32(0x7FEB352D))
-    x = U32(U32(x ^ (x >> U32(15))) * U32(0x846CA68B))
-    return noise(U32(x ^ (x >> U32(16))), index)
 
 
 @jit
@@ -133,31 +113,27 @@ def noise(key: Any, i: Any) -> Any:
 
 
 @jit
-def load(address: Any, width: Any, i: Any) -> Any:
+def load(array: Any, width: Any, i: Any) -> Any:
     """Read a number in fp32 or bf16."""
     if width == 4:
-        return read(address, i, F32(0))
-    return float_of(U32(read(address, i, U16(0))) << U32(16))
+        return F32(array[i])
+    return float_of(U32(array[i]) << U32(16))
 
 
 @jit
-def store(address: Any, width: Any, i: Any, value: Any, is_random: Any, key: Any) -> Any:
-    """Write a number in fp32, or in bf16, rounded to the nearest or at random."""
+def store(array: Any, width: Any, i: Any, value: Any) -> Any:
+    """Write a number in fp32, or in bf16, rounded to the nearest."""
     if width == 4:
-        write(address, i, F32(value))
+        array[i] = F32(value)
     else:
-        bits = plain_bits(value)
-        rounded = U32(bits + (noise(key, i) >> U32(16))) if is_random else nearest(bits)
-        write(address, i, U16(rounded >> U32(16)))
+        array[i] = U16(nearest(value) >> U32(16))
 
 
 @jit
-def scaled(g: Any, scaling: Scaling, operations: Any, in_bf16: Any) -> Any:
+def scaled(g: Any, scaling: Scaling, is_scaled: Any, in_bf16: Any) -> Any:
     """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
-    if operations > 0:
-        g = _times(g, scaling.factor, in_bf16)
-    if operations > 1:
-        g = _times(g, scaling.then, in_bf16)
+    if is_scaled:
+        g = _times(_times(g, scaling.factor, in_bf16), scaling.then, in_bf16)
         g = scaling.limit if g > scaling.limit else (-scaling.limit if g < -scaling.limit else g)
     return g
 
@@ -165,7 +141,7 @@ def scaled(g: Any, scaling: Scaling, operations: Any, in_bf16: Any) -> Any:
 @jit
 def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
     g = g * factor
-    return float_of(nearest(plain_bits(g)) & U32(0xFFFF0000)) if in_bf16 else g
+    return float_of(nearest(g) & U32(0xFFFF0000)) if in_bf16 else g
 
 
 @jit
@@ -173,37 +149,22 @@ def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
     if kind.low == 0:
         return load(memory.weight, kind.weight, i)
-    if kind.low == 4:
-        return read(memory.low, i, F32(0))
-    low = _low_bits(kind.low, memory.low, i)  # negative if it was rounded up, as a tie is to be then
+    low = I32(I16(memory.low[i]))  # negative if it was rounded up, as a tie is to be then
     above = U32(1) if low < I32(I32(-0x7FFF) - I32(was_up)) else U32(0)
-    high = U32(U32(read(memory.weight, i, U16(0))) + above)
+    high = U32(U32(memory.weight[i]) + above)
     return float_of(U32(high << U32(16)) + U32(low))
 
 
 @jit
-def _low_bits(width: Any, address: Any, i: Any) -> Any:
-    if width == 2:
-        return I32(read(address, i, I16(0)))
-    return I32(I32(read(address, i, I8(0))) << I32(8))
-
-
-@jit
-def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any, key: Any) -> Any:
+def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> Any:
     """Write a master. Return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
-    if kind.low == 4:
-        write(memory.low, i, p)
-    if kind.low == 0 or kind.low == 4:
-        store(memory.weight, kind.weight, i, p, False, key)
+    if kind.low == 0:
+        store(memory.weight, kind.weight, i, p)
         return U32(0)
     bits = plain_bits(p)
-    if kind.low == 1:  # rounded at random, or small updates would vanish
-        bits = U32(U32(bits + (noise(key, i) >> U32(24))) & U32(0xFFFFFF00))
-        write(memory.low, i, U8(bits >> U32(8)))
-    else:
-        write(memory.low, i, U16(bits))
+    memory.low[i] = U16(bits)
     odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
-    write(memory.weight, i, U16(U32(bits + U32(0x7FFF) + odd) >> U32(16)))
+    memory.weight[i] = U16(U32(bits + U32(0x7FFF) + odd) >> U32(16))
     return U32(1) if has_sign and U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
 
 
@@ -211,40 +172,16 @@ def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any, key:
 
 
 @jit
-def load_moment(moment: Any, width: Any, scale: Any, i: Any, is_second: Any) -> Any:
-    """Read a moment; one that an optimizer has not is zero."""
-    if width == 0:
-        return F32(0)
-    if width > 1:
-        return load(moment, width, i)
-    if is_second:
-        return decode_positive(read(moment, i, U8(0)), scale)
-    return decode_signed(read(moment, i, I8(0)), scale)
-
-
-@jit
-def pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
-    """Write a group in codes: first moments, and the roots of second ones if they are kept so."""
-    if size == GROUP:  # a constant, for which loops have no ends to take care of
-        _pack(kind, memory, staged, GROUP, key)
-    else:
-        _pack(kind, memory, staged, size, key)
-
-
-@jit
-def _pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
-    first_scale = _scale_of(staged[0], size)
-    write(memory.first_scale, 0, first_scale)
-    second_scale = _scale_of(staged[1], size) if kind.second == 1 else F32(0)
-    if kind.second == 1:
-        write(memory.second_scale, 0, second_scale)
+def pack(memory: Memory, staged: Any, size: Any, key: Any) -> None:
+    """Write a group in codes: first moments, and the roots of second ones."""
+    first_scale, second_scale = _scale_of(staged[0], size), _scale_of(staged[1], size)
+    memory.first_scale[0] = first_scale
+    memory.second_scale[0] = second_scale
     for i in range(size):  # one loop for both: while it divides for one, it computes the other
-        first = encode_signed(read(staged[0], i, F32(0)), first_scale)
-        write(memory.first, i, I8(first))
-        if kind.second == 1:
-            second = encode_positive(read(staged[1], i, F32(0)), second_scale, noise(key, i))
-            # they are in this range, but AVX2 packs in fewer operations what saturates
-            write(memory.second, i, U8(min(max(second, I32(0)), I32(255))))
+        memory.first[i] = I8(encode_signed(staged[0][i], first_scale))
+        second = encode_positive(staged[1][i], second_scale, noise(key, i))
+        # they are in this range, but AVX2 packs in fewer operations what saturates
+        memory.second[i] = U8(min(max(second, I32(0)), I32(255)))
 
 
 @jit
@@ -252,7 +189,7 @@ def _scale_of(staged: Any, size: Any) -> Any:
     """Return the largest magnitude in a group, or NaN if there is one."""
     most = U32(0)  # of floats without a sign the bits have the same order; NaN is above all
     for i in range(size):
-        most = U32(max(most, U32(read(staged, i, U32(0)) & U32(0x7FFFFFFF))))
+        most = U32(max(most, U32(bits_of(staged[i]) & U32(0x7FFFFFFF))))
     return float_of(most)
 
 

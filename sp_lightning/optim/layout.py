@@ -1,4 +1,6 @@
-"""How a master and moments lie in memory: the state of a parameter is made, and found again.
+"""How masters and moments lie in memory: the state of a parameter is made, and found again.
+
+A bf16 weight is the upper half of its fp32 master, whose lower half is state, `low`: the same numbers, 4 bytes in all.
 
 [Note: names] A moment has the name that torch gives it only if torch would read it as it is. Of an `exp_avg`, codes are
 `exp_avg_codes`, beside their `exp_avg_scale`; an `exp_avg_sq` whose sign tells how a tie was rounded is
@@ -14,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MASTERS = ("auto", "fp32", "split", "split24", None)
-MOMENTS = ("fp32", "bf16", "int8")
+MOMENTS = ("fp32", "int8")
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 GROUP = 128
 """So many elements of a moment in 8 bits share a scale."""
 BLOCK = 8 * GROUP
@@ -24,18 +26,15 @@ LANES = 8
 """Torch's fused CPU kernels work on so many elements at once, in bf16 on twice as many."""
 
 State = dict[str, Any]
-_LOW = {"auto": torch.uint16, "split": torch.uint16, "split24": torch.uint8}
-"""Of masters that add bits to a bf16 weight; "auto" is the exact one that takes the fewest bytes."""
 
 fills_memory: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
 """Tell whether a tensor has no gaps in memory, as a view of one column of a matrix has."""
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise if an option is unknown, or a parameter cannot be stepped, or cannot have this master."""
-    for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
-        if group[name] not in allowed:
-            raise ValueError(f"{name}={group[name]!r}: expected one of {', '.join(map(repr, allowed))}")
+    """Raise if an option is unknown, or a parameter cannot be stepped."""
+    if group["moments"] not in MOMENTS:
+        raise ValueError(f"moments={group['moments']!r}: expected {' or '.join(map(repr, MOMENTS))}")
     for number, p in enumerate(group["params"]):
         name = group["param_names"][number] if "param_names" in group else f"parameter {number} of its group"
         if p.is_meta or p.dtype not in (torch.float32, torch.bfloat16):
@@ -46,26 +45,18 @@ def check_group(group: dict[str, Any]) -> None:
         if not fills_memory(p):
             gaps = "has gaps in memory, which a pass over it would write to: make it `.contiguous()`"
             raise ValueError(f"{name} {gaps}")
-        if group["master"] in ("split", "split24") and p.dtype != torch.bfloat16:
-            raise ValueError(
-                f'master="{group["master"]}" is for bf16 parameters, but {name} is {p.dtype}: leave '
-                'master="auto", or put this parameter into a param group with master="fp32"'
-            )
 
 
-def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
-    """Return the state of a parameter before its first step, with moments of these names, on its device.
+def make_state(p: Tensor, group: dict[str, Any]) -> State:
+    """Return the state of a parameter before its first step, on its device.
 
     Steps are counted on the host, which would wait for a device that does it.
     Torch's default dtype and device are the user's: Lightning sets the former to bf16 around a `training_step`.
     """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    master = group["master"]
-    if p.dtype == torch.bfloat16 and master == "fp32":
-        state["master"] = p.detach().float()
-    elif p.dtype == torch.bfloat16 and master is not None:
-        state["low"] = torch.zeros_like(p, dtype=_LOW[master])
-    for name in names:
+    if p.dtype == torch.bfloat16:
+        state["low"] = torch.zeros_like(p, dtype=torch.uint16)
+    for name in MOMENT_NAMES:
         is_second = name == "exp_avg_sq"
         if group["moments"] == "int8":
             codes = torch.uint8 if is_second else torch.int8
@@ -73,32 +64,28 @@ def make_state(p: Tensor, group: dict[str, Any], names: Sequence[str]) -> State:
             groups = math.ceil(p.numel() / GROUP)
             state[f"{name}_scale"] = torch.zeros(groups, dtype=torch.float32, device=p.device)
         else:
-            dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
             has_ties = is_second and "low" in state
-            state[f"{name}_with_ties" if has_ties else name] = torch.zeros_like(p, dtype=dtype)
-    if "momentum_buffer" in state:
-        # -0, to which a first gradient is added as if it were copied
-        state["momentum_buffer"].neg_()
+            state[f"{name}_with_ties" if has_ties else name] = torch.zeros_like(p, dtype=torch.float32)
     return state
 
 
-def moment_in(state: State, name: str) -> tuple[Tensor | None, Tensor | None]:
+def moment_in(state: State, name: str) -> tuple[Tensor, Tensor | None]:
     """Return a moment, however it is kept, and the scales of its codes; see [Note: names]."""
     if f"{name}_codes" in state:
         return state[f"{name}_codes"], state[f"{name}_scale"]
-    return state.get(f"{name}_with_ties", state.get(name)), None
+    return state[name] if name in state else state[f"{name}_with_ties"], None
 
 
 def is_compact(state: State) -> bool:
-    """Tell whether state has more of a weight than torch's optimizers would read: a master, or codes."""
-    return any(name in ("master", "low") or name.endswith("_codes") for name in state)
+    """Tell whether state has more of a weight than torch's optimizers would read: half a master, or codes."""
+    return any(name == "low" or name.endswith("_codes") for name in state)
 
 
 def count_in(states: Sequence[State]) -> list[float]:
-    """Count a step, and return its number in each state; torch's SGD counts none, and has made its first one."""
-    counters = [state["step"] for state in states if "step" in state]
-    if not counters:
-        return [2.0] * len(states)
+    """Count a step, and return its number in each state."""
+    if not states:
+        return []
+    counters = [state["step"] for state in states]
     torch._foreach_add_(counters, 1.0)
     numbers: list[float] = torch.stack(counters).tolist()
     return numbers

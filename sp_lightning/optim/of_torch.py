@@ -1,4 +1,4 @@
-"""A step as one pass, for whoever has more to do than the update: of our optimizers, and torch's AdamW, Adam and SGD.
+"""A step as one pass, for whoever has more to do than the update: of our optimizers, and torch's AdamW and Adam.
 
 Under mixed precision a gradient is cast, scaled and clipped before the update, and the weight is copied to bf16 after
 it. In torch each of these is a pass over memory. Here all are one, with the bits that they have together, as the
@@ -8,7 +8,6 @@ kernels have those of torch's fused ones. Torch's may round otherwise on another
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
@@ -16,27 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.compact import CompactOptimizer, Work
-from sp_lightning.optim.layout import fills_memory
-from sp_lightning.optim.optimizers import SGD, Adam, AdamW
-from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import Pass, Scaling
+from sp_lightning.optim.layout import MOMENT_NAMES, fills_memory
+from sp_lightning.optim.optimizers import Adam, AdamW
+from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
-_OURS: dict[type[Optimizer], type[CompactOptimizer]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adam: Adam,
-    torch.optim.SGD: SGD,
+_UPDATES: dict[type[Optimizer], Update] = {
+    torch.optim.AdamW: AdamW.update,
+    torch.optim.Adam: Adam.update,
 }
-_TRIED: dict[type[Optimizer], list[dict[str, Any]]] = {
-    torch.optim.AdamW: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
-    torch.optim.Adam: [{"weight_decay": 0.1}, {"betas": (0.4, 0.95)}],
-    torch.optim.SGD: [
-        {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, {},
-    ],
-}  # fmt: skip
+_TRIED: list[dict[str, Any]] = [
+    {"betas": (0.9, 0.999), "weight_decay": 0.1},
+    {"betas": (0.4, 0.95), "weight_decay": 0.0},
+]
 MOST_FACTORS = 2
 """Of a gradient, that a pass applies: the inverse of a loss scale, and what clips it."""
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
@@ -48,41 +42,41 @@ class OnePass:
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         self._type: Any = type(optimizer)
         self._settings = settings
-        # the optimizer of ours whose passes these are; None where steps are left to the optimizer's own code
-        self._cls: type[CompactOptimizer] | None = None
         is_plain = not settings.get("amsgrad") and not settings.get("maximize")
-        if isinstance(optimizer, CompactOptimizer):
-            self._cls = type(optimizer)
+        # None where steps are left to the optimizer's own code
+        self._update: Update | None = None
+        if isinstance(optimizer, AdamW):
+            self._update = optimizer.update
         elif settings.get("fused") and is_plain and find_spec("numba"):
             # torch would run its fused kernel
-            self._cls = _OURS.get(self._type)
+            self._update = _UPDATES.get(self._type)
 
     @property
     def is_possible(self) -> bool:
         """Whether it can step weights at all."""
-        return self._cls is not None
+        return self._update is not None
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
         weight, gradient, state, copy, scaling = work
         dtype = weight.dtype
-        if self._cls is None or scaling is None or not fills_memory(weight):
+        if self._update is None or scaling is None or not fills_memory(weight):
             return False
         if not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
-        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16)
+        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16, dtype)
         if copy is not None and not takes_copy:
             return False
-        if self._cls is self._type:
+        if self._type not in _UPDATES:
             return True
-        moments = [state.get(name) for name in self._cls.moments_of(self._settings)]
+        moments = [state.get(name) for name in MOMENT_NAMES]
         lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
-        return lie_alike and has_torchs_bits(self._type, dtype)
+        return lie_alike and has_torchs_bits(self._update, dtype)
 
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
-        assert self._cls is not None
-        return self._cls.passes_of(self._settings, works)
+        assert self._update is not None
+        return passes_of(self._update, self._settings, works)
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
@@ -110,39 +104,26 @@ def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bo
 
 
 @cache
-def has_torchs_bits(cls: Any, dtype: torch.dtype) -> bool:
-    """Try whether an optimizer's fused kernels and ours round alike on this CPU, over weights of a dtype."""
+def has_torchs_bits(update: Update, dtype: torch.dtype) -> bool:
+    """Try whether torch's fused kernels and ours round alike on this CPU, over weights of a dtype."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     random = torch.Generator("cpu").manual_seed(0)
-    for options, size in product(_TRIED[cls], _SIZES):
+    for options, size in product(_TRIED, _SIZES):
         values = torch.randn(4, size, generator=random, dtype=torch.float32, device="cpu")
-        if not _agree(cls, options, values.to(dtype)):
+        if not _agree(update, {"lr": 1e-3, "eps": 1e-8, **options}, values.to(dtype)):
             return False
     return True
 
 
-def _agree(cls: type[Optimizer], options: dict[str, Any], values: Tensor) -> bool:
+def _agree(update: Update, group: dict[str, Any], values: Tensor) -> bool:
     """Make the same step in both ways."""
-    value, gradient, *moments = values
-    gradient = gradient.bfloat16()
-    theirs = nn.Parameter(value.clone())
-    theirs.grad = gradient.to(value.dtype)
-    # all of these have it
-    optimizer = cls([theirs], fused=True, **options)  # type: ignore[call-arg]
-    settings = optimizer.param_groups[0]
-    names = _OURS[cls].moments_of(settings)
-    state = {name: moment.abs() for name, moment in zip(names, moments, strict=False)}
-    step = torch.tensor(2.0, dtype=torch.float32, device="cpu")
-    optimizer.state[theirs] = {**deepcopy(state), "step": step}
-    # without the hooks that others have for steps
-    optimizer.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-
-    copy = torch.empty_like(gradient) if value.dtype == torch.float32 else None
-    rule = _OURS[cls].rule(settings, 3.0)
-    run([_OURS[cls].pass_of(settings, Work(value, gradient, state, copy), 3.0, rule)])
-    return (
-        torch.equal(theirs, value)
-        and (copy is None or torch.equal(copy, value.bfloat16()))
-        and all(torch.equal(optimizer.state[theirs][name], state[name]) for name in names)
-    )
+    gradient = values[0].bfloat16()
+    copy = None if values.dtype == torch.bfloat16 else torch.empty_like(gradient)
+    weight, first, second = ours = values[1], values[2], values[3].abs()
+    theirs = [value.clone() for value in ours]
+    step = 3.0
+    update.by_torch(group, step, theirs[0], gradient.to(values.dtype), *theirs[1:])
+    run([Pass(update, group, step, Memory(weight, None, gradient, first, second, copy))])
+    is_copied = copy is None or torch.equal(copy, weight.bfloat16())
+    return is_copied and all(map(torch.equal, ours, theirs))

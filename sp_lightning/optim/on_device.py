@@ -1,36 +1,19 @@
-"""A pass by torch's operations, for weights on an accelerator: the formats and rules of the kernels, and their bits.
+"""A pass by torch's operations, for weights on an accelerator, in the formats of codecs.py.
 
-[Note: operations] On the CPU and on CUDA these round once, as the kernels' `fma` does:
-
-    a.add(b, alpha=c)    a + c * b
-    a.addcmul(b, c)      a + b * c; without a value, by which CUDA multiplies the rounded product
-    a.lerp(b, c)         a + c * (b - a), and from c = 0.5 on b - (1 - c) * (b - a)
-
-Others stand where the kernels round each operation by itself. `addcdiv` rounds in a way of its own. CUDA multiplies by
-the inverse of a number instead of dividing by it, so a divisor is a tensor. MKL's square root, which torch has on the
-CPU, is not the nearest number in fp32.
-
-How weights and moments lie in fewer bytes is in formats.py.
+What lies in fp32 is updated where it lies; of what lies in fewer bytes there is a copy in fp32 meanwhile. The update
+itself is torch's own code, so it rounds as plain training does there. Nothing waits for the device. NaN stays NaN, but
+which of its bits are set is not promised.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.formats import (
-    flat,
-    groups_in,
-    load_moment,
-    load_weight,
-    pack,
-    scaled,
-    store_moment,
-    store_weight,
-    whole_and_rest,
-)
-from sp_lightning.optim.layout import GROUP, LANES
-from sp_lightning.optim.rules import ADAM, LION, NESTEROV, Kind, Memory, Pass, Rule
+from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.rules import INFINITY, Memory, Pass, Scaling
 
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
@@ -39,31 +22,14 @@ BYTES_MEANWHILE = 24
 """What each of them takes of the device's memory at most, while it is stepped."""
 
 
-def step_on_device(step: Pass) -> None:
-    """Run a pass over a whole weight, in pieces."""
-    whole = Memory(*[None if tensor is None else flat(tensor) for tensor in step.memory])
-    size = whole.weight.numel()
-    for begin in range(0, size, PIECE):
-        step_range(step._replace(memory=_part_of(whole, begin, min(begin + PIECE, size))), begin)
-
-
 @torch.no_grad()
-def step_range(step: Pass, begin: int = 0) -> None:
-    """Run a pass over a range of a weight.
-
-    Args:
-        step: Its memory is that of the range alone: flat tensors on one device. A factor of its scaling may be a tensor
-            of one element in fp32 there.
-        begin: The first element of the range, a multiple of `BLOCK`. So is its end, unless it is the weight's, where
-            the kernels compile what is left over after whole vectors in another way.
-    """
-    kind = step.kind
-    lanes = 2 * LANES if kind.weight == 2 and kind.low == 0 else LANES
-    is_coded = kind.first == 1
-    together = GROUP if is_coded else lanes
-    for start, end in whole_and_rest(step.memory.weight.numel(), together):
-        is_tail = end - start < together and not is_coded
-        _step(step, _part_of(step.memory, start, end), begin + start, is_tail)
+def step_on_device(step: Pass) -> None:
+    """Run a pass, in pieces."""
+    memory = Memory(*[None if tensor is None else flat(tensor) for tensor in step.memory])
+    for begin, end in whole_and_rest(memory.weight.numel()):
+        for start in range(begin, end, PIECE):
+            part = _part_of(memory, start, min(start + PIECE, end))
+            _step(step._replace(memory=part, begin=step.begin + start))
 
 
 def _part_of(memory: Memory, begin: int, end: int) -> Memory:
@@ -74,86 +40,125 @@ def _part_of(memory: Memory, begin: int, end: int) -> Memory:
     return Memory(*tensors, *scales)
 
 
-def _step(step: Pass, memory: Memory, begin: int, tail: bool) -> None:
-    kind = step.kind
-    seed = step.seed or 0
-    has_sign = kind.second > 1  # to keep a tie in, see [Note: ties] in codecs.py
-    has_ties = has_sign and kind.low in (1, 2)
-    g = scaled(memory.gradient, step.scaling, kind.weight == 2 and kind.gradient == 2)
-    m = load_moment(memory.first, memory.first_scale)
-    v = load_moment(memory.second, memory.second_scale)
-    p = load_weight(memory.weight, memory.low, v if has_ties else None)
+def _step(step: Pass) -> None:
+    memory = step.memory
+    weight = memory.weight
+    gradient = scaled(memory.gradient, step.scaling, weight.dtype == memory.gradient.dtype == torch.bfloat16)
+    kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
+    first, second = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
+    has_ties = memory.low is not None and memory.second_scale is None  # see [Note: ties] in codecs.py
+    master = load_weight(weight, memory.low, second if has_ties else None)
     if has_ties:
-        v.abs_()
-    rule = Rule(kind.update, *map(float, step.rule[1:]))  # what numpy has are no numbers for torch
-    p, v = _update(kind, rule, p, g, m, v, tail)
-    del g  # its memory is needed, see BYTES_MEANWHILE
+        second.abs_()
+    step.update.by_torch(step.group, step.step, master, gradient, first, second)
+    del gradient  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
-        memory.copy.copy_(p)
-    up = store_weight(kind, memory, p, has_sign, seed, begin)
-    if up is not None:
-        v.view(torch.int32).add_(up, alpha=-(1 << 31))
-    if memory.first_scale is not None:
-        pack(memory.first, memory.first_scale, m, seed ^ 0x55555555, begin)
-    elif memory.first is not None:
-        store_moment(memory.first, m, seed ^ 0x55555555 if kind.is_random else None, begin)
-    if memory.second_scale is not None:
-        pack(memory.second, memory.second_scale, v, seed ^ 0x33333333, begin)
-    elif memory.second is not None:
-        store_moment(memory.second, v, seed ^ 0x33333333 if kind.is_random else None, begin)
+        memory.copy.copy_(master)
+    was_up = store_weight(memory, master, has_ties)
+    if was_up is not None:
+        second.view(torch.int32).add_(was_up, alpha=-(1 << 31))
+    for (moment, scales), value in zip(kept, (first, second), strict=True):
+        if scales is not None:
+            pack(moment, scales, value, step.seed, step.begin)
+        elif value is not moment:
+            moment.copy_(value)
 
 
-# --------------------------------------------------------------------------------------------------- rules of updates
+# ------------------------------------------------------------------------------------------ gradients and masters
 
 
-def _update(kind: Kind, rule: Rule, p: Tensor, g: Tensor, m: Tensor, v: Tensor, tail: bool) -> tuple[Tensor, Tensor]:
-    """Return a weight and its second moment, or the root of one in codes; all moments are updated in place."""
-    if kind.is_penalized:
-        g = g.add(p, alpha=rule.penalty)
-    if kind.update == ADAM:
-        return _adam(rule, p, g, m, v, tail, kind.second == 1)
-    if kind.update == LION:
-        return _lion(rule, p, g, m), v
-    if kind.first > 0:
-        _momentum(rule, g, m, tail)
-        g = g.add(m, alpha=rule.first_decay) if kind.update == NESTEROV else m
-    return p.add_(g, alpha=-rule.lr), v
+def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
+    """Return a gradient in fp32, scaled and clipped; it may be the one given, which is only read."""
+    g = gradient.float()
+    for factor in (scaling.factor, scaling.then):
+        if isinstance(factor, Tensor) or factor != 1:
+            g = g * factor
+            g = g.bfloat16().float() if in_bf16 else g
+    if scaling.limit != INFINITY:
+        g = g.clamp(-float(scaling.limit), float(scaling.limit))
+    return g
 
 
-def _momentum(rule: Rule, g: Tensor, m: Tensor, tail: bool) -> None:
-    if tail:
-        m.copy_((g * rule.first_rate).add_(m, alpha=rule.first_decay))
+def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tensor:
+    """Return the master, where it lies or as a copy; the sign of `ties` tells how a tie was rounded, up without it."""
+    if low is None:
+        return weight.float()
+    lower = low.view(torch.int16)  # negative if the upper half was rounded up
+    master = weight.float()
+    bits = master.view(torch.int32)
+    if ties is None:
+        return bits.add_(lower).view(torch.float32)
+    at_tie = ties.signbit().logical_not_()
+    return bits.add_(lower.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
+
+
+def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
+    """Write a master. Return where it lay in the middle and was rounded up, if a sign bit is to tell."""
+    if memory.low is None:
+        if p is not memory.weight:
+            memory.weight.copy_(p)
+        return None
+    # of every NaN the bits that `.bfloat16()` makes of it
+    bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
+    memory.low.view(torch.int16).copy_(bits)
+    if not has_sign:
+        memory.weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+        return None
+    memory.weight.copy_(bits.view(torch.float32))
+    return bits.bitwise_and_(0x1FFFF).eq_(0x18000)
+
+
+# --------------------------------------------------------------------------------------------------------- the moments
+
+
+# No bits are promised of what is in codes: how these divide, and what they join, the kernels leave to their compiler.
+
+
+def unpack(moment: Tensor, scales: Tensor) -> Tensor:
+    """Return what flat codes stand for, in fp32: they are of whole groups, or of one that is not whole."""
+    value = moment.float()
+    rows = value.view(len(scales), -1)
+    if moment.dtype == torch.uint8:
+        rows.add_(1).mul_(scales[:, None] / 256).square_()
     else:
-        m.mul_(rule.first_decay).add_(g, alpha=rule.first_rate)
+        divisor = 254 - rows.abs()
+        rows.mul_(scales[:, None]).div_(divisor)
+    return value
 
 
-def _adam(rule: Rule, p: Tensor, g: Tensor, m: Tensor, v: Tensor, tail: bool, is_near: bool) -> tuple[Tensor, Tensor]:
-    m.lerp_(g, rule.first_rate)
-    rated = g * rule.second_rate
-    if tail:
-        v.copy_(rated.mul_(g).add_(v, alpha=rule.second_decay))
+def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -> None:
+    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten."""
+    rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
+    if moment.dtype == torch.uint8:
+        rows.sqrt_()
+        torch.amax(rows, 1, out=scales)
+        # or some would round to 257
+        factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
+        random = torch.Generator(rows.device).manual_seed(seed + begin)
+        # at random up or down; what is below the first one is cut to it
+        below = torch.rand(rows.shape, generator=random, dtype=torch.float32, device=rows.device).sub_(1)
+        codes.copy_(rows.mul_(factor[:, None]).add_(below).clamp_(min=0))
     else:
-        v.mul_(rule.second_decay).addcmul_(rated, g)
-    root = _root(v)
-    if is_near:
-        divisor = torch.add(_number(rule.eps, v), root, alpha=1 / rule.correction, out=v)
-        return torch.mul(m, -rule.lr, out=rated).div_(divisor).add_(p, alpha=rule.decay), root
-    divisor = root.div_(_number(rule.correction, v)).add_(rule.eps)
-    return p.mul_(rule.decay).sub_(torch.mul(m, rule.lr, out=rated).div_(divisor)), v
+        divisor = rows.abs()
+        torch.amax(divisor, 1, out=scales)
+        divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
+        codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
 
 
-def _lion(rule: Rule, p: Tensor, g: Tensor, m: Tensor) -> Tensor:
-    direction = (m * rule.first_decay).add_(g * rule.first_rate)
-    step = direction.masked_fill(direction > 0, rule.lr).masked_fill_(direction < 0, -rule.lr)
-    m.mul_(rule.second_decay).add_(g * rule.second_rate)
-    return p.mul_(rule.decay).sub_(step)
+# -------------------------------------------------------------------------------------------------------------- ranges
 
 
-def _number(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+def flat(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor without gaps, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _root(v: Tensor) -> Tensor:
-    if v.device.type == "cpu":
-        return v.double().sqrt_().float()
-    return v.sqrt()
+def groups_in(begin: int, end: int) -> slice:
+    """Return the groups of codes in a range, which begins where one does."""
+    return slice(begin // GROUP, math.ceil(end / GROUP))
+
+
+def whole_and_rest(size: int) -> list[tuple[int, int]]:
+    """Return the range of elements that are whole groups of codes, and that of the rest, if there are any."""
+    rest = size % GROUP
+    return [(begin, end) for begin, end in ((0, size - rest), (size - rest, size)) if begin < end]

@@ -1,19 +1,27 @@
-"""The optimizers: their arguments, and the numbers of their update."""
+"""AdamW and Adam with fewer bytes for each parameter: their options, a step on several threads, checkpoints."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 import torch
-from typing_extensions import override
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
-from sp_lightning.optim.compact import CompactOptimizer
-from sp_lightning.optim.rules import ADAM, LION, MOMENTUM, NESTEROV, Rule
+from sp_lightning.optim.layout import State, check_group, is_compact, make_state
+from sp_lightning.optim.on_device import load_weight
+from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.rules import Pass, Update
+
+COMPACT = "compact"
+"""The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""
 
 
-class AdamW(CompactOptimizer):
-    """AdamW with a choice of how many bytes a parameter takes. The defaults are exact.
+class AdamW(Optimizer):
+    """AdamW over fp32 and bf16 parameters. bf16 ones are the upper halves of fp32 masters: the numbers are exact.
 
     Args:
         params: Parameters, fp32 or bf16, on the CPU or an accelerator, or param groups of them.
@@ -21,18 +29,10 @@ class AdamW(CompactOptimizer):
         betas: Decay of the first and the second moment.
         eps: What is added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        amsgrad: Not supported.
-        maximize: Step up the gradient, not down.
-        foreach: A way of torch to step. All of them are one pass here.
-        fused: As `foreach`.
-        master: How bf16 parameters keep their fp32 weights: "fp32" copies, "split" (the 16 bits that bf16 has not; the
-            same numbers), "split24" (8 more bits, rounded at random), or None. "auto" is "split"; fp32 parameters need
-            none.
-        moments: "fp32", or near: "bf16" or "int8".
+        moments: "fp32", or "int8", which is near.
     """
 
-    first, second = "exp_avg", "exp_avg_sq"
-    decoupled = True
+    update: ClassVar[Update] = Update(is_decoupled=True)
 
     def __init__(
         self,
@@ -41,41 +41,121 @@ class AdamW(CompactOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        master: str | None = "auto",
         moments: str = "fp32",
     ) -> None:
-        if amsgrad:
-            raise ValueError(f"amsgrad=True: use torch.optim.{type(self).__name__}, which has it")
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, options, foreach, fused, master=master, moments=moments)
+        # which takes, and refuses, the same options
+        torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
+        super().__init__(params, options)
 
-    @classmethod
-    @override
-    def rule(cls, group: dict[str, Any], step: float) -> Rule:
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-        beta1, beta2 = map(float, group["betas"])
-        return Rule.of(
-            ADAM,
-            lr=lr / (1 - beta1**step),
-            decay=1 - lr * weight_decay if cls.decoupled else 1,
-            penalty=0 if cls.decoupled else weight_decay,
-            first_rate=1 - beta1,
-            second_decay=beta2,
-            second_rate=1 - beta2,
-            correction=math.sqrt(1 - beta2**step),
-            eps=group["eps"],
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            if find_spec("numba") is None and any(p.device.type == "cpu" for p in group["params"]):
+                name = type(self).__name__
+                raise ImportError(f'{name} needs numba on the CPU: pip install "sp-lightning[fast]"')
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient; on the CPU on as many threads as torch uses."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p in stepped):
+            raise RuntimeError("a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim")
+        passes: list[Pass] = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            passes += passes_of(self.update, group, [Work(p, p.grad, self.state[p]) for p in params])
+        run(passes)
+        increment_version(stepped)
+        return loss
+
+    def state_bytes(self, group: dict[str, Any]) -> int:
+        """Return the bytes of state that a first step makes of the parameters of a group."""
+        trained = [p for p in group["params"] if p.requires_grad]
+        made = [make_state(p.to("meta"), group) for p in trained]
+        return sum(value.nbytes for state in made for value in state.values())
+
+    def master(self, p: Tensor) -> Tensor:
+        """Return the fp32 weight of a parameter."""
+        state = self.state.get(p, {})
+        return load_weight(p.detach(), state.get("low"), state.get("exp_avg_sq_with_ties")).clone()
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a checkpoint. Compact state comes with a param group more, for which torch's optimizers refuse it.
+
+        They pass over state whose name they do not know, and would go on without it.
+        """
+        saved = super().state_dict()
+        if any(map(is_compact, saved["state"].values())):
+            words = (
+                f"this is state of sp_lightning.optim.{type(self).__name__}, in fewer bytes than torch's: "
+                "load it into one like it"
+            )
+            saved["param_groups"].append({"params": [], COMPACT: words})
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of an optimizer like this one."""
+        saved_groups = [group for group in state_dict["param_groups"] if COMPACT not in group]
+        for number, own in enumerate(self.param_groups[: len(saved_groups)]):
+            saved = saved_groups[number]
+            _check_options(saved, own)
+            saved_groups[number] = {**own, **saved}
+        # torch would cast all state to the dtype of the weight
+        super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for p, number in zip(group["params"], saved["params"], strict=True):
+                if state_dict["state"].get(number):
+                    self.state[p] = _loaded(state_dict["state"][number], make_state(p, group))
+
+
+def _check_options(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    moments = saved.get("moments", "fp32")  # torch's
+    if saved.get("master", "auto") not in ("auto", "split") or moments == "bf16" or saved.get("maximize"):
+        raise ValueError(
+            "the checkpoint has options that sp_lightning.optim has no more "
+            f"(master={saved.get('master')!r}, moments={moments!r}, maximize={saved.get('maximize')!r}): load it with "
+            "sp_lightning 0.1.0, whose `optimizer.export()` yields fp32 weights and torch's state of them"
         )
+    if moments != own["moments"]:
+        raise ValueError(
+            f"the checkpoint has moments={moments!r}, but this optimizer moments={own['moments']!r}: "
+            "make it with those of the checkpoint"
+        )
+
+
+def _loaded(saved: State, state: State) -> State:
+    """Copy what was saved into state that was made."""
+    if saved.keys() != state.keys():
+        raise ValueError(
+            f"the checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}: "
+            "load it into the optimizer that it is of"
+        )
+    for name, value in saved.items():
+        if value.numel() != state[name].numel():
+            saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
+            raise ValueError(f"the checkpoint's {name} has {saved_shape}, the parameter's {shape}")
+        state[name].copy_(value)
+    return state
 
 
 class Adam(AdamW):
     """Adam, as `AdamW` but for weight decay, which is added to the gradient."""
 
-    decoupled = False
+    update = Update(is_decoupled=False)
 
     def __init__(
         self,
@@ -84,96 +164,7 @@ class Adam(AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
-        amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        master: str | None = "auto",
         moments: str = "fp32",
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad,
-            maximize=maximize, foreach=foreach, fused=fused, master=master, moments=moments,
-        )  # fmt: skip
-
-
-class SGD(CompactOptimizer):
-    """SGD with momentum and Nesterov's, with `master` and `moments` as `AdamW` has them."""
-
-    checked_by = torch.optim.SGD
-    first = "momentum_buffer"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        master: str | None = "auto",
-        moments: str = "fp32",
-    ) -> None:
-        options = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, options, foreach, fused, master=master, moments=moments)
-
-    @classmethod
-    @override
-    def moments_of(cls, group: dict[str, Any]) -> list[str]:
-        return ["momentum_buffer"] if group["momentum"] != 0 else []
-
-    @classmethod
-    @override
-    def rule(cls, group: dict[str, Any], step: float) -> Rule:
-        return Rule.of(
-            NESTEROV if group["nesterov"] else MOMENTUM,
-            lr=group["lr"],
-            penalty=group["weight_decay"],
-            first_decay=group["momentum"],
-            first_rate=1 if step == 1 else 1 - group["dampening"],  # it begins with the gradient
-        )
-
-
-class Lion(CompactOptimizer):
-    """Lion (arXiv 2302.06675), with `master` and `moments` as `AdamW` has them."""
-
-    first = "exp_avg"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        master: str | None = "auto",
-        moments: str = "fp32",
-    ) -> None:
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, options, foreach, fused, master=master, moments=moments)
-
-    @classmethod
-    @override
-    def rule(cls, group: dict[str, Any], step: float) -> Rule:
-        lr = float(group["lr"])
-        beta1, beta2 = map(float, group["betas"])
-        return Rule.of(
-            LION,
-            lr=lr,
-            decay=1 - lr * float(group["weight_decay"]),
-            first_decay=beta1,
-            first_rate=1 - beta1,
-            second_decay=beta2,
-            second_rate=1 - beta2,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, moments=moments)

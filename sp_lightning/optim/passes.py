@@ -1,4 +1,4 @@
-"""Passes over weights and gradients; on the CPU several threads share those of the kernels.
+"""Passes over weights and gradients: made of what is to be done, and run; on the CPU several threads share them.
 
 The threads are numba's, not Python's: each of those would need Python's lock to begin, beside a thread that hardly ever
 gives it away. On a machine with 16 cores that took a third of the time of a step.
@@ -6,31 +6,70 @@ gives it away. On a machine with 16 cores that took a third of the time of a ste
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import BLOCK, fills_memory
+from sp_lightning.optim.layout import (
+    BLOCK,
+    MOMENT_NAMES,
+    State,
+    count_in,
+    fills_memory,
+    laid_like,
+    make_state,
+    moment_in,
+)  # fmt: skip
 from sp_lightning.optim.on_device import step_on_device
-from sp_lightning.optim.rules import MOMENTUM, Kind, Memory, Pass, Rule, Scaling
+from sp_lightning.optim.rules import NO_SCALING, Kind, Memory, Pass, Rule, Scaling, Update
 
-_LEAST = 256 * BLOCK  # elements that are worth another thread
+_RANGE = 256 * BLOCK  # elements that are worth another thread
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
 
+class Work(NamedTuple):
+    """What is to be done for a weight."""
+
+    weight: Tensor
+    gradient: Tensor  # as it arrived; it is only read
+    state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
+    copy: Tensor | None = None  # a copy of the weight in bf16, to be written
+    # what is done to the gradient before; None if that is too much
+    scaling: Scaling | None = NO_SCALING
+
+
+def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> list[Pass]:
+    """Count the step that follows, the first of which makes the state of ours; return its passes."""
+    if "moments" in group:  # torch's make their state themselves
+        for work in works:
+            if not work.state:
+                work.state.update(make_state(work.weight, group))
+    steps = count_in([work.state for work in works])
+    return [Pass(update, group, step, *_taken(work)) for work, step in zip(works, steps, strict=True)]
+
+
+def _taken(work: Work) -> tuple[Memory, Scaling]:
+    weight, gradient, state, copy, scaling = work
+    assert scaling is not None
+    low = state.get("low")
+    (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
+    if any(kept is not None and kept.stride() != weight.stride() for kept in (low, first, second)):
+        raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
+    return Memory(weight, low, laid_like(gradient, weight), first, second, copy, first_scale, second_scale), scaling
+
+
 def run(passes: Sequence[Pass]) -> None:
-    """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
+    """Update weights: on the CPU by kernels, on an accelerator, and from gradients in fp16, by torch's operations."""
     on_host: list[Pass] = []
     for step in passes:
-        if step.memory.weight.device.type == "cpu":
+        if step.memory.weight.device.type == "cpu" and step.memory.gradient.dtype != torch.float16:
             on_host.append(step)
         else:
             step_on_device(step)
@@ -40,21 +79,28 @@ def run(passes: Sequence[Pass]) -> None:
 
 def _run_kernels(passes: Sequence[Pass]) -> None:
     """Update weights on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
-    from sp_lightning.optim.kernels import kernel_of, step_shares  # numba takes its time
+    from sp_lightning.optim.kernels import kernel_of, step_ranges  # numba takes its time
 
-    alike: dict[tuple[Kind, Rule, Scaling, int], list[Memory]] = {}
+    alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
+    rules: dict[tuple[int, float], Rule] = {}
     for step in passes:
-        key = step.kind, step.rule, step.scaling, step.seed or 0
-        alike.setdefault(key, []).append(step.memory)
-    for (kind, rule, scaling, seed), memories in alike.items():
-        sizes = [memory.weight.numel() for memory in memories]
-        ranges, begins = _share(sizes, torch.get_num_threads())
+        key = id(step.group), step.step
+        if key not in rules:
+            rules[key] = step.update.rule(step.group, step.step)
+        kind = Kind.of(rules[key], step.scaling, step.memory)
+        alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
+    for (kind, rule, scaling, seed), steps in alike.items():
+        ranges = [
+            (row, begin, min(begin + _RANGE, size))
+            for row, size in enumerate(step.memory.weight.numel() for step in steps)
+            for begin in range(0, size, _RANGE)
+        ]
         if not ranges:
             continue
-        rows = [_addresses(memory) for memory in memories]
-        arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges, begins))
-        with _on_threads(len(begins) - 1):  # the others would be woken, and waited for
-            step_shares(kernel_of(kind), rule, scaling, *arrays, seed)
+        rows = [[*_addresses(step.memory), step.begin] for step in steps]
+        arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
+        with _on_threads(min(len(ranges), torch.get_num_threads())):  # others would be woken, and waited for
+            step_ranges(kernel_of(kind), rule, scaling, *arrays, seed)
 
 
 def _addresses(memory: Memory) -> list[int]:
@@ -89,37 +135,10 @@ def _start_threads() -> None:
     starter.join()
 
 
-def _share(sizes: Sequence[int], threads: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Share elements of weights among threads: in ranges, as `step_shares` takes them, and the first of each share."""
-    share = max(_LEAST, math.ceil(sum(sizes) / threads))
-    room = share  # for elements in the share under way
-    ranges: list[tuple[int, int, int]] = []
-    begins = [0]
-    for number, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + math.ceil(room / BLOCK) * BLOCK)
-            ranges.append((number, start, stop))
-            room -= stop - start
-            start = stop
-            if room <= 0:
-                begins.append(len(ranges))
-                room = share
-    if begins[-1] < len(ranges):
-        begins.append(len(ranges))
-    return ranges, begins
-
-
 def add(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, which may be in another dtype, to a sum of gradients."""
-    is_widened = (total.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
-    if total.dtype == gradient.dtype:
-        total.add_(gradient)
-    elif is_widened and find_spec("numba") is not None and _lie_alike(total, gradient):
-        run([Pass(Rule.of(MOMENTUM, lr=-1), Memory(total, None, gradient, None, None, None))])
-    else:
-        for part, added in pieces(total, gradient):
-            part.add_(added)
+    for part, added in pieces(total, gradient):
+        part.add_(added)
 
 
 def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -128,7 +147,7 @@ def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield total, *gradients
         return
     flat = [tensor.as_strided((total.numel(),), (1,)) for tensor in (total, *gradients)]
-    size = _LEAST * torch.get_num_threads()
+    size = _RANGE * torch.get_num_threads()
     yield from zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 

@@ -1,36 +1,85 @@
-"""What a pass takes: the numbers of an update, what is done to the gradient before, and how memory lies."""
+"""What a pass takes: the update and its numbers, what is done to the gradient before, and how memory lies."""
 
 from __future__ import annotations
 
+import math
+import zlib
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
 
-ADAM, MOMENTUM, NESTEROV, LION = range(4)
-ONE, ZERO, INFINITY = np.float32(1), np.float32(0), np.float32(np.inf)
+ONE, INFINITY = np.float32(1), np.float32(np.inf)
 
 
 class Rule(NamedTuple):
-    """An update, one of these, and its numbers, of which each takes what it has.
+    """The numbers of a step, as kernels take them.
 
     They are computed in double precision and rounded to fp32 once, as torch's fused CPU kernels do.
     """
 
-    update: int
     lr: Any
-    decay: Any = ONE  # what the weight is multiplied by
-    penalty: Any = ZERO  # how much of the weight is added to the gradient
-    first_decay: Any = ZERO
-    first_rate: Any = ZERO
-    second_decay: Any = ZERO
-    second_rate: Any = ZERO
-    correction: Any = ONE
-    eps: Any = ZERO
+    decay: Any  # what the weight is multiplied by
+    penalty: Any  # how much of the weight is added to the gradient
+    first_rate: Any
+    second_decay: Any
+    second_rate: Any
+    correction: Any
+    eps: Any
 
     @classmethod
-    def of(cls, update: int, **numbers: float) -> Rule:
+    def of(cls, **numbers: float) -> Rule:
         """Return the rule of these numbers."""
-        return cls(update, **{name: np.float32(number) for name, number in numbers.items()})
+        return cls(**{name: np.float32(number) for name, number in numbers.items()})
+
+
+@dataclass(frozen=True)
+class Update:
+    """Adam, by the options of a param group; its weight decay is added to the gradient unless it is decoupled."""
+
+    is_decoupled: bool
+
+    def rule(self, group: dict[str, Any], step: float) -> Rule:
+        """Return the numbers of a step; steps are counted from one."""
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = map(float, group["betas"])
+        return Rule.of(
+            lr=lr / (1 - beta1**step),
+            decay=1 - lr * weight_decay if self.is_decoupled else 1,
+            penalty=0 if self.is_decoupled else weight_decay,
+            first_rate=1 - beta1,
+            second_decay=beta2,
+            second_rate=1 - beta2,
+            correction=math.sqrt(1 - beta2**step),
+            eps=group["eps"],
+        )
+
+    def by_torch(
+        self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor
+    ) -> None:
+        """Make a step in place by torch's fused kernel for the device of these tensors."""
+        beta1, beta2 = map(float, group["betas"])
+        steps_before = torch.full((), step - 1, dtype=torch.float32, device=weight.device)
+        adam(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [steps_before],
+            fused=True,
+            decoupled_weight_decay=self.is_decoupled,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
 
 
 class Scaling(NamedTuple):
@@ -40,17 +89,6 @@ class Scaling(NamedTuple):
     then: Any = ONE
     limit: Any = INFINITY
 
-    @property
-    def operations(self) -> int:
-        """How much of it there is: 0 for nothing, 1 for a factor, 2 for all."""
-        if not _is_one(self.then) or self.limit != INFINITY:
-            return 2
-        return 0 if _is_one(self.factor) else 1
-
-
-def _is_one(factor: Any) -> bool:
-    return isinstance(factor, np.float32) and bool(factor == 1)  # a tensor on a device would be waited for
-
 
 NO_SCALING = Scaling()
 
@@ -59,11 +97,11 @@ class Memory(NamedTuple):
     """What a pass over a weight reads and writes: tensors, or their addresses."""
 
     weight: Any
-    low: Any  # what of the master is not in the weight
+    low: Any  # the lower half of the master, whose upper half the weight is
     gradient: Any
     first: Any
     second: Any
-    copy: Any  # in bf16, to be written
+    copy: Any  # of the new weight, to be written
     first_scale: Any = None  # of moments in codes
     second_scale: Any = None
 
@@ -71,29 +109,41 @@ class Memory(NamedTuple):
 class Kind(NamedTuple):
     """What a kernel is compiled for. Of memory it is the bytes of an element, 0 if there is none."""
 
-    update: int
     is_penalized: bool
-    operations: int  # of the scaling
-    is_random: bool  # whether bf16 moments are rounded at random
+    is_scaled: bool
+    is_coded: bool
     weight: int
     low: int
     gradient: int
-    first: int
-    second: int
+    moment: int
     copy: int
+
+    @classmethod
+    def of(cls, rule: Rule, scaling: Scaling, memory: Memory) -> Kind:
+        """Return what kernel makes a step."""
+        weight, low, gradient, moment, _, copy = (
+            0 if tensor is None else tensor.itemsize for tensor in memory[:6]
+        )  # fmt: skip
+        is_coded = memory.first_scale is not None
+        return cls(bool(rule.penalty != 0), scaling != NO_SCALING, is_coded, weight, low, gradient, moment, copy)
+
+    def __str__(self) -> str:
+        dtypes = {4: "fp32", 2: "bf16", 1: "int8"}
+        weights = "split" if self.low else dtypes[self.weight]
+        return f"{weights} weights, {dtypes[self.gradient]} gradients, {dtypes[self.moment]} moments"
 
 
 class Pass(NamedTuple):
-    """The update of one weight, whose tensors all lie alike in memory."""
+    """The update of a weight, or of a range of one, whose tensors all lie alike in memory."""
 
-    rule: Rule
+    update: Update
+    group: dict[str, Any]
+    step: float
     memory: Memory
     scaling: Scaling = NO_SCALING
-    seed: int | None = None  # of random rounding; None for rounding to the nearest
+    begin: int = 0  # the first element of the range, a multiple of `BLOCK`
 
     @property
-    def kind(self) -> Kind:
-        """What kernel it takes."""
-        widths = [0 if tensor is None else tensor.itemsize for tensor in self.memory[:6]]
-        is_penalized, is_random = bool(self.rule.penalty != 0), self.seed is not None
-        return Kind(self.rule.update, is_penalized, self.scaling.operations, is_random, *widths)
+    def seed(self) -> int:
+        """What rounds moments in codes at random: another number for each step, and the same when it is resumed."""
+        return zlib.crc32(b"%d" % self.step)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from sp_lightning.optim.compact import COMPACT, CompactOptimizer
+from sp_lightning.optim.optimizers import COMPACT, AdamW
 from sp_lightning.pipeline import Progress, Work
 from sp_lightning.pipeline.host_memory import private_files, release
 from sp_lightning.pipeline.torch_private import parts_of
@@ -182,7 +182,7 @@ class CheckpointsMixin(StrategyPart):
                 except ValueError as error:
                     groups = state.get("param_groups") or [{}]  # a user's optimizer may keep none
                     words = groups[-1].get(COMPACT)
-                    if words is None or isinstance(optimizer, CompactOptimizer):
+                    if words is None or isinstance(optimizer, AdamW):
                         raise
                     message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
                     raise self.lightning.misconfiguration(message) from error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.optim.compact import CompactOptimizer
+from sp_lightning.optim.optimizers import AdamW
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
 from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, ladder
 from sp_lightning.trainer import FabricNamespace, Namespace
@@ -169,7 +169,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
     name = type(optimizer).__name__
     if name not in STATE or optimizer.state:
         return 0
-    if isinstance(optimizer, CompactOptimizer):
+    if isinstance(optimizer, AdamW):
         return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
     nbytes = 0
     for group in optimizer.param_groups:

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning import optim
-from sp_lightning.optim.compact import CompactOptimizer, Work
-from sp_lightning.optim.formats import load_weight
-from sp_lightning.optim.on_device import step_on_device
-from sp_lightning.optim.passes import run
+from sp_lightning.optim.on_device import load_weight, step_on_device
+from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Memory, Scaling
 
 from ..helpers import never_waiting
@@ -20,22 +18,14 @@ from ..helpers import never_waiting
 SIZE = (1 << 16) + 13
 NOTHING, FACTOR = Scaling(), Scaling(np.float32(0.3))
 ALL = Scaling(np.float32(0.3), np.float32(0.7), np.float32(0.5))
-UPDATES: list[tuple[type[CompactOptimizer], dict[str, Any], Scaling]] = [
+UPDATES: list[tuple[type[optim.AdamW], dict[str, Any], Scaling]] = [
     (optim.AdamW, {"weight_decay": 0.1}, NOTHING),
-    (optim.AdamW, {"weight_decay": 0.0, "betas": (0.4, 0.99), "maximize": True}, ALL),
+    (optim.AdamW, {"weight_decay": 0.0, "betas": (0.4, 0.99)}, ALL),
     (optim.Adam, {"weight_decay": 0.1}, FACTOR),
-    (optim.SGD, {}, ALL),
-    (optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, NOTHING),
-    (optim.SGD, {"momentum": 0.9, "nesterov": True}, FACTOR),
-    (optim.Lion, {"weight_decay": 0.1}, ALL),
 ]
 STILL = slice(1000)
 """Elements of a weight that move by its decay alone, and stay halfway between two numbers of bf16 without it."""
-FORMATS = [
-    (torch.float32, "auto"), (torch.bfloat16, "fp32"), (torch.bfloat16, "split"), (torch.bfloat16, "split24"),
-    (torch.bfloat16, None),
-]  # fmt: skip
-CASES = [(*update, *kept) for update in UPDATES for kept in FORMATS]
+CASES = [(*update, dtype) for update in UPDATES for dtype in (torch.float32, torch.bfloat16)]
 
 
 def numbers(count: int, only_finite: bool = False) -> Tensor:
@@ -50,26 +40,25 @@ def numbers(count: int, only_finite: bool = False) -> Tensor:
     return values
 
 
-def begun(cls: type[CompactOptimizer], dtype: torch.dtype, options: dict[str, Any]) -> tuple[CompactOptimizer, Tensor]:
+def begun(
+    cls: type[optim.AdamW], dtype: torch.dtype, options: dict[str, Any], only_finite: bool
+) -> tuple[optim.AdamW, Tensor]:
     """An optimizer over a weight, with state as of some steps."""
     torch.manual_seed(0)
-    only_finite = options["moments"] == "int8"
     weight = numbers(SIZE, only_finite).to(dtype)
     optimizer = cls([weight], **options)
-    group = optimizer.param_groups[0]
     state = optimizer.state[weight]
-    cls.passes_of(group, [Work(weight, weight, state)])
+    passes_of(cls.update, optimizer.param_groups[0], [Work(weight, weight, state)])
     for name, value in state.items():
         if name == "low":
-            value.copy_(torch.randint(0, 1 << 8 * value.itemsize, (SIZE,)))
-            value[STILL] = 1 << (8 * value.itemsize - 1)
-        elif name in ("exp_avg", "momentum_buffer", "master"):
+            value.copy_(torch.randint(0, 1 << 16, (SIZE,)))
+            value[STILL] = 1 << 15
+        elif name == "exp_avg":
             value.copy_(numbers(SIZE, only_finite))
-        elif name.startswith("exp_avg_sq") and value.is_floating_point() and value.numel() == SIZE:
-            value.copy_(numbers(SIZE).square())
+            value[STILL] = 0
+        elif name in ("exp_avg_sq", "exp_avg_sq_with_ties"):
+            value.copy_(numbers(SIZE, only_finite).square())
             value[STILL] = torch.tensor([0.0, -0.0]).repeat(STILL.stop // 2)  # was up, or not
-    if cls.first in state:
-        state[cls.first][STILL] = 0
     return optimizer, weight
 
 
@@ -90,7 +79,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_near(ours: Memory, kernels: Memory) -> None:
-    """How the kernels divide is left to their compiler, so a code that lay halfway may be another one."""
+    """How kernels and a GPU divide is left to their compilers, so a code that lay halfway may be another one."""
     left, right = (load_weight(memory.weight, memory.low, None) for memory in (ours, kernels))
     torch.testing.assert_close(left.cpu(), right, rtol=1e-6, atol=1e-6)
     for left, right in zip(ours[3:], kernels[3:], strict=True):
@@ -101,23 +90,24 @@ def assert_near(ours: Memory, kernels: Memory) -> None:
         else:
             apart = (left.cpu().int() - right.int()).abs()
             assert apart.max() <= 1
-            assert apart.float().mean() < 1e-3
+            if left.dtype == torch.int8:  # second moments are rounded at random
+                assert apart.float().mean() < 1e-3
 
 
 def compare(
-    cls: type[CompactOptimizer], options: dict[str, Any], scaling: Scaling, dtype: torch.dtype, device: torch.device
+    cls: type[optim.AdamW], options: dict[str, Any], scaling: Scaling, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Take some steps both ways, with gradients in both dtypes."""
-    is_coded = options["moments"] == "int8"
-    optimizer, weight = begun(cls, dtype, {"lr": 1e-2, **options})
+    """Take some steps both ways, with gradients in both dtypes; on the CPU torch's own step has the kernels' bits."""
+    is_near = options["moments"] == "int8" or device.type != "cpu"
+    optimizer, weight = begun(cls, dtype, {"lr": 1e-2, **options}, is_near)
     copy = torch.zeros(SIZE, dtype=torch.bfloat16) if dtype == torch.float32 else None
     ours: Memory | None = None
     for number in range(3):
-        gradient = numbers(SIZE, is_coded).to(torch.bfloat16 if number % 2 else dtype)
+        gradient = numbers(SIZE, is_near).to(torch.bfloat16 if number % 2 else dtype)
         gradient[STILL] = 0
         work = Work(weight, gradient, optimizer.state[weight], copy, scaling)
-        (step,) = cls.passes_of(optimizer.param_groups[0], [work])
-        if ours is None or is_coded:
+        (step,) = passes_of(cls.update, optimizer.param_groups[0], [work])
+        if ours is None or is_near:
             ours = moved(step.memory, device)
         ours = ours._replace(gradient=gradient.to(device))
         # as tensors, which nobody waits for
@@ -125,7 +115,7 @@ def compare(
         run([step])
         with never_waiting(device):
             step_on_device(step._replace(memory=ours, scaling=Scaling(*factors, scaling.limit)))
-        if is_coded:
+        if is_near:
             assert_near(ours, step.memory)
         else:
             assert_same_bits(ours, step.memory)

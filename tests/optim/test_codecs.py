@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.formats import _noise, pack, read_master, read_moment, write_moment
-from sp_lightning.optim.layout import GROUP
-from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import MOMENTUM, Memory, Pass, Rule
+from sp_lightning import optim
+from sp_lightning.optim.layout import GROUP, make_state
+from sp_lightning.optim.on_device import groups_in, pack, store_weight, unpack, whole_and_rest
+from sp_lightning.optim.rules import Memory
 
 pytest.importorskip("numba")
 HALF = 1 << 16
@@ -31,49 +31,36 @@ def every_kind() -> list[Tensor]:
     return [*(values(part, torch.arange(HALF)) for part in high.split(32)), values(torch.arange(HALF), some)]
 
 
-def step(lr: float, weight: Tensor, low: Tensor, gradient: Tensor, second: Tensor | None) -> None:
-    """A step of plain SGD by the kernel."""
-    memory = Memory(weight, low, gradient, None, second, None)
-    run([Pass(Rule.of(MOMENTUM, lr=lr), memory, seed=1 if low.dtype == torch.uint8 else None)])
-
-
-@pytest.mark.parametrize("has_sign", [True, False])
-def test_split_keeps_every_bit(has_sign):
-    """A step from -0 with lr=-1 makes masters of its gradients, and one with lr=0 reads and writes them."""
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_split_keeps_every_bit(moments):
+    """Torch's operations write masters, a step of the kernels by zero reads and writes them, and they come back."""
     for value in every_kind():
-        weight = torch.full(value.shape, -0.0, dtype=torch.bfloat16)
-        low = torch.zeros(value.shape, dtype=torch.uint16)
-        second = torch.zeros_like(value) if has_sign else None
-        state = {"low": low, **({} if second is None else {"exp_avg_sq_with_ties": second})}
+        weight = torch.zeros(value.shape, dtype=torch.bfloat16)
+        optimizer = optim.AdamW([weight], lr=0.0, weight_decay=0.0, moments=moments)
+        state = optimizer.state[weight] = make_state(weight, optimizer.param_groups[0])
+        second = state.get("exp_avg_sq_with_ties")
+        was_up = store_weight(Memory(weight, state["low"], None, None, second, None), value.clone(), second is not None)
+        if second is not None:
+            second.view(torch.int32).add_(was_up, alpha=-(1 << 31))
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
         expected = value.masked_fill(value.isnan(), float("nan")).view(torch.int32)
-        for lr, gradient in ((-1.0, value), (0.0, torch.zeros_like(value))):
-            step(lr, weight, low, gradient, second)
-            assert torch.equal(read_master(weight, state).view(torch.int32), expected)
+        assert torch.equal(optimizer.master(weight).view(torch.int32), expected)
         rounded = value.bfloat16().masked_fill(value.isnan(), float("nan")).view(torch.int16)
-        if not has_sign:  # halfway: away from zero
+        if second is None:  # halfway: away from zero
             rounded = torch.where((expected & 0xFFFF) == 0x8000, ((expected >> 16) + 1).short(), rounded)
         assert torch.equal(weight.view(torch.int16), rounded)
 
 
-def test_split24_keeps_24_bits_and_rounds_the_rest_at_random():
-    for value in every_kind()[-8:]:
-        weight, low = torch.full(value.shape, -0.0, dtype=torch.bfloat16), torch.zeros(value.shape, dtype=torch.uint8)
-        step(-1.0, weight, low, value, None)
-        finite = value.isfinite()
-        kept = read_master(weight, {"low": low}).view(torch.int32)
-        up = (kept - value.view(torch.int32))[finite]
-        assert ((up > -256) & (up < 256)).all()
-        assert (kept[finite] & 0xFF == 0).all()
-        assert (up[value.view(torch.int32)[finite] & 0xFF == 0] == 0).all()
-        assert abs(up.double().mean()) < 256 * 4 / up.numel() ** 0.5
-        assert torch.equal(kept.view(torch.float32)[~finite].isnan(), value[~finite].isnan())
-
-
 def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Pack a moment; its codes, scales, and what it is then."""
-    moment = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
-    write_moment(*moment, value.sqrt() if codes == torch.uint8 else value)
-    return *moment, read_moment(*moment)
+    moment, scales = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
+    back = torch.zeros(value.shape)
+    for begin, end in whole_and_rest(value.numel()):
+        part, groups = slice(begin, end), groups_in(begin, end)
+        pack(moment[part], scales[groups], value[part].clone(), 0, begin)
+        back[part] = unpack(moment[part], scales[groups])
+    return moment, scales, back
 
 
 @pytest.mark.parametrize("count", [1, GROUP - 1, GROUP, 100 * GROUP + 37])
@@ -111,12 +98,10 @@ def test_what_is_not_finite_is_not_hidden(codes, bad):
     assert torch.equal(packed(torch.zeros(GROUP), codes)[2], torch.zeros(GROUP))
 
 
-def test_nothing_is_never_the_largest_code():
-    """Where the noise is its least, -1.0 was left to a cast, which makes 255 of it."""
-    first = int(_noise(0, 0, torch.empty(1), 32))
-    begin = (-(1 << 31) - first) * pow(0x9E3779B9, -1, 1 << 32) % (1 << 32)
-    codes, scales, roots = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
-    roots[-1] = 1.0
-    assert _noise(0, begin, roots, 32)[0] == -(1 << 31)
-    pack(codes, scales, roots, 0, begin)
+def test_nothing_is_never_the_largest_code(monkeypatch):
+    """Where it is rounded down most, a cast would make 255 of -1."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
+    codes, scales, values = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
+    values[-1] = 1.0
+    pack(codes, scales, values, 0, 0)
     assert codes[0] == 0

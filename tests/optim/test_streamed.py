@@ -70,7 +70,6 @@ ADAMW = partial(optim.AdamW, lr=1e-2)
 TORCHS = [
     partial(torch.optim.AdamW, lr=1e-2, fused=True),
     partial(torch.optim.Adam, lr=1e-2, fused=True, weight_decay=0.1),
-    partial(torch.optim.SGD, lr=1e-2, fused=True, momentum=0.9, nesterov=True),
 ]
 
 
@@ -84,9 +83,7 @@ TORCHS = [
         ),
         # how a gradient is scaled does not depend on what is kept
         (partial(optim.AdamW, lr=1e-2, moments="int8"), "bf16-true", PLAIN),
-        (partial(optim.Adam, lr=1e-2, master="split24", moments="int8"), "bf16-true", SUMS),
-        (partial(optim.SGD, lr=1e-2, momentum=0.9), "bf16-true", PLAIN),
-        (partial(optim.Lion, lr=1e-3, moments="bf16"), "bf16-true", PLAIN),
+        (partial(optim.Adam, lr=1e-2, moments="int8"), "bf16-true", SUMS),
         *((make, "bf16-mixed", each) for make in TORCHS for each in (PLAIN, {"accumulate_grad_batches": 2})),
     ],
 )
@@ -146,6 +143,6 @@ def test_torchs_optimizer_is_told_of_a_compact_checkpoint(tmp_path: Path) -> Non
     trained(ADAMW, None, 1).save_checkpoint(tmp_path / "a.ckpt")
     modules = (trained(ADAMW, resume, 2).lightning_module for resume in (None, tmp_path / "a.ckpt"))
     assert all(torch.equal(*pair) for pair in zip(*(module.parameters() for module in modules), strict=True))
-    words = r"^AdamW cannot load this checkpoint: this is state of sp_lightning\.optim\.AdamW, .*`export\(\)` yields"
+    words = r"^AdamW cannot load this checkpoint: this is state of sp_lightning\.optim\.AdamW, .*into one like it"
     with pytest.raises(MisconfigurationException, match=words):
         trained(torch.optim.AdamW, tmp_path / "a.ckpt", 2)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.optim.compact import Work
 from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.optim.passes import Work
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from sp_lightning.optim.compact import Work
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.optim.on_device import step_range
+from sp_lightning.optim.passes import Work, run
 from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.segment_gradients import Scaling
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -62,13 +61,15 @@ class _PieceStep:
 
     def __call__(self) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            steps: list[Pass] = []
             for (number, begin, end), memory in self.piece.ranges:
                 whole = self.passes[number]
                 size = whole.memory.weight.numel()
                 if self.gradients:
                     flat = self.gradients[number].as_strided((size,), (1,))
                     memory = memory._replace(gradient=flat[begin:end])
-                step_range(whole._replace(memory=memory), begin)
+                steps.append(whole._replace(memory=memory, begin=begin))
+            run(steps)
             if self.is_placed:
                 for place, weights in self.piece.placed:
                     place.copy_(weights)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.compact import Work
 from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass
+from sp_lightning.optim.passes import Work
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket

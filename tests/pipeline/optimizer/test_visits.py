@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from sp_lightning import optim
 from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
@@ -26,11 +26,8 @@ from ...zoo.blocks import chain
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(AdamW, lr=1e-2, fused=True),
     "Adam": partial(Adam, lr=1e-2, weight_decay=0.1, fused=True),
-    "SGD": partial(SGD, lr=1e-1, momentum=0.9, fused=True),
-    "without state": partial(SGD, lr=1e-1, fused=True),
     "ours": partial(optim.AdamW, lr=1e-2),
-    "ours, Lion": partial(optim.Lion, lr=1e-3),
-    "ours, int8": partial(optim.SGD, lr=1e-1, momentum=0.9, moments="int8"),
+    "ours, int8": partial(optim.AdamW, lr=1e-2, moments="int8"),
 }
 
 
