@@ -1,4 +1,4 @@
-"""The Callback: records steps while a model trains, logs metrics, draws a timeline, and gives advice at the end.
+"""The Callback: records steps while a model trains, logs metrics, and writes a timeline.
 
 It only observes: the strategy is complete without it, and checkpoints contain nothing of it.
 """
@@ -12,17 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.planning.report import readable_seconds
 from sp_lightning.strategy import SuperpipelineMixin
-from sp_lightning.timeline import (
-    Breakdown,
-    break_down,
-    check_timeline_path,
-    why_not_written,
-    write_timeline,
-)
+from sp_lightning.timeline import Breakdown, break_down, check_timeline_path, write_timeline
 from sp_lightning.trainer import Namespace, is_fitting, logged_step, logs_now
-from sp_lightning.trainer.host_memory import name_more_compact
-from sp_lightning.trainer.narrator import device_memory, diagnose
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -36,18 +29,15 @@ _LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each
 
 
 class CallbackMixin(_Base):
-    """Logs streaming metrics, draws a timeline and reports where the time went. It only observes.
+    """Logs streaming metrics, writes a timeline and reports where the time went. It only observes.
 
     While a model trains, the Trainer's loggers receive metrics under `superpipeline/`. Every now and then a step is
     recorded to measure times; at the end of each recording the host waits once for the device.
 
     Args:
-        timeline: The file to write a picture of where the time of a step goes to. Its suffix selects the format:
-            ".html" (a page to zoom into), ".svg" (the same picture), or ".json" (a Chrome trace). The file is written
-            whenever a recording is complete.
+        timeline: The file to write where the time of a step goes to. Its suffix selects the format: ".html" (a page to
+            zoom into) or ".json" (a Chrome trace). The file is written whenever a recording is complete.
         timeline_steps: The number of steps in the timeline.
-        summary: Whether to print the plan as a table when a run begins and, at the end, what was streamed and what
-            would make it faster. Without this callback, the table is printed if the Trainer prints a model summary.
 
     Raises:
         ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one; before a run, if the
@@ -59,13 +49,12 @@ class CallbackMixin(_Base):
 
     lightning: ClassVar[Namespace]
 
-    def __init__(self, timeline: str | Path | None = None, timeline_steps: int = 1, summary: bool = True) -> None:
+    def __init__(self, timeline: str | Path | None = None, timeline_steps: int = 1) -> None:
         super().__init__()
         if timeline_steps < 1:
             raise ValueError(f"`timeline_steps={timeline_steps}` must be at least 1.")
         self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
         self.timeline_steps = timeline_steps
-        self.summary = summary
         self._monitor: Monitor | None = None
 
     @override
@@ -78,9 +67,11 @@ class CallbackMixin(_Base):
                 f"`{type(strategy).__name__}`."
             )
         elif self.timeline is not None and trainer.is_global_zero:
-            reason = why_not_written(self.timeline)
-            if reason is not None:
-                raise ValueError(f"`timeline={str(self.timeline)!r}` cannot be written: {reason}.")
+            try:  # before the run, not after its first steps
+                self.timeline.parent.mkdir(parents=True, exist_ok=True)
+                self.timeline.open("a").close()
+            except OSError as error:
+                raise ValueError(f"`timeline={str(self.timeline)!r}` cannot be written: {error}.") from error
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
@@ -132,22 +123,15 @@ class CallbackMixin(_Base):
 
     def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._finish_recording(trainer)
-        strategy, monitor = trainer.strategy, self._monitor
+        monitor = self._monitor
         self._monitor = None
-        if monitor is None or not isinstance(strategy, SuperpipelineMixin):
+        if monitor is None:
             return
-        if monitor.numbers is None:
-            if self.timeline is not None:
-                self._warn_of_timeline("no step was recorded")
-        elif self.summary:
-            lines = diagnose(
-                monitor.numbers,
-                monitor.pipeline,
-                monitor.retries,
-                strategy.why_optimizer_waits(),
-                name_more_compact(strategy.optimizers),
-            )
-            self.lightning.info("\n".join(lines))
+        if monitor.numbers is not None:
+            step = readable_seconds(monitor.numbers.seconds / monitor.numbers.steps)
+            self.lightning.info(f"A step takes {step}. {monitor.numbers.headline()}")
+        elif self.timeline is not None:
+            self._warn_of_timeline("no step was recorded")
 
     on_train_end = on_test_end = on_predict_end = _end_run
 
@@ -164,7 +148,7 @@ class CallbackMixin(_Base):
         self._monitor = None
 
     def _evaluate(self, trainer: Trainer, monitor: Monitor, recording: Recording | None) -> None:
-        """Draw a recording, if there is a new one: at once, as the run may end at any time."""
+        """Write a recording, if there is a new one: at once, as the run may end at any time."""
         if recording is None or self.timeline is None or not trainer.is_global_zero:
             return
         assert trainer.state.fn is not None
@@ -184,7 +168,7 @@ class Monitor:
     """Counts what a run does, and records steps: often enough to tell where time goes, seldom enough not to cost any.
 
     A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
-    they run during its first step, and would be missing from the picture; and in the first steps of a run the engine
+    they run during its first step, and would be missing; and in the first steps of a run the engine
     learns.
     """
 
@@ -193,8 +177,7 @@ class Monitor:
         self.numbers: Breakdown | None = None  # of the latest recording; None before the first
         self.logged_step: int | None = None  # the latest step that was logged
         self._times: dict[str, float] = {}  # what a recording has measured since then
-        self._first = self._count()
-        self._counted = self._first
+        self._counted = self._count()
         self._shown = steps
         self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
         self._seen = 0
@@ -250,25 +233,17 @@ class Monitor:
 
     def read(self) -> dict[str, float]:
         """Return what is to be logged: memory, means over the steps since the last call, and newly measured times."""
-        summary = self.pipeline.summary()
-        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
+        summary, memory = self.pipeline.summary(), self.pipeline.backend.memory()
+        # where torch does not count a device's memory, the engine has counted its own
+        peak = summary.device_bytes + self.pipeline.stats.activation_peak_bytes
         counted = self._count()
+        steps = max(1, counted["steps"] - self._counted["steps"])
         values = {
-            "device_peak_bytes": float(device_memory(self.pipeline)[0]),
-            "host_bytes": float(on_host + summary.host_activation_bytes),
-            **_means(self._counted, counted),
+            "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
+            "host_bytes": float(summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes),
+            **{name: (count - self._counted[name]) / steps for name, count in counted.items() if name != "steps"},
             **self._times,
         }
         self._counted = counted
         self._times = {}
         return values
-
-    @property
-    def retries(self) -> float:
-        """How often in a step of this run the allocator ran out of memory, freed its cache and tried again."""
-        return _means(self._first, self._count())["allocation_retries"]
-
-
-def _means(before: dict[str, int], now: dict[str, int]) -> dict[str, float]:
-    steps = max(1, now["steps"] - before["steps"])
-    return {name: (count - before[name]) / steps for name, count in now.items() if name != "steps"}

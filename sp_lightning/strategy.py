@@ -68,7 +68,6 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
     """
 
     lightning: ClassVar[Namespace]
-    callback: ClassVar[type[Any]]
     _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
     def __init__(
@@ -95,7 +94,7 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
         self.pipeline: Pipeline | None = None
         self.progress = TrainerProgress(self)
         self.meetings = Meetings()
-        self._narrator = Narrator(self.lightning, self.callback)
+        self._narrator = Narrator(self.lightning)
 
     @override
     def setup_environment(self) -> None:
@@ -219,10 +218,6 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
                     optimizer,
                     self.plan_step(self.pipeline, optimizer, module.automatic_optimization),
                 )
-
-    def why_optimizer_waits(self) -> str | None:
-        """Return why an optimizer steps all of its weights after backward; None if none does."""
-        return next((plan.why_not for _, plan in self._plans() if plan.why_not is not None), None)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

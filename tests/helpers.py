@@ -648,3 +648,9 @@ def lightning_run(case: Case, strategy: Any, precision: str = "32-true", acceler
 def lightning_reference(name: str, precision: str) -> Trace:
     """The reference: Lightning's own strategy for one device."""
     return lightning_run(CASES[name], SingleDeviceStrategy(device="cpu"), precision)
+
+
+def unit_bytes(pipeline: Pipeline) -> list[int]:
+    """What is sent for each unit."""
+    units = pipeline._engine.arrangement.units
+    return [sum(weight.compute_bytes for weight in unit.every_weight) for unit in units]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from suite.picture import box, line, picture, round_steps, text, text_width
+
 from sp_lightning.planning.report import readable_seconds
-from sp_lightning.timeline.picture import box, line, picture, round_steps, text, text_width
 
 WIDTH, HEIGHT = 1120, 460
 TOP, BOTTOM = 118, 376

@@ -23,13 +23,13 @@ HERE = Path(__file__).resolve().parent
 FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # contain the suite, the examples, the package
 sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
+from suite.picture import box, line, picture, round_steps, text, text_width  # noqa: E402
 from suite.results import Entry, entries  # noqa: E402
 from suite.sets import GIB, WORKLOADS  # noqa: E402
 
 from sp_lightning.planning.choose import TooLittleMemory, choose  # noqa: E402
 from sp_lightning.planning.estimate import Assumptions, estimate  # noqa: E402
 from sp_lightning.planning.report import readable_seconds  # noqa: E402
-from sp_lightning.timeline.picture import box, line, picture, round_steps, text, text_width  # noqa: E402
 
 WIDTH, LEGEND_LINE = 1120, 24
 LEFT, RIGHT, TOP, BOTTOM = 84, 1080, 108, 400

@@ -31,6 +31,7 @@ sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 from suite import host_memory, machine  # noqa: E402
 from suite.module import BenchModule, Clock  # noqa: E402
+from suite.picture import draw_timeline  # noqa: E402
 from suite.sets import WORKLOADS  # noqa: E402
 from suite.systems import make_system  # noqa: E402
 from suite.weights import build_network  # noqa: E402
@@ -113,8 +114,9 @@ class Observer(L.Callback):
         )
         without = "" if trainer.gradient_clip_val else "-unclipped"
         caption = f"{size}K tokens{without}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
-        for suffix in ("svg", "json"):
-            write_timeline(recording, self._folder / f"{size}k{without}.{suffix}", caption=caption)
+        write_timeline(recording, self._folder / f"{size}k{without}.json", caption=caption)
+        drawn = draw_timeline(recording, caption)
+        (self._folder / f"{size}k{without}.svg").write_text(drawn, encoding="utf-8")
         self.write()  # at once, as a lease may end at any time
 
     def write(self) -> None:

@@ -214,7 +214,7 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
-        return Summary(self._engine)
+        return Summary.of(self._engine)
 
     @property
     def arrangement(self) -> Arrangement:

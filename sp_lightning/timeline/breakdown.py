@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass
-from itertools import pairwise
 
 from sp_lightning.pipeline import Kind, Lane, Recording, Span
 
-LANES = {
-    Lane.COMPUTE: "compute",
-    Lane.TO_DEVICE: "host to device",
-    Lane.TO_HOST: "device to host",
-    Lane.VISIT: "visits",
-    Lane.HOST: "host",
-}
-"""Names of the lanes in pictures and sentences."""
-
 # the share of the time from which on computing itself is the bottleneck
 _COMPUTES_ALL_THE_TIME = 0.9
-_BESIDE_COMPUTING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.VISIT, Lane.HOST)
 # what is busy where a lane is the bottleneck
 _BOTTLENECKS = {
     Lane.TO_DEVICE: "the way from host to device",
@@ -39,10 +27,8 @@ class Breakdown:
     steps: int
     busy: dict[Lane, float]  # how long each lane worked; stalls are not work
     nbytes: dict[Lane, int]  # moved by each lane
-    # how long each kind of work took; computing does not include the stalls in it
-    kinds: dict[Kind, float]
-    # how long computing waited for "weights", "optimizer", "gradients" or "activations"
-    stalls: dict[str, float]
+    stalled: float  # how long computing waited
+    stalls: dict[str, float]  # the same for each cause: "weights", "optimizer", "gradients", "activations"
     # the share of copies, visits and work on the host that ran while the device computed; 1 if there was none
     overlap: float
 
@@ -54,7 +40,7 @@ class Breakdown:
     @property
     def elsewhere(self) -> float:
         """How long no unit computed or waited for a copy: the loss, the loop, data."""
-        return max(0.0, self.seconds - self.busy[Lane.COMPUTE] - self.kinds[Kind.STALL])
+        return max(0.0, self.seconds - self.busy[Lane.COMPUTE] - self.stalled)
 
     def share(self, seconds: float) -> float:
         """Return the share of the total time that some seconds are."""
@@ -69,9 +55,9 @@ class Breakdown:
         """The lane that limits a step: computing or, if it waits, the busiest other one; None if neither does."""
         if self.share(self.busy[Lane.COMPUTE]) >= _COMPUTES_ALL_THE_TIME:
             return Lane.COMPUTE
-        if self.kinds[Kind.STALL] <= self.elsewhere:
+        if self.stalled <= self.elsewhere:
             return None
-        return max(_BESIDE_COMPUTING, key=lambda lane: self.busy[lane])
+        return max(_BOTTLENECKS, key=lambda lane: self.busy[lane])
 
     def headline(self) -> str:
         """Say in a sentence or two where the time went."""
@@ -102,7 +88,7 @@ class Breakdown:
         return {
             "step_seconds": self.seconds / self.steps,
             "compute_share": self.share(self.busy[Lane.COMPUTE]),
-            "stall_seconds": self.kinds[Kind.STALL] / self.steps,
+            "stall_seconds": self.stalled / self.steps,
             **waits,
             "to_device_gb_per_s": self.rate(Lane.TO_DEVICE) / 1e9,
             "to_host_gb_per_s": self.rate(Lane.TO_HOST) / 1e9,
@@ -113,53 +99,38 @@ class Breakdown:
 
 
 def break_down(recording: Recording) -> Breakdown:
-    """Add up the times of a finished recording's steps; there must be one. Work outside of them does not count."""
+    """Add up the times of a finished recording's steps; there must be one. Work outside of them does not count.
+
+    While computing waits, it does not compute, although a forward or backward has begun: what both cover, less the
+    stalls, is computing.
+    """
     if not recording.steps:
         raise ValueError("The recording has no step: surround at least one forward with `with pipeline.record()`.")
     begin, end = recording.steps[0][0], recording.steps[-1][1]
     spans = [span for span in recording.spans if max(begin, span.begin) < min(end, span.end)]
-    nbytes = dict.fromkeys(Lane, 0)
-    for span in spans:
-        inside = min(end, span.end) - max(begin, span.begin)
-        nbytes[span.lane] += round(span.nbytes * inside / (span.end - span.begin))
-    busy = dict.fromkeys(Lane, 0.0)
-    kinds = dict.fromkeys(Kind, 0.0)
-    stalls: dict[str, float] = {}
-    beside = 0.0  # while lanes beside computing work
-    hidden = 0.0  # the part of it in which the device computes
-    for seconds, work, causes in _stretches(spans, begin, end):
-        lanes = {kind.lane for kind in work if kind is not Kind.STALL}
-        for kind in work:
-            kinds[kind] += seconds
-        for lane in lanes:
-            busy[lane] += seconds
-        for cause in causes:
-            stalls[cause] = stalls.get(cause, 0.0) + seconds
-        if lanes.intersection(_BESIDE_COMPUTING):
-            beside += seconds
-            if Lane.COMPUTE in lanes:
-                hidden += seconds
-    overlap = hidden / beside if beside else 1.0
-    return Breakdown(begin, end, len(recording.steps), busy, nbytes, kinds, stalls, overlap)
+    nbytes = {lane: sum(span.nbytes for span in spans if span.lane is lane) for lane in Lane}
+
+    def covered(kinds: Set[Kind]) -> float:
+        return _covered([span for span in spans if span.kind in kinds], begin, end)
+
+    stalled = covered({Kind.STALL})
+    busy = {lane: covered({kind for kind in Kind if kind.lane is lane}) for lane in Lane}
+    busy[Lane.COMPUTE] -= stalled
+    beside = {kind for kind in Kind if kind.lane is not Lane.COMPUTE}
+    hidden = busy[Lane.COMPUTE] + covered(beside | {Kind.STALL}) - covered(set(Kind))
+    overlap = hidden / covered(beside) if covered(beside) else 1.0
+    stalls = {
+        cause: _covered([span for span in spans if (span.kind, span.name) == (Kind.STALL, cause)], begin, end)
+        for cause in {span.name for span in spans if span.kind is Kind.STALL}
+    }
+    return Breakdown(begin, end, len(recording.steps), busy, nbytes, stalled, stalls, overlap)
 
 
-def _stretches(spans: list[Span], begin: float, end: float) -> Iterator[tuple[float, set[Kind], set[str]]]:
-    """Yield stretches in which nothing begins or ends: their length, the work at that time, and causes of stalls.
-
-    While computing waits, it does not compute, although a forward or backward has begun.
-    """
-    changes = [(max(begin, span.begin), 1, span) for span in spans]
-    changes += [(min(end, span.end), -1, span) for span in spans]
-    changes.sort(key=lambda change: change[0])
-    running: Counter[Kind] = Counter()
-    waiting: Counter[str] = Counter()
-    for (moment, change, span), (following, *_) in pairwise(changes):
-        running[span.kind] += change
-        if span.kind is Kind.STALL:
-            waiting[span.name] += change
-        if moment < following:
-            work = {kind for kind, count in running.items() if count}
-            causes = {cause for cause, count in waiting.items() if count}
-            if causes:
-                work -= {Kind.FORWARD, Kind.BACKWARD}
-            yield following - moment, work, causes
+def _covered(spans: list[Span], begin: float, end: float) -> float:
+    """Return how long there was any of these between two moments."""
+    seconds = 0.0
+    reached = begin
+    for span in sorted(spans, key=lambda span: span.begin):
+        seconds += max(0.0, min(end, span.end) - max(reached, span.begin))
+        reached = max(reached, span.end)
+    return seconds

@@ -63,8 +63,6 @@ class Namespace(FabricNamespace):
         self._use_plugins(import_module(f"{name}.plugins"))
         callbacks = import_module(f"{name}.callbacks")
         self.summary = callbacks.ModelSummary
-        # Private: `_init_progress` and `_stop_progress`, which open and close its display.
-        self.rich_bar = callbacks.RichProgressBar
         self.tqdm_bar = callbacks.TQDMProgressBar
         self.tqdm = resolve_name(f"{name}.callbacks.progress.tqdm_progress:Tqdm")
         self.lambda_callback = callbacks.LambdaCallback

@@ -156,18 +156,6 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool
     )
 
 
-def name_more_compact(optimizers: Sequence[Optimizer]) -> str | None:
-    """Say what steps with half the traffic of these optimizers, if they are torch's and there is such a thing."""
-    if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
-        return None
-    weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
-    precision = "" if all(weight.dtype is torch.bfloat16 for weight in weights) else " under `precision='bf16-true'`"
-    for way in _more_compact(optimizers):
-        if way.moments == "int8":
-            return f"`sp_lightning.optim.{way.optimizer_words}`{precision}"
-    return None
-
-
 def _more_compact(optimizers: Sequence[Optimizer]) -> list[Assumptions]:
     """Return what `sp_lightning.optim` has in place of these optimizers, most exact first; nothing if they differ."""
     names = {type(optimizer).__name__ for optimizer in optimizers}

@@ -35,8 +35,7 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
     window = f"`k={summary.k}` of {summary.units} units"
     parts = [f"{readable_bytes(summary.device_bytes)} for weights ({window})"]
     if summary.living:
-        there = f"{len(summary.living)} units that live there with their optimizer state"
-        parts.append(f"{readable_bytes(summary.living_bytes)} of that for {there}")
+        parts.append(f"{len(summary.living)} units that live there with their optimizer state among them")
     if trains:
         activations = readable_bytes(pipeline.stats.activation_peak_bytes)
         parts += [

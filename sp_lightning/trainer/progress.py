@@ -1,7 +1,7 @@
-"""Long work is shown as the Trainer shows its own: by its kind of progress bar, if it has one.
+"""Long work is shown as the Trainer shows its own: by a bar in a terminal, in lines elsewhere.
 
-Where the bar is switched off, nothing is seen; where there is no terminal, as in a notebook or the log of a job, each
-tenth is a line. Work on another thread, such as that of an `AsyncCheckpointIO`, leaves the terminal alone.
+Where the Trainer's bar is switched off, nothing is seen. Work on another thread, such as that of an
+`AsyncCheckpointIO`, leaves the terminal alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from sp_lightning.pipeline import Progress, Work
 from sp_lightning.trainer import Namespace, StrategyPart
 
 if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import RichProgressBar
-    from lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
     from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 
@@ -36,11 +34,7 @@ class TrainerProgress(Progress):
         is_shown = bar is not None and getattr(bar, "is_enabled", True)
         if not is_shown or threading.current_thread() is not threading.main_thread():
             return super().begin(words, nbytes)
-        if sys.stdout.isatty() and isinstance(bar, lightning.rich_bar):
-            return _WorkInRich(words, nbytes, bar)
-        if sys.stdout.isatty() and isinstance(bar, lightning.tqdm_bar):
-            return _WorkInTqdm(words, nbytes, lightning)
-        return _WorkInLines(words, nbytes, lightning)
+        return _ShownWork(words, nbytes, lightning, isinstance(bar, lightning.tqdm_bar))
 
 
 class CountedCopies(TorchFunctionMode):
@@ -58,62 +52,31 @@ class CountedCopies(TorchFunctionMode):
         return result
 
 
-class _WorkInLines(Work):
-    """Work that is seen where Lightning's own messages are."""
-
-    def __init__(self, words: str, nbytes: int, lightning: Namespace) -> None:
-        super().__init__(words, nbytes)
-        self._lightning = lightning
-
-    @override
-    def say(self, line: str) -> None:
-        self._lightning.info(line)
-
-
-class _WorkInTqdm(_WorkInLines):
-    """Work with a bar below those that are there, which goes when it is done."""
+class _ShownWork(Work):
+    """Work with a bar below those that are there, which goes when it is done; in lines where there can be none."""
 
     _bar: Tqdm | None = None
 
+    def __init__(self, words: str, nbytes: int, lightning: Namespace, has_bars: bool) -> None:
+        super().__init__(words, nbytes)
+        self._lightning = lightning
+        self._has_bars = has_bars and sys.stdout.isatty()  # rich's own display leaves no room for another
+
     @override
     def show(self, before: int, percent: int) -> None:
+        if not self._has_bars:
+            super().show(before, percent)
+            return
         if self._bar is None:
             looks = {"leave": False, "dynamic_ncols": True, "bar_format": "{l_bar}{bar}| [{elapsed}<{remaining}]"}
             self._bar = self._lightning.tqdm(desc=self.words, total=100, initial=before, file=sys.stdout, **looks)
         self._bar.update(percent - self._bar.n)
 
     @override
+    def say(self, line: str) -> None:
+        self._lightning.info(line)
+
+    @override
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class _WorkInRich(Work):
-    """Work with a bar among the Trainer's own: a terminal has one display of them."""
-
-    _display: CustomProgress | None = None
-    _is_opened = False  # whether the display was opened for this bar
-
-    def __init__(self, words: str, nbytes: int, bar: RichProgressBar) -> None:
-        super().__init__(words, nbytes)
-        self._bar = bar
-
-    @override
-    def show(self, before: int, percent: int) -> None:
-        if self._display is None:
-            self._is_opened = self._bar.progress is None or not self._bar.progress.live.is_started
-            if self._is_opened:
-                self._bar._init_progress(self._bar.trainer)
-            self._display = self._bar.progress
-            assert self._display is not None
-            self._task = self._display.add_task(self.words, total=100, completed=before)
-        self._display.update(self._task, completed=percent)
-        self._display.refresh()
-
-    @override
-    def close(self) -> None:
-        if self._display is not None:
-            # not removed: Lightning finds its own by their places
-            self._display.update(self._task, visible=False)
-            if self._is_opened:
-                self._bar._stop_progress()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from ..helpers import CAPTURES
+from ..helpers import CAPTURES, unit_bytes
 from ..zoo.blocks import WIDTH, Block, chain
 
 
@@ -175,7 +175,7 @@ def test_what_lies_in_host_memory_already_suffices(monkeypatch: pytest.MonkeyPat
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
             run_a_step(pipeline)
-        free = max(pipeline.summary().unit_bytes) + 1024
+        free = max(unit_bytes(pipeline)) + 1024
         monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: free)
         pipeline._engine.rearrange(torch.bfloat16)
     assert pipeline.summary().lowered

@@ -80,27 +80,17 @@ def test_the_summary_of_a_model() -> None:
         "device_bytes": 3 * slot + 1024 + 256,
         "gradient_bytes": 0,
         "resident": ("head.weight", "head.bias"),
-        "resident_bytes": head,
         "host_bytes": 6 * slot + 1024 + 256,
-        "devices": 1,
         "host_gradient_bytes": 0,
         "optimizer_bytes": 0,
-        "visiting_bytes": 0,
-        "host_activation_bytes": 0,
         "parameters": (6 * block + head) // 4,
         "unit_names": tuple(f"blocks.{index}" for index in range(6)),
         "living": (),
-        "living_bytes": 0,
         "visiting": (),
-        "stepped_on_host": tuple(f"blocks.{index}" for index in range(6)),
-        "unit_bytes": (block,) * 6,
         "lowered": 0,
         "pinned": False,
         "plan": None,
-        "saved": 1 - summary.device_bytes / summary.model_bytes,
-        "host_bytes_per_parameter": summary.host_bytes / summary.parameters,
     }
-    assert summary.stepping == ""
     pipeline.detach()
 
 
@@ -118,22 +108,16 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
     summary, block = pipeline.summary(), sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
     assert (summary.living, summary.visiting) == (("blocks.4",), ("blocks.0", "blocks.1"))
-    assert summary.stepped_on_host == ("blocks.2", "blocks.3", "blocks.5")
-    assert summary.device_bytes == 2 * slot + summary.living_bytes + pipeline._engine.steps.visits.pieces.nbytes()
-    assert 3 * block < summary.device_bytes - 2 * slot - summary.living_bytes, "two pieces: weight, state, gradient"
+    pieces = pipeline._engine.steps.visits.pieces.nbytes()
+    living = summary.device_bytes - 2 * slot - pieces
+    assert living >= 3 * block, "weight and state"
+    assert pieces > 3 * block, "two pieces: weight, state, gradient"
     assert summary.host_bytes == 5 * slot
-    assert 2 * 2 * block < summary.visiting_bytes < summary.optimizer_bytes < 5 * 2 * block + 1024
-    words = f"1 of 6 units live on the device with their state ({readable_bytes(summary.living_bytes)}), 2 visit it"
-    assert dict(summary.rows())["optimizer steps"].startswith(words)
+    assert 2 * 2 * block < summary.optimizer_bytes < 5 * 2 * block + 1024
+    assert dict(summary.rows())["optimizer steps"].startswith("1 live on the device, 2 visit it, the host steps")
     memory = DeviceMemory(total=4000, free=1000, allocated=3000, peak=3000, peak_so_far=3000, retries=0)
     monkeypatch.setattr(pipeline.backend, "memory", lambda: memory)
     assert pipeline._engine.budget == summary.device_bytes + summary.gradient_bytes + 900, "what streams counts"
-    pipeline.detach()
-
-
-def test_the_summary_where_nothing_can_stream() -> None:
-    pipeline = superpipeline(torch.jit.script(nn.Linear(2, 2)), "cpu")
-    assert pipeline.summary().saved == pipeline.summary().host_bytes_per_parameter == 0
     pipeline.detach()
 
 
@@ -148,13 +132,12 @@ def test_automatic_k(k: int | str, k_prime: int | str, expected: tuple[int, int]
     pipeline.detach()
 
 
-@pytest.mark.parametrize(("k", "phrase"), [(2, "(streamed)"), (6, "(all stay on the device)")])
+@pytest.mark.parametrize(("k", "phrase"), [(2, "2 on the device at once"), (6, "all stay on the device")])
 def test_the_table(k: int, phrase: str) -> None:
     """One aligned row for each thing that a user asks about."""
     pipeline = superpipeline(chain(6, 16, 32), "cpu", k=k, units=Block)
     rows = str(pipeline.summary()).splitlines()
     pipeline.detach()
     assert len({row.index("  ") < 30 for row in rows}) == 1
-    assert any(row.startswith("units") and f"6 {phrase}" in row for row in rows)
-    assert any(row.startswith("k, k_prime") and row.endswith(f"{k}, 1") for row in rows)
+    assert any(row.startswith("units") and f"6: {phrase}, 1 moved together" in row for row in rows)
     assert "nan" not in str(rows)

@@ -15,7 +15,7 @@ from plot_k import COLORS, plot
 
 from sp_lightning.pipeline import readable_bytes
 from sp_lightning.planning.report import readable_seconds
-from sp_lightning.timeline.picture import box, line, picture, text, text_width
+from suite.picture import box, line, picture, text, text_width
 from suite.results import Entry, entries
 
 WIDTH, ROW, TOP = 1120, 30, 108

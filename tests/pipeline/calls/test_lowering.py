@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import Summary
 from sp_lightning.pipeline.options import Policy
 
-from ...helpers import Run, assert_same_story, attached, note_gradients, note_outputs
+from ...helpers import Run, assert_same_story, attached, note_gradients, note_outputs, unit_bytes
 from ...zoo.blocks import Product
 
 
@@ -402,5 +402,5 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
                 with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                     loss = model(torch.randn(2, 64)).sum()
                 loss.backward()
-            assert pipeline.summary().unit_bytes == (nbytes,) * 4
+            assert unit_bytes(pipeline) == [nbytes] * 4
             assert pipeline.stats.bytes_to_device == pipeline.stats.loads * nbytes > 0

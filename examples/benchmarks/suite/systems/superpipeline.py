@@ -123,7 +123,8 @@ class _Observer(L.Callback):
             "k": plan.k,
             "k_prime": plan.k_prime,
             "pinned": plan.pinned,
-            "host_bytes_per_parameter": plan.host_bytes_per_parameter,
+            "host_bytes_per_parameter": (plan.host_bytes + plan.host_gradient_bytes + plan.optimizer_bytes)
+            / plan.parameters,
             # Of the whole run; on a CPU, where torch counts nothing, this is the memory that a device would hold.
             "counted_device_peak_bytes": device_memory(pipeline)[0],
             "misses": pipeline.stats.misses,

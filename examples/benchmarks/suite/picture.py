@@ -12,8 +12,15 @@ from typing import Literal
 
 from sp_lightning.pipeline import Kind, Lane, Recording, Span, readable_bytes
 from sp_lightning.planning.report import UNITS_OF_TIME, readable_seconds
-from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
+from sp_lightning.timeline import Breakdown, break_down
 
+LANES = {
+    Lane.COMPUTE: "compute",
+    Lane.TO_DEVICE: "host to device",
+    Lane.TO_HOST: "device to host",
+    Lane.VISIT: "visits",
+    Lane.HOST: "host",
+}
 WIDTH = 1280
 MARGIN = 28
 PLOT_LEFT, PLOT_RIGHT = 250, WIDTH - MARGIN
@@ -93,8 +100,7 @@ def draw_timeline(recording: Recording, caption: str = "") -> str:
 def where_time_goes(numbers: Breakdown) -> list[tuple[str, str, float]]:
     """Return what the device did, as names, colors and seconds that add up to the total time."""
     parts = [
-        ("forward", "forward", numbers.kinds[Kind.FORWARD]),
-        ("backward", "backward", numbers.kinds[Kind.BACKWARD]),
+        ("computes", "forward", numbers.busy[Lane.COMPUTE]),
         *((f"waits for {cause}", "stall", numbers.stalls[cause]) for cause in sorted(numbers.stalls)),
         ("elsewhere", "elsewhere", numbers.elsewhere),
     ]
@@ -149,26 +155,23 @@ def _lane(lane: Lane, top: float, numbers: Breakdown) -> Iterator[str]:
 
 
 def _axis(recording: Recording, numbers: Breakdown, bottom: float) -> Iterator[str]:
-    """Draw marks of time and of steps down to the bottom of the lanes, in groups that a page's script moves."""
+    """Draw marks of time and of steps down to the bottom of the lanes, in groups."""
     moments = round_steps(numbers.seconds)
     size, unit = next((pair for pair in UNITS_OF_TIME if moments[-1] >= pair[0]), UNITS_OF_TIME[-1])
-    yield '<g id="ticks">'
     for moment in moments:
         words = f"{moment / size:g} {unit}" if moment else "0"
         mark = line([(0, _LANES_TOP - 6), (0, bottom)], "grid")
         label = text(0, bottom + 16, words, 11, "muted", "middle")
         yield _moved(_x(moment, numbers), mark, label)
-    yield '</g><g id="steps">'
     for number, (begin, end) in enumerate(recording.steps if numbers.steps > 1 else [], 1):
         x = _x(begin - numbers.begin, numbers)
         words = f"step {number}" if _x(end - numbers.begin, numbers) - x >= _STEP_ROOM else ""
         mark = line([(0, _LANES_TOP - 22), (0, bottom)], "edge")
         yield _moved(x, mark, text(6, _LANES_TOP - 12, words, 11, "muted"))
-    yield "</g>"
 
 
 def _bar(span: Span, top: float, numbers: Breakdown) -> str:
-    """Draw a piece of work, with its times and name for a page's script, and a tooltip for a browser."""
+    """Draw a piece of work, with a tooltip for a browser."""
     span = span._replace(begin=span.begin - numbers.begin, end=span.end - numbers.begin)
     begin, end = max(0.0, span.begin), min(numbers.seconds, span.end)
     x = _x(begin, numbers)
@@ -180,10 +183,9 @@ def _bar(span: Span, top: float, numbers: Breakdown) -> str:
     drawn = max(width - min(0.6, 0.1 * width), 0.4)  # a gap to the next one, and never invisible
     bar = box(x, top + 5, drawn, _LANE_HEIGHT - 10, _color_of(span.kind), 2)
     letters = "on-pale" if span.kind in _PALE else "on-color"
-    times = f'data-begin="{begin:.9f}" data-end="{end:.9f}" data-name="{escape(name)}"'
     tip = f"<title>{escape(_tip(span, name))}</title>"
     words = _centered(x + width / 2, top + _LANE_HEIGHT / 2, label, letters)
-    return f"<g {times}>{tip}{bar}{words}</g>"
+    return f"<g>{tip}{bar}{words}</g>"
 
 
 def _tip(span: Span, name: str) -> str:
