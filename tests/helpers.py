@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -87,6 +88,12 @@ def why_no_lstm_in_bf16() -> str | None:
 def skip_what_plain_cannot(case: Case, autocast: bool) -> None:
     if autocast and case.name == "lstm" and (reason := why_no_lstm_in_bf16()) is not None:
         pytest.skip(reason)
+
+
+def overwrite(path: Path) -> None:
+    """Write zeros into a file, in place: who has mapped it reads them."""
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
 
 
 # --------------------------------------------------------------------------------------------------------------- traces

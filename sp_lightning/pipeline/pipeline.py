@@ -16,7 +16,6 @@ from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
-from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
@@ -180,7 +179,6 @@ class Pipeline:
         if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         self._engine.planner.abandon()
-        optimizer_steps.depth = 0
         self._give_back()
         if failed is not None:
             raise failed
