@@ -25,7 +25,6 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -649,12 +648,6 @@ def lightning_run(case: Case, strategy: Any, precision: str = "32-true", acceler
     trainer.fit(module, DataLoader(train, batch_size=None), DataLoader(validate, batch_size=None))
     note_state(trace, "after fit", module.model, trainer.optimizers)
     return trace
-
-
-@functools.cache
-def lightning_reference(name: str, precision: str) -> Trace:
-    """The reference: Lightning's own strategy for one device."""
-    return lightning_run(CASES[name], SingleDeviceStrategy(device="cpu"), precision)
 
 
 def unit_bytes(pipeline: Pipeline) -> list[int]:
