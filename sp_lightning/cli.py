@@ -28,7 +28,7 @@ from torch import nn
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.expected import link_of, table
-from sp_lightning.planning.rates import Rates, keep, kept_rates, measure, rates_file
+from sp_lightning.planning.rates import keep, kept_rates, measure, rates_file
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -81,6 +81,10 @@ def main() -> int:
             _run()
     except ArgumentError as error:
         return _fail(str(error), 2)
+    except (OSError, ValueError) as error:  # what `plan` and `measure` were given, or files that they cannot use
+        if command[0] not in ("plan", "measure"):
+            raise
+        return _fail(str(error), 2)
     return 0
 
 
@@ -124,7 +128,7 @@ def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model, as a table or as JSON."""
     arguments, of_model = _split(arguments)
     parser = _plan_parser()
-    rates = _kept_rates()
+    rates = kept_rates()
     measured = {} if rates is None else rates.assumptions()
     parser.set_defaults(measured)
     options = parser.parse_args(arguments)
@@ -133,11 +137,8 @@ def _plan(arguments: Sequence[str]) -> None:
     if of_model and not is_class:
         raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
     module = _module(name, of_model) if is_class else _transformers_model(name)
-    try:
-        given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
-        report = plan(module, given, title=name)
-    except ValueError as error:
-        raise ArgumentError(None, str(error)) from error
+    given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
+    report = plan(module, given, title=name)
     used = [name for name, value in measured.items() if getattr(given, name) == value]
     if options.json:
         print(json.dumps(report.as_dict() | {"measured": used}, indent=2))
@@ -145,13 +146,6 @@ def _plan(arguments: Sequence[str]) -> None:
     print(report)
     if rates is not None and used:
         print(f"measured on {rates.day} on this machine ({rates.machine}): {', '.join(used)}; all else is assumed")
-
-
-def _kept_rates() -> Rates | None:
-    try:
-        return kept_rates()
-    except ValueError as error:
-        raise ArgumentError(None, str(error)) from error
 
 
 def _plan_parser() -> ArgumentParser:
@@ -195,13 +189,14 @@ def _measure(arguments: Sequence[str]) -> None:
         rates = measure(backend)
     finally:
         backend.close()
-    keep(rates)
     if options.json:
         print(json.dumps(asdict(rates), indent=2))
+        keep(rates)
         return
     print(table(rates, link_of(device)))
     if device.type == "cpu":
         print("\nThere is no GPU: the host alone was measured.")
+    keep(rates)
     print(f"\nKept in {rates_file()}, from where `{PROGRAM} plan` takes what it assumes.")
 
 
@@ -234,12 +229,15 @@ def _module(class_path: str, arguments: list[str]) -> nn.Module:
     options = parser.parse_args(arguments)
     # renamed in jsonargparse 4.49
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    with torch.device("meta"):
-        module: nn.Module = instantiate(options).model
-        # LightningModules may build their layers there
-        configure_model = getattr(module, "configure_model", None)
-        if configure_model is not None:
-            configure_model()
+    try:
+        with torch.device("meta"):
+            module: nn.Module = instantiate(options).model
+            # LightningModules may build their layers there
+            configure_model = getattr(module, "configure_model", None)
+            if configure_model is not None:
+                configure_model()
+    except Exception as error:
+        raise ArgumentError(None, f"model: {class_path} cannot be built: {error!r}") from error
     return module
 
 

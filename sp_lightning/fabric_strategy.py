@@ -29,8 +29,9 @@ from sp_lightning.trainer import RegisteredStrategy
 from sp_lightning.trainer.checkpoint_io import (
     StreamingCheckpointIO,
     optimizer_state_on_host,
+    own_all_but_weights,
+    read_from_file,
     state_dict_on_host,
-    without_weights,
 )
 from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
 from sp_lightning.trainer.out_of_memory import out_of_memory_explained
@@ -268,8 +269,9 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         module = _model_in(module)
         attached = [model for model in self._models if model.pipeline.module is module]
+        others = own_all_but_weights(state_dict, module)
         if any(model.meetings.follows for model in attached):  # its weights are those of the first process
-            state_dict = without_weights(state_dict, module)
+            state_dict = others
             strict = False
         super().load_module_state_dict(module, state_dict, strict)
         for model in attached:
@@ -278,11 +280,18 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        io: Any = self.checkpoint_io  # a user's own does not ask what is streamed
+        parts = state if isinstance(state, dict) else {}
+        io.streamed = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]
+        if isinstance(state, nn.Module):
+            io.streamed = dict(state.named_parameters())
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         for optimizer in [each for each in tree_leaves(state) if isinstance(each, Optimizer)]:
             models = [model for model in self._models if model.pipeline.optimizers.have_weights_of(optimizer)]
             if any(model.meetings.follows for model in models):
                 optimizer.state.clear()  # another process steps for this one
+            else:
+                read_from_file(optimizer)
         self.barrier()  # before any process uses the weights
         return remainder
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, RegisteredStrategy, is_fitting
-from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, without_weights
+from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
 from sp_lightning.trainer.host_memory import (
     check_optimizer_memory,
     keep_averages_on_host,
@@ -223,8 +223,8 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # loading into a meta tensor does nothing but warn
         materialize(self._module, self.meetings.follows, self.lightning, self.progress)
+        others = own_all_but_weights(checkpoint["state_dict"], self._module)
         if self.meetings.follows:  # its weights are those of the first process
-            others = without_weights(checkpoint["state_dict"], self._module)
             checkpoint = {**checkpoint, "state_dict": others}
             strict = False
         nbytes = nbytes_of(checkpoint["state_dict"])

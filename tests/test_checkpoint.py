@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
 
-from .helpers import Trace, assert_same_trace
+from .helpers import Trace, assert_same_trace, overwrite
 from .lightning_modules import Base, fit, loader, note_end, plain, run, streamed, trainer
 from .planning.parts import Wanders
 
@@ -191,12 +193,62 @@ def test_hazard_22_no_second_copy_on_save(tmp_path, monkeypatch):
 def test_hazard_22_no_second_copy_on_load(tmp_path):
     path = tmp_path / "a.ckpt"
     io = SuperpipelineCheckpointIO()
-    io.save_checkpoint({"a": torch.ones(1 << 20)}, path)
-    loaded = io.load_checkpoint(path)["a"]
+    io.save_checkpoint({"state_dict": torch.ones(1 << 20)}, path)
+    loaded = io.load_checkpoint(path)["state_dict"]
     assert str(path) in Path("/proc/self/smaps").read_text()
-    io.save_checkpoint({"a": torch.zeros(1 << 20)}, path)
+    io.save_checkpoint({"state_dict": torch.zeros(1 << 20)}, path)
     assert loaded.sum() == 1 << 20, "a mapped file was overwritten in place"
     del loaded
+
+
+class Keeps(Tied):
+    """Keeps what a checkpoint has beside weights, and then writes into the file; its metric keeps its state, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy.persistent(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.accuracy.update(torch.ones(4), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {"average": torch.ones(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["kept"]
+
+    def on_train_start(self) -> None:
+        overwrite(Path(self.trainer.ckpt_path))
+
+    def on_train_end(self) -> None:
+        self.note("kept loss", [self.kept, self.accuracy.tp, self.accuracy.fp])
+
+
+def test_who_writes_the_file_again_changes_nothing_that_was_loaded(tmp_path):
+    def drive(trainer: L.Trainer, module: Keeps) -> None:
+        trainer.fit(module, loader(), ckpt_path=tmp_path / "copy.ckpt")
+
+    torch.manual_seed(1)
+    first, traces = trainer(plain(), max_epochs=1), []
+    with mock.patch.multiple(Keeps, on_train_start=lambda _: None, on_train_end=lambda _: None):
+        first.fit(Keeps(), loader())
+    for strategy in (plain(), streamed()):
+        first.save_checkpoint(tmp_path / "copy.ckpt")
+        traces.append(run(strategy, Keeps, drive, dict))
+    assert_same_trace(*traces)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which processes there are")
+def test_what_a_killed_process_has_left_goes_with_the_next_save(tmp_path):
+    """Not what a process is still writing, and nothing of other names."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kept = {f".a[1].ckpt.{os.getppid()}.tmp", f".b.ckpt.{ended.pid}.tmp", ".a[1].ckpt.notes.tmp"}
+    for name in (*kept, f".a[1].ckpt.{ended.pid}.tmp"):
+        (tmp_path / name).touch()
+    SuperpipelineCheckpointIO().save_checkpoint({}, tmp_path / "a[1].ckpt")
+    assert set(os.listdir(tmp_path)) == {*kept, "a[1].ckpt"}
 
 
 @pytest.mark.parametrize("weights_only", [None, True, False])

@@ -22,9 +22,10 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import MeanMetric
 
 import sp_lightning.fabric
 import sp_lightning.lightning_fabric
@@ -41,6 +42,7 @@ from .helpers import (
     note_gradients,
     note_outputs,
     note_state,
+    overwrite,
     torchs_defaults,
 )
 from .lightning_modules import assert_plain
@@ -381,6 +383,46 @@ def test_resume_in_both_directions(tmp_path, first, second):
     whole, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("whole", "resumed"))
     assert whole.keys() == resumed.keys()
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in resumed["model"].values())
+
+
+class Average:
+    """Keeps what it is given, as a user's own average of weights does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state
+
+
+@pytest.mark.parametrize("make", [AdamW, optim.AdamW, partial(LBFGS, max_iter=2)])
+def test_what_was_loaded_is_the_users_own(tmp_path, make):
+    """Also when the file is written again, in place, as a user's own `torch.save` does."""
+
+    def program(fabric: Fabric, trace: Trace) -> None:
+        path, built, average = tmp_path / "a.ckpt", chain(3), Average()
+        built.metric = MeanMetric()
+        built.metric.persistent(True)
+        model, optimizer = fabric.setup(built, make(built.parameters()))
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(Run.rows(0)).square().mean()
+            fabric.backward(loss)
+            return loss
+
+        optimizer.step(loss)
+        built.metric.update(3.0)
+        average.shadow = {name: weight.detach().clone() for name, weight in built.named_parameters()}
+        state = {"model": model, "optimizer": optimizer, "average": average, "rows": Run.rows(3)}
+        fabric.save(path, {**state, "left": Run.rows(4)})
+        whole, left = fabric.load(path), fabric.load(path, state)
+        overwrite(path)
+        optimizer.step(loss)
+        note_outputs(trace, "loaded", [whole, left, state["rows"], average.shadow, built.metric.compute()])
+        note_state(trace, "end", built, [])
+
+    assert_same_numbers(program)
 
 
 # ------------------------------------------------------------------------------------------------- what Fabric may ask

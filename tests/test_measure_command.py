@@ -80,6 +80,12 @@ def test_a_file_that_cannot_be_read(text, capsys, monkeypatch):
     assert status("sp-lightning measure") == 0
     assert kept_rates() is not None
     assert [file.name for file in rates_file().parent.iterdir()] == ["rates.json"]
+    rates_file().unlink()
+    rates_file().mkdir()
+    assert status("sp-lightning measure") == 2
+    printed = capsys.readouterr()
+    assert "is a directory" in printed.err.lower()
+    assert "GB/s" in printed.out, "what was measured is seen all the same"
 
 
 def test_errors(capsys, monkeypatch):

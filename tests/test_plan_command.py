@@ -151,6 +151,11 @@ def test_devices_share_the_host():
         ("--model torch.nn.Nothing", "has no attribute 'Nothing'"),
         ("--model nowhere.Net", "No module named 'nowhere'"),
         ("--model torch.nn.Linear", "required: model.in_features, model.out_features"),
+        (
+            "--model torch.nn.Linear --model.in_features 2 --model.out_features -3",
+            "model: torch.nn.Linear cannot be built: RuntimeError('Trying to create tensor with negative dimension -3",
+        ),
+        ("--model torch.nn.Linear --model.in_features 0 --model.out_features 0", "has no parameters, so there is"),
         ("--model Llama-3.1-8B --model.layers 3", "--model.layers is for the class of a model"),
         ("--model Llama-3.1-8B --optimizer LAMB", "`optimizer='LAMB'` is not one of"),
         (

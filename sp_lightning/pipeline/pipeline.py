@@ -16,7 +16,6 @@ from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
-from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
@@ -100,7 +99,7 @@ class Pipeline:
         progress = progress or Progress()
         engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
         engine.calls.leaves_steps_open = leaves_steps_open
-        self._engine = engine
+        self._parts = engine
         self.stats = engine.stats
         self.optimizers = engine.optimizers
         try:
@@ -115,7 +114,7 @@ class Pipeline:
         if processes is not None:
             processes.broadcast_module(self.module)
         # what is on now is likely to be on in steps, too
-        self._engine.arrange(autocast_dtype(self.device.type))
+        self._parts.arrange(autocast_dtype(self.device.type))
         _check_together(self.options, len(self.arrangement.units))
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
@@ -138,15 +137,16 @@ class Pipeline:
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
-        return self.backend.trace.record()
+        return self._engine.backend.trace.record()
 
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
         """Open a scope around a backward pass that runs in all processes, even if it reaches no weight in this one."""
+        engine = self._engine
         before = None if self.processes is None else self.processes.passes
         yield
         if self.processes is not None and self.processes.passes == before:
-            self._engine.end_pass()
+            engine.end_pass()
 
     def meet_processes(self) -> None:
         """Have all processes see what the owner of weights has written to them, and what any has learned.
@@ -180,14 +180,13 @@ class Pipeline:
         if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
             self.reset()
         self._engine.planner.abandon()
-        optimizer_steps.depth = 0
         self._give_back()
         if failed is not None:
             raise failed
 
     def _give_back(self) -> None:
         """Make the module a plain one on the CPU, however far it was attached."""
-        engine = self._engine
+        engine = self._parts
         _attached.discard(self)
         atexit.unregister(self._end_threads)
         stop_listening(self.optimizers)
@@ -210,7 +209,7 @@ class Pipeline:
     @property
     def is_forked(self) -> bool:
         """Whether this process is a fork of the one that the module is attached in: it reads weights, and no more."""
-        return self._engine.at_work.is_forked
+        return self._parts.at_work.is_forked
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
@@ -219,7 +218,17 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """The units, and where their weights currently lie."""
-        return self._engine.arrangement
+        return self._parts.arrangement
+
+    @property
+    def _engine(self) -> Engine:
+        """The parts that stream the module, as long as they do."""
+        if self not in _attached:
+            raise RuntimeError(
+                "This pipeline was detached from its module, which is a plain one since. To stream "
+                "it again, attach another one: `superpipeline(module)`."
+            )
+        return self._parts
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
@@ -230,19 +239,19 @@ class Pipeline:
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
         """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
-        members = self.arrangement.members
+        members = self._engine.arrangement.members
         for member in members:
             remove_gate(member)
         try:
             yield
         finally:
             for member in members:
-                install_gate(member, self._engine.calls)
+                install_gate(member, self._parts.calls)
 
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._engine.budget
+        return self._parts.budget
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

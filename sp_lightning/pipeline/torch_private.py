@@ -166,6 +166,13 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], No
     return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
+def stand_in_for(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same attributes, of which others can take the place; torch copies state as well."""
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    return stand_in
+
+
 def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
     """Return what runs the `step` of an optimizer's class, with hyperparameters, for the parameters of a given state.
 
@@ -173,15 +180,15 @@ def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[
     nor the profiler should take these for steps of the user's. No public name leads there.
     """
     step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    stepped: Optimizer = object.__new__(type(optimizer))
-    attributes = vars(optimizer).copy()
+    stepped = stand_in_for(optimizer)
+    attributes = vars(stepped)
     # a GradScaler lends them to fused kernels, for the user's own call
     for lent in ("grad_scale", "found_inf"):
         attributes.pop(lent, None)
     # the check queries the driver for its devices at each call, for 0.1 ms
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         attributes[check] = lambda: None
-    vars(stepped).update(attributes, param_groups=[group])
+    stepped.param_groups = [group]
 
     def run(state: dict[Tensor, dict[str, Any]]) -> None:
         group["params"] = list(state)

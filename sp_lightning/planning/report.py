@@ -191,6 +191,10 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
     """
     given = assumptions or Assumptions()
+    title = title or type(module).__name__
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if not parameters:
+        raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
     rehearsed: dict[Precision, StepMemory | None] = {}
     workload, machine = estimate(module, replace(given, gradient_clip_val=None), rehearsed)
     budget, length = int(SHARE_OF_FREE_MEMORY * given.device_bytes), len(workload.units)
@@ -206,10 +210,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     for way in ladder(given) if rows else ():
         work = estimate(module, replace(way, gradient_clip_val=None), rehearsed)
         rungs.append(Rung(way, _fastest(*work, budget)))
-    parameters = sum(parameter.numel() for parameter in module.parameters())
     best = rungs[0].row if rungs else None
     is_counted = rehearsed[given.precision] is not None
-    title = title or type(module).__name__
     return Report(title, given, parameters, workload, rows, best, last_row, is_counted, rungs)
 
 

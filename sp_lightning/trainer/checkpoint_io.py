@@ -2,17 +2,20 @@
 
 Lightning's default serializes into memory before it writes, and reads through a file object: save and load each take
 the checkpoint's size once more. Here the checkpoint is serialized straight into a temporary file beside the target, and
-memory-mapped on load. The content is what Lightning writes: same keys, dtypes and values, loadable without this
-package.
+memory-mapped on load. What users get is in memory of their own, as whoever writes the file again changes what is
+mapped; only what a strategy copies into weights and optimizers stays in the file until then. The content is what
+Lightning writes: same keys, dtypes and values, loadable without this package.
 """
 
 from __future__ import annotations
 
+import copy
+import glob
 import inspect
 import os
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
@@ -24,7 +27,6 @@ from typing_extensions import override
 
 from sp_lightning.optim.optimizers import COMPACT, AdamW
 from sp_lightning.pipeline import Progress, Work
-from sp_lightning.pipeline.host_memory import private_files, release
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.trainer import StrategyPart
 from sp_lightning.trainer.processes import Meetings
@@ -45,7 +47,12 @@ class StreamingCheckpointIO(TorchCheckpointIO):
 
     Args:
         progress: Shows how much is written; by default in the log.
+
+    Attributes:
+        streamed: What of a checkpoint a strategy copies into weights and optimizers; here it is the Trainer's.
     """
+
+    streamed: Collection[str] = ("state_dict", "optimizer_states")
 
     def __init__(self, progress: Progress | None = None) -> None:
         super().__init__()
@@ -63,6 +70,10 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.[0-9]*.tmp"):
+            # by a process that was killed while it saved; only Linux tells
+            if sys.platform == "linux" and not Path("/proc", left.suffixes[-2][1:]).exists():
+                left.unlink(missing_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             with (
@@ -78,7 +89,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint at `path`. A local file is memory-mapped: its tensors are read when they are used.
+        """Load the checkpoint at `path`. Of a local file, what is `streamed` is read when it is used.
 
         Without `weights_only`, the default is that of the installed Lightning.
 
@@ -100,7 +111,8 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             weights_only=weights_only,
             mmap=True,
         )
-        return checkpoint
+        mapped = {id(checkpoint[name]): checkpoint[name] for name in self.streamed if name in checkpoint}
+        return copy.deepcopy(checkpoint, mapped)
 
 
 class _OnDisk:
@@ -186,7 +198,7 @@ class CheckpointsMixin(StrategyPart):
                         raise
                     message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
                     raise self.lightning.misconfiguration(message) from error
-                _read_from_file(optimizer)
+                read_from_file(optimizer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -210,20 +222,18 @@ def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def without_weights(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return what a process loads that follows another one, whose weights it has."""
-    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in state.items() if name not in weights}
+def own_all_but_weights(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Give what is no weight memory of its own, and return it: modules may keep it as it is, as metrics do."""
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    others = copy.deepcopy({name: value for name, value in state.items() if name not in weights})
+    state.update(others)
+    return others
 
 
-def _read_from_file(optimizer: Optimizer) -> None:
-    """Copy state that still lies in a mapped checkpoint, as torch's optimizers leave it: the first step would wait."""
-    files = list(private_files())
+def read_from_file(optimizer: Optimizer) -> None:
+    """Copy state that torch's optimizers have left in a mapped checkpoint."""
     for state in optimizer.state.values():
-        for name, value in state.items():
-            if type(value) is Tensor and any(first <= value.data_ptr() < end for first, end in files):
-                state[name] = torch.empty_like(value).copy_(value)
-                release([value])
+        state.update(tree_map_only(Tensor, Tensor.clone, state))
 
 
 def _local(path: str | Path) -> Path | None:

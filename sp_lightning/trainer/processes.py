@@ -193,7 +193,7 @@ class Meetings:
 
     def meet(self, pipeline: Pipeline) -> None:
         """Have all processes see what the first has written to weights, if it may have."""
-        if self._meeting_due:
+        if self._meeting_due and self.processes is not None:
             pipeline.meet_processes()
             self._meeting_due = False
 

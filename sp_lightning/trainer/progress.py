@@ -47,7 +47,7 @@ class CountedCopies(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         result = func(*args, **(kwargs or {}))
-        if func is Tensor.copy_:
+        if func in (Tensor.copy_, Tensor.clone):
             self._work.advance(args[0].nbytes)
         return result
 

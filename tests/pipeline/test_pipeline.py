@@ -108,6 +108,21 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
+METHODS = [
+    "step", "record", "in_all_processes", "meet_processes", "weights_changed", "reset", "summary", "plain_classes"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_detached_pipeline_does_nothing_but_say_so(name: str) -> None:
+    """It attached itself again, and nothing undid that."""
+    with attached(model := layers()) as pipeline:
+        model(torch.ones(1, 8))
+    with pytest.raises(RuntimeError, match="was detached from its module, which is a plain one since"):
+        getattr(pipeline, name)().__enter__()
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+
+
 def test_detach_twice_and_in_the_middle_of_a_step() -> None:
     model = layers()
     with attached(model) as pipeline:

@@ -43,6 +43,7 @@ from sp_lightning.pipeline.torch_private import (
     running_node,
     scope_that_ends_before_backward,
     sees_torch_functions,
+    stand_in_for,
     step_is_replaced,
     storage_key,
     tensor_hooks,
@@ -326,6 +327,21 @@ def test_the_code_of_an_optimizer_steps_given_tensors(
     plain.step()
     assert torch.equal(other, reference)
     assert state.keys() == plain.state.get(reference, {}).keys()
+
+
+@pytest.mark.parametrize("closure", [None, lambda: None])
+def test_a_stand_in_steps_in_place_of_an_optimizer(closure: Any) -> None:
+    """Torch runs the step of what a hook returns as the first argument; with the same state, and groups of its own."""
+    stepped, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    stepped.grad, other.grad = torch.ones(2), torch.ones(2)
+    optimizer = torch.optim.AdamW([stepped, other])
+    stand_in = stand_in_for(optimizer)
+    stand_in.param_groups = [{**optimizer.param_groups[0], "params": [stepped]}]
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((stand_in, *args[1:]), kwargs))
+    optimizer.step(closure)
+    assert optimizer.state.keys() == {stepped}
+    assert optimizer.param_groups[0]["params"] == [stepped, other]
+    assert torch.equal(other, torch.ones(2))
 
 
 def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ class Case:
         accumulate: backwards per optimizer step.
         clip: clip gradients to this norm.
         streams: false where every weight is touched outside its unit, so that all of them end up resident.
-        heavy: run a few combinations of k and k_prime, not all.
+        heavy: run one window, not two.
         autocast: exact under bf16 autocast, too.
         lightning: belongs to the subset that also runs under Lightning's Trainer.
     """

@@ -154,7 +154,6 @@ class Calls:
             engine.planner.abandon()
             engine.graphs.scopes = 0
             engine.graphs.begin()
-            optimizer_steps.depth = 0
             engine.relax_guard()
 
     # --------------------------------------------------------------------------------------------------------- a call

@@ -71,21 +71,20 @@ class GradientStream:
         # of another leaf, or of a reentrant checkpoint, which accumulates again
         if gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
-        if gradient not in self.pending and (gradient.is_seen or gradient.scaling is not NO_SCALING):
-            self.exchange.show(gradient)  # what is there already is not meant for the sum
-        is_seen = gradient.is_seen
         if gradient not in self.pending:
+            if gradient.is_seen or gradient.scaling is not NO_SCALING:
+                self.exchange.show(gradient)  # what is there already is not meant for the sum
             self.pending[gradient] = gradient.tensor is None
-            if is_seen:
+            if gradient.is_seen:
                 self._seen.append(gradient)
-        elif is_seen:
+        elif gradient.is_seen:
             self._accumulate([gradient])  # one after the other, as autograd does
         if not of_segment.gathered:
             of_segment.expect()
         of_segment.hold()  # even if what was shown was all that it had
         of_segment.gathered[gradient] = tensor
         of_segment.missing -= 1
-        of_segment.is_watched |= is_seen
+        of_segment.is_watched |= gradient.is_seen
         if not of_segment.missing:
             self._send(of_segment, is_last)
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
+from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, stand_in_for, step_is_replaced
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.optimizers import Optimizers
@@ -120,7 +120,8 @@ def stop_listening(listener: Optimizers) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     optimizer_steps.depth += 1
-    stand_in = _stand_in_for(optimizer)
+    # torch tells nobody of a step that ends with an exception, so nothing is changed that would have to be put back
+    stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     then_tell = partial(_call_and_tell, optimizer, stand_in, closure)  # before that there are no gradients
     if closure is None:
@@ -130,18 +131,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     else:
         kwargs = {**kwargs, "closure": then_tell}
     return (stand_in or optimizer, *args[1:]), kwargs
-
-
-def _stand_in_for(optimizer: Optimizer) -> Optimizer | None:
-    """Return what may step in place of an optimizer: torch tells nobody of a step that ended with an exception.
-
-    So nothing is changed that would have to be put back.
-    """
-    if why_not_by_unit(optimizer) is not None:
-        return None
-    stand_in: Optimizer = object.__new__(type(optimizer))
-    vars(stand_in).update(vars(optimizer))
-    return stand_in
 
 
 def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:

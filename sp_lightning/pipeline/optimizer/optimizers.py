@@ -82,7 +82,7 @@ class Optimizers:
         self._kept: list[nn.Parameter] = []
         # what is decided for each, and for which parameters, by their identities
         self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Plan]] = weakref.WeakKeyDictionary()
-        self._by_unit = False  # whether the step under way leaves weights to steps of units
+        self._by_unit = False  # whether the step under way is followed by steps of units
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
     def work_with(
@@ -152,11 +152,10 @@ class Optimizers:
                 window = self._steps.window
                 window.finish_copies(unit for unit in window.units if not unit.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
-            if why_not is None and stand_in is not None:
-                self._by_unit = True
-                ours = {id(gradient.weight.master) for gradient in plan.gradients}
+            if stand_in is not None:
+                self._by_unit = not self._follows
                 stand_in.param_groups = [
-                    {**group, "params": [each for each in group["params"] if id(each) not in ours]}
+                    {**group, "params": [each for each in group["params"] if id(each) not in self._weights]}
                     for group in stand_in.param_groups
                 ]
             elif self._follows:
@@ -179,7 +178,7 @@ class Optimizers:
         with self._at_work:
             self.states.take_back(optimizer)
             plan = self._plan_of(optimizer)
-            if self._by_unit and not self._follows:
+            if self._by_unit:
                 self._step(optimizer, plan)
             else:
                 for unit in plan.units:
@@ -231,7 +230,8 @@ class Optimizers:
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
-        self._finish_steps()  # those of a backward make state
+        with self._at_work:
+            self._steps.finish(self._steps.window.units)  # those of a backward make state
         for device in {parameter.device for parameter in own}:  # they may have moved since it was made
             move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
         return True
