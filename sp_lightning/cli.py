@@ -27,7 +27,6 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import Assumptions, plan
-from sp_lightning.planning.expected import link_of, table
 from sp_lightning.planning.rates import Rates, keep, kept_rates, measure, rates_file
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _plan(arguments: Sequence[str]) -> None:
     arguments, of_model = _split(arguments)
     parser = _plan_parser()
     rates = _kept_rates()
-    measured = {} if rates is None else rates.assumptions()
+    measured = {} if rates is None else rates.assumptions
     parser.set_defaults(measured)
     options = parser.parse_args(arguments)
     name = options.model
@@ -149,7 +148,7 @@ def _plan(arguments: Sequence[str]) -> None:
 
 def _kept_rates() -> Rates | None:
     try:
-        return kept_rates()
+        return kept_rates(full_device(None))
     except ValueError as error:
         raise ArgumentError(None, str(error)) from error
 
@@ -199,7 +198,8 @@ def _measure(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(asdict(rates), indent=2))
         return
-    print(table(rates, link_of(device)))
+    for name, rate in rates.assumptions.items():
+        print(f"{name:<24}{rate:>8.4g} GB/s")
     if device.type == "cpu":
         print("\nThere is no GPU: the host alone was measured.")
     print(f"\nKept in {rates_file()}, from where `{PROGRAM} plan` takes what it assumes.")

@@ -28,7 +28,7 @@ ADAMW, INT8 = partial(optim.AdamW, lr=1e-2), partial(optim.SGD, lr=1e-1, momentu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_visits_in_each_precision(precision: str, clip: float | None, accumulate: int, accelerator: str) -> None:
     """All that were planned, with the numbers of steps on the host."""
-    visiting = Fixed((2, 1), (2, 1, (), (), (1, 2, 4)))
+    visiting = Fixed((2, 1), (2, 1, (), (1, 2, 4)))
     (expected, _), (actual, stats) = (
         fit_placed(ADAMW, planner, precision, clip, accumulate, accelerator) for planner in (Fixed((2, 1)), visiting)
     )
@@ -61,7 +61,7 @@ def test_placement_changes_no_number(
 
 def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device) -> None:
     """It needs the new weights, which are there before. It waits for the thread, which knows the factor of clipping."""
-    planner = Fixed((2, 1), (2, 1, (), (), range(BLOCKS)))
+    planner = Fixed((2, 1), (2, 1, (), range(BLOCKS)))
     with slow_copies("host"), on_device(big_chain(), cuda, planner, memory_budget=1 << 32) as pipe:
         optimizer, clipping = optim.AdamW(pipe.module.parameters(), lr=1e-3), pipe.optimizers.clipping
         for step in range(6):

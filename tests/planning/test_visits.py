@@ -71,6 +71,8 @@ class Machine:
                 loss.backward()
             if clips:
                 optimizers.clipping.clip_grad_norm(model.parameters(), 1e9)
+                # steps wait for the norm, which is on the device when backward has ended
+                backend.main = backend.now
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(backend.now - begin)
