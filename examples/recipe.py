@@ -95,7 +95,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     stream.add_argument("--memory-budget", metavar="SIZE", help="device memory a step may take, such as 12GB")
     stream.add_argument(
         "--activations",
-        choices=["auto", "keep", "recompute", "offload", "recompute_offload"],
+        choices=["auto", "keep", "recompute", "offload"],
         default="auto",
         help="what happens to what units save for backward (default: %(default)s)",
     )

@@ -27,8 +27,7 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import Assumptions, plan
-from sp_lightning.planning.expected import link_of, table
-from sp_lightning.planning.rates import keep, kept_rates, measure, rates_file
+from sp_lightning.planning.rates import Rates, keep, kept_rates, measure, rates_file
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -128,8 +127,8 @@ def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model, as a table or as JSON."""
     arguments, of_model = _split(arguments)
     parser = _plan_parser()
-    rates = kept_rates()
-    measured = {} if rates is None else rates.assumptions()
+    rates = _kept_rates()
+    measured = {} if rates is None else rates.assumptions
     parser.set_defaults(measured)
     options = parser.parse_args(arguments)
     name = options.model
@@ -146,6 +145,13 @@ def _plan(arguments: Sequence[str]) -> None:
     print(report)
     if rates is not None and used:
         print(f"measured on {rates.day} on this machine ({rates.machine}): {', '.join(used)}; all else is assumed")
+
+
+def _kept_rates() -> Rates | None:
+    try:
+        return kept_rates(full_device(None))
+    except ValueError as error:
+        raise ArgumentError(None, str(error)) from error
 
 
 def _plan_parser() -> ArgumentParser:
@@ -193,7 +199,8 @@ def _measure(arguments: Sequence[str]) -> None:
         print(json.dumps(asdict(rates), indent=2))
         keep(rates)
         return
-    print(table(rates, link_of(device)))
+    for name, rate in rates.assumptions.items():
+        print(f"{name:<24}{rate:>8.4g} GB/s")
     if device.type == "cpu":
         print("\nThere is no GPU: the host alone was measured.")
     keep(rates)

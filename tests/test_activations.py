@@ -30,7 +30,6 @@ from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import memory as pool
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.activations.policy import RECOMPUTING
 from sp_lightning.planning import AutoPlanner
 
 from .conftest import collect_until
@@ -114,7 +113,6 @@ def test_a_forward_runs_twice(build: Callable[[], nn.Module], forwards: list[int
     assert pipe.stats.recomputed == recomputed
 
 
-@pytest.mark.parametrize("policy", ["recompute", "recompute_offload"])
 @pytest.mark.parametrize(
     ("outputs", "recomputed"),
     [
@@ -126,7 +124,7 @@ def test_a_forward_runs_twice(build: Callable[[], nn.Module], forwards: list[int
     ],
 )
 def test_what_backward_begins_with_is_not_recomputed(
-    outputs: Callable[[nn.Module, Tensor], Iterable[Tensor]], recomputed: int, policy: str
+    outputs: Callable[[nn.Module, Tensor], Iterable[Tensor]], recomputed: int
 ) -> None:
     def story(run: Run) -> None:
         for seed in range(3):
@@ -137,7 +135,7 @@ def test_what_backward_begins_with_is_not_recomputed(
         if run.pipe is not None:
             assert run.pipe.stats.recomputed == recomputed
 
-    assert_same_story(story, lambda: chain(3), activations=policy)
+    assert_same_story(story, lambda: chain(3), activations="recompute")
 
 
 def test_nothing_runs_twice_where_no_graph_is_built() -> None:
@@ -214,7 +212,7 @@ class Reading(Block):
         return ReadsTwice.apply(super().forward(x), torch.sigmoid(x))
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "recompute_offload"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("kind", [MovesBuffers, Sparse, Reading])
 def test_buffers_move_once_and_random_numbers_are_the_same(kind: type[nn.Module], policy: str) -> None:
     """A second forward begins with those of the first, and leaves all as it finds it."""
@@ -671,5 +669,5 @@ def test_auto_does_not_recompute_again_what_could_not_be_recomputed(monkeypatch:
                 with pytest.raises(RuntimeError, match="'blocks.1' has computed") if step == 1 else nullcontext():
                     loss.backward()
                 switch["value"] = 0
-        assert pipe._engine.activations.auto.in_use["blocks.1"] not in RECOMPUTING
-        assert pipe._engine.activations.auto.in_use["blocks.0"] in RECOMPUTING
+        assert pipe._engine.activations.auto.in_use["blocks.1"] != "recompute"
+        assert pipe._engine.activations.auto.in_use["blocks.0"] == "recompute"

@@ -1,10 +1,8 @@
-"""`activations="offload"` and `"recompute_offload"`: plain training's numbers, a part of its memory, counted copies."""
+"""`activations="offload"`: plain training's numbers, a part of its memory, counted copies."""
 
 from __future__ import annotations
 
 import threading
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
@@ -21,7 +18,6 @@ from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
-from sp_lightning.planning import AutoPlanner, Machine, UnitWork
 from sp_lightning.planning.ways import ways_of
 
 from .helpers import (
@@ -45,14 +41,6 @@ ENTRIES = [
     "inplace-on-input", "weight-on-ctx-and-inplace-view", "structured-outputs", "maml",
     "spectral-norm-parametrization", "embedding-max-norm", "complex-and-float64",
 ]  # fmt: skip
-
-# what is special about these are their inputs: shared, changed in place, no tensors, several calls, other graphs
-INPUTS = [
-    "gpt2-tied", "t5", "lstm", "gpt2-checkpoint-plain", "resnet50", "unet", "siamese", "input-gradient-penalty",
-    "checkpoint-inside-reentrant", "two-graphs", "gan", "inplace-on-input", "structured-outputs", "maml",
-    "multihead-attention",
-]  # fmt: skip
-
 
 USUAL = offload_module.MIN_OFFLOAD_BYTES
 
@@ -95,11 +83,6 @@ def offloading(k: int, activations: ActivationPolicy = "offload") -> PipelineOpt
 def test_zoo_is_exact(name: str, k: int) -> None:
     """Losses, gradients, weights, buffers, optimizer state, random numbers; with accumulation and evaluation."""
     assert_exact(CASES[name], offloading(k), Plan.of(CASES[name], steps=2))
-
-
-@pytest.mark.parametrize(("name", "k"), [(name, 1 + index % 3) for index, name in enumerate(INPUTS)])
-def test_recomputing_from_the_host_is_exact(name: str, k: int) -> None:
-    assert_exact(CASES[name], offloading(k, "recompute_offload"), Plan.of(CASES[name], steps=2))
 
 
 @pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("vgg", True), ("lstm", True)])
@@ -155,72 +138,21 @@ def test_peak_memory_of_a_transformer(activations: str) -> None:
 
 
 @pytest.mark.usefixtures("usual_sizes")
-def test_peak_memory_when_inputs_wait_on_the_host() -> None:
-    """What one block computes with, and the input of another, however many blocks there are; at the turn, an output."""
-    recomputed, recomputed_alive = peaks("recompute")
-    both, both_alive = peaks("recompute_offload")
-    one_input = tokens().nbytes
-    less = [before - now for before, now in zip(recomputed, both, strict=True)]
-    assert less == [(BLOCKS - 2) * one_input, *[(BLOCKS - 1) * one_input] * 2]
-    assert recomputed_alive - both_alive == (BLOCKS - 4) * one_input, "two are on their way to the host"
-
-
-@pytest.mark.usefixtures("usual_sizes")
-def test_inputs_travel_once_each_way() -> None:
-    """Those of all units but the last one; none is late, and the host waits for none."""
-    with attached(transformer(), units=None, k=2, activations="recompute_offload") as pipe:
-        for step in range(3):
-            pipe.stats.clear()
-            pipe.module(tokens()).square().mean().backward()
-            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes == (BLOCKS - 1) * tokens().nbytes
-            assert (pipe.stats.recomputed, pipe.stats.activation_misses) == (BLOCKS - (step > 0), 0)
-            assert pipe.stats.host_syncs <= 1
-
-
-@pytest.mark.usefixtures("usual_sizes")
-def test_auto_has_inputs_wait_where_nothing_else_fits() -> None:
-    """With room for four inputs less than recomputing takes, four wait, and no more."""
-    (recomputed, *_), _ = peaks("recompute")
-    with attached(transformer(), units=None, k=2, activations="recompute") as pipe:
-        pipe.module(tokens()).square().mean().backward()
-        summary = pipe.summary()
-    budget = summary.device_bytes + summary.gradient_bytes + recomputed - 4 * tokens().nbytes
-    model = transformer()
-    optimizer = SGD(model.parameters(), 0.1)
-    with (
-        attached(model, AutoPlanner(), units=None, activations="auto", memory_budget=budget) as pipe,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("error")
-        for _ in range(6):
-            pipe.stats.clear()
-            pipe.module(tokens()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        chosen = Counter(pipe._engine.activations.auto.in_use.values())
-    assert chosen["recompute_offload"] == 4
-    assert pipe.stats.activation_peak_bytes == recomputed - 4 * tokens().nbytes
-
-
-@pytest.mark.usefixtures("usual_sizes")
 def test_what_is_said_to_leave_leaves() -> None:
     """All but the last unit's, and the batch: it is the first unit's input, and its user holds it."""
-    batch, machine = torch.randn(2048, 64), Machine(1.0, 1.0, 1.0)
+    batch = torch.randn(2048, 64)
     with attached(Chain(Block(64, 128) for _ in range(6)), k=2, activations="auto", memory_budget="1GiB") as pipe:
         for _ in range(3):
             pipe.module(batch).square().mean().backward()
         auto = pipe._engine.activations.auto
-        said = {
-            name: {
-                way.policy: way.leaving for way in ways_of(UnitWork(name, 0), [call], 1.0, machine, name == "blocks.0")
-            }
-            for name, call in auto.footprints().items()
-        }
+        said = {}
+        for name, call in auto.footprints().items():
+            (way,) = ways_of([call], 1.0, ["offload"], name == "blocks.0")
+            said[name] = way.leaving
         pipe.stats.clear()
         auto.policies = dict.fromkeys(said, "offload")
         pipe.module(batch).square().mean().backward()
-    assert pipe.stats.offloaded_bytes == sum(leaving["offload"] for leaving in [*said.values()][:-1]) + batch.nbytes
-    assert ["recompute_offload" in leaving for leaving in said.values()] == [False, True, True, True, True, True]
+    assert pipe.stats.offloaded_bytes == sum([*said.values()][:-1]) + batch.nbytes
 
 
 def three_steps(run: Run) -> None:
@@ -233,45 +165,6 @@ class Tripled(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(3 * x)
-
-
-def test_inputs_that_change_before_they_have_left_are_an_error() -> None:
-    """The copy may have been made before or after."""
-    with attached(chain(4), k=1, activations="recompute_offload") as pipe, pipe.step():
-        x = Run.rows(0)
-        last = {}
-        pipe.module.blocks[2].register_forward_hook(lambda module, args, output: last.update(x=output))
-        loss = pipe.module(x).square().mean()
-        with torch.no_grad():
-            last["x"].add_(1)
-        with pytest.raises(RuntimeError, match=r"an input, a buffer or a weight of 'blocks.3' has been modified"):
-            loss.backward()
-
-
-class AddsToItsInput(Block):
-    """Cannot run a second time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x.add_(1)
-        return super().forward(x)
-
-
-@pytest.mark.filterwarnings("ignore:`activations='recompute_offload'`. 'blocks.1' changes its input in place")
-def test_what_cannot_run_again_is_offloaded() -> None:
-    """Once that is known; until then it is kept."""
-
-    def build() -> nn.Module:
-        return Chain([Tripled(), AddsToItsInput(), *(Tripled() for _ in range(4))])
-
-    assert_same_story(three_steps, build, activations="recompute_offload")
-    with attached(build(), k=1, activations="recompute_offload") as pipe:
-        left = []
-        for step in range(5):
-            pipe.stats.clear()
-            pipe.module(Run.rows(step)).square().mean().backward()
-            left.append(pipe.stats.offloaded_bytes)
-    assert left[0] == left[1] < left[2] == left[3] == left[4]
 
 
 class Keeps(torch.autograd.Function):

@@ -169,9 +169,8 @@ def test_bytes_of_a_parameter(
 @pytest.mark.parametrize(
     ("free", "clip", "advice"),
     [
-        (700_000, 1.0, r"`sp_lightning.optim.AdamW\(master='split'\)` takes 910.0 KiB in all"),
-        (500_000, None, r"`sp_lightning.optim.AdamW\(master='split', moments='bf16'\)` takes 546.0 KiB in all"),
-        (300_000, 1.0, r"`sp_lightning.optim.AdamW\(master='split', moments='int8'\)` takes"),
+        (700_000, 1.0, r"`sp_lightning.optim.AdamW\(moments='fp32'\)` takes 910.0 KiB in all"),
+        (300_000, 1.0, r"`sp_lightning.optim.AdamW\(moments='int8'\)` takes"),
         (10_000, None, "or freeze weights"),
     ],
 )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
-from types import SimpleNamespace
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from sp_lightning.pipeline.lanes.devices import HostBackend
-from sp_lightning.planning import expected, rates
-from sp_lightning.planning.expected import Link, link_of, table
-from sp_lightning.planning.rates import Rates, kept_rates, measure, measure_device, rates_file
+from sp_lightning.planning import Machine, rates
+from sp_lightning.planning.rates import kept_rates, probe, rates_file
 
 from .test_plan_command import nothing_is_measured, planned, run, status
 
@@ -20,65 +18,75 @@ pytest.importorskip("numba")
 assert nothing_is_measured
 
 MODEL = "tests.test_plan_command.Stack --model.width 64"
-H200 = Rates(
-    "NVIDIA H200, a CPU, 16 cores", "2026-11-28", 94, 62, 120, True, 54, 53, 92, 60, 70, 1500, 400, 707
-)  # fmt: skip
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Little work, on a machine without a GPU."""
-    small = {"_STEPPED": 2**16, "_COPIED": 2**16, "_MULTIPLIED": 32, "_SECONDS_TOGETHER": 0.05}
-    for name, value in small.items():
+    for name, value in {"_STEPPED": 2**16, "_BLOCK": 2**16}.items():
         monkeypatch.setattr(rates, name, value)
-    for module in ("sp_lightning.cli", "sp_lightning.planning.rates"):
-        monkeypatch.setattr(f"{module}.full_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr("sp_lightning.cli.full_device", lambda _: CPU)
 
 
 def test_what_is_measured_is_what_plan_assumes():
     printed = run("sp-lightning measure")
     assert "There is no GPU: the host alone was measured." in printed
     assert str(rates_file()) in printed
-    kept = kept_rates()
-    found = kept.assumptions()
-    assert found.keys() == {"host_bandwidth", "host_bandwidth_int8", "memory_bandwidth"}
+    kept = kept_rates(CPU)
+    found = kept.assumptions
+    assert found.keys() == {"host_bandwidth", "host_bandwidth_int8"}
     report = planned(MODEL)
     assert {name: report["assumptions"][name] for name in found} == found
     assert report["measured"] == list(found)
     given = planned(f"{MODEL} --host_bandwidth 1234")
     assert given["assumptions"]["host_bandwidth"] == 1234
-    assert given["measured"] == list(found)[1:], "what is given wins"
-    says = f"measured on {kept.day} on this machine ({kept.machine}): host_bandwidth_int8, memory_bandwidth; all else"
+    assert given["measured"] == ["host_bandwidth_int8"], "what is given wins"
+    says = f"measured on {kept.day} on this machine ({kept.machine}): host_bandwidth_int8; all else"
     assert says in run(f"sp-lightning plan --host_bandwidth 1234 --model {MODEL}")
     assert json.loads(run("sp-lightning measure --json")).keys() == asdict(kept).keys()
 
 
-def test_a_device_is_measured_too():
+def test_a_device_is_probed():
     """The emulated one, whose copies and jobs are threads."""
     backend = HostBackend()
     try:
-        host = measure(backend)
-        step = rates._Step(torch.device("cpu"), 2**16, "fp32")
-        found = measure_device(host, backend, step)
+        machine = probe(backend, Machine(0.0, 0.0, 0.0), is_pinned=False)
     finally:
         backend.close()
-    assert all(getattr(found, field.name) is not None for field in fields(found))
-    assert found.assumptions().keys() >= {"to_device", "to_host", "both_ways", "device_step", "device_step_int8"}
-    assert H200.assumptions() == {
-        "to_device": 54, "to_host": 53, "compute": 353.5, "host_bandwidth": 94, "host_bandwidth_int8": 62,
-        "both_ways": 92, "memory_bandwidth": 130, "device_step": 1500, "device_step_int8": 400,
-    }  # fmt: skip
+    assert min(machine.to_device, machine.to_host, machine.both, machine.device) > 0
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[]", '{"a": 1}', '{"machine": {"day": "today"}}'])
-def test_a_file_that_cannot_be_read(text, capsys, monkeypatch):
-    monkeypatch.setattr(rates, "machine_name", lambda: "machine")
+def test_the_host_is_probed_with_far_more_than_caches_hold(monkeypatch):
+    """What a step on the host, and copies beside it, touch together; the device has room for parts of it alone."""
+    monkeypatch.undo()
+    backend, taken, on_device = HostBackend(), [], []
+    work = rates._work
+
+    def noted(backend, *memory):
+        taken.extend(memory)
+        return work(backend, *(part[: 2**20] for part in memory))
+
+    monkeypatch.setattr(rates, "_work", noted)
+    monkeypatch.setattr(
+        backend, "allocate", lambda nbytes: on_device.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8)
+    )
+    try:
+        probe(backend, Machine(25e9, 25e9, 60e9), is_pinned=False)
+    finally:
+        backend.close()
+    assert sum(part.nbytes for part in taken) >= 9e8
+    assert len({part.data_ptr() for part in taken}) == 4
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"a": 1}', '{"day": "today"}'])
+def test_a_file_that_cannot_be_read(text, capsys):
     rates_file().parent.mkdir(parents=True)
     rates_file().write_text(text)
     assert status(f"sp-lightning plan --model {MODEL}") == 2
     assert f"{rates_file()} is not what `sp-lightning measure` writes" in capsys.readouterr().err
     assert status("sp-lightning measure") == 0
-    assert kept_rates() is not None
+    assert kept_rates(CPU) is not None
     assert [file.name for file in rates_file().parent.iterdir()] == ["rates.json"]
     rates_file().unlink()
     rates_file().mkdir()
@@ -94,42 +102,3 @@ def test_errors(capsys, monkeypatch):
     monkeypatch.setattr("sp_lightning.cli.find_spec", lambda name: None if name == "numba" else object())
     assert status("sp-lightning measure") == 2
     assert "measure needs numba: pip install 'sp-lightning[fast]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changed", "link", "says"),
-    [
-        ({}, Link(5, 16), ""),
-        ({"to_device": 12.0}, Link(5, 8), "the device has 8 lanes of 16"),
-        ({"to_device": 12.0, "is_pinned": False}, Link(5, 16), "host memory could not be page-locked"),
-        ({"to_host": 12.0}, Link(5, 16), "the slot is of an older PCIe, or this process runs far from the device"),
-        ({"both_ways": 55.0}, Link(5, 16), "is shared by both directions"),
-        ({"host_memory": 20.0}, None, "few channels of memory"),
-        ({"host_bandwidth": 30.0}, None, "few cores, or others use them"),
-        ({"matmul": 200.0}, None, "others use the device, or it is hot"),
-        ({"matmul": 200.0, "machine": "Another"}, None, ""),
-    ],
-)
-def test_what_is_slow_and_why(changed, link, says):
-    found = table(Rates(**{**asdict(H200), **changed}), link)
-    slow = [line.partition("slow: ")[2] for line in found.splitlines() if "slow: " in line]
-    assert len(slow) == bool(says)
-    assert says in "".join(slow)
-
-
-def test_the_link_of_a_device(tmp_path, monkeypatch):
-    """As the system states it; where it does not, as the maker does."""
-    place = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
-    monkeypatch.setattr(expected, "_PCI_DEVICES", tmp_path)
-    device = torch.device("cuda", 0)
-    assert link_of(device) == Link(4, 16)
-    folder = tmp_path / "0000:1a:00.0"
-    folder.mkdir()
-    (folder / "max_link_speed").write_text("8.0 GT/s PCIe\n")
-    (folder / "current_link_width").write_text("8\n")
-    assert link_of(device) == Link(3, 8)
-    (folder / "max_link_speed").write_text("Unknown\n")
-    assert link_of(device) == Link(4, 16)
-    place.name = "Another"
-    assert link_of(device) is link_of(torch.device("cpu")) is None

@@ -92,8 +92,8 @@ def test_other_errors_are_left_alone(error):
     ("options", "plan", "remedy"),
     [
         ({"activations": "keep"}, None, "Set `activations='recompute'`."),
-        ({"activations": "offload", "k": 2}, None, "Set `activations='recompute_offload'`."),
-        ({"activations": "recompute"}, None, "Set `activations='recompute_offload'`."),
+        ({"activations": "offload", "k": 2}, None, "Set `activations='recompute'`."),
+        ({"activations": "recompute", "k": 2}, None, "Set `k=1`."),
         ({"k": 3}, None, "Set `k=1`."),
         ({"memory_budget": "100MiB"}, WindowPlan(3, 1), f"Set `memory_budget={int(0.85 * (100 << 20))}`, so that"),
         ({"memory_budget": "100MiB"}, WindowPlan(3, 1, on_device=("0",)), "is planned, and fewer units live there."),

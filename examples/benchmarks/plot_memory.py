@@ -77,8 +77,7 @@ def measured(of_workload: Sequence[Entry]) -> list[Curve]:
 def planned(name: str, rooflines: Mapping[str, Any]) -> Curve:
     """Return what the planner expects of a workload, without measuring anything.
 
-    The bench's networks compute their loss in slices (`chunked_cross_entropy`), which take less than a unit does, so
-    logits are not counted.
+    The bench's networks compute their loss in slices (`chunked_cross_entropy`).
 
     Args:
         name: Name of the workload, which is one of a decoder.
@@ -95,10 +94,10 @@ def planned(name: str, rooflines: Mapping[str, Any]) -> Curve:
         precision=workload.precision,  # type: ignore[arg-type]
         gradient_clip_val=workload.clipping,
         tokens=workload.samples * workload.items_per_sample,
+        chunked_loss=True,
     )
     with torch.device("meta"):
         work, machine = estimate(workload.network(), given)
-    work = replace(work, outside_bytes=max(way.working for unit in work.units for way in unit.ways))
     curve = Curve("superpipeline, planned and not measured", is_planned=True)
     for budget in _BUDGETS:
         try:

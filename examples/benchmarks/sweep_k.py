@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="rows in a batch (default: %(default)s)")
     parser.add_argument("--k", type=int, nargs="+", help="values to measure (default: powers of two up to all blocks)")
     parser.add_argument("--k-prime", type=int, default=1, help="units moved together (default: %(default)s)")
-    parser.add_argument("--activations", choices=["keep", "recompute", "offload", "recompute_offload"], default="keep")
+    parser.add_argument("--activations", choices=["keep", "recompute", "offload"], default="keep")
     parser.add_argument("--device", help="where to compute (default: the accelerator, or the CPU)")
     parser.add_argument("--steps", type=int, default=10, help="steps in a measurement (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before it (default: %(default)s)")

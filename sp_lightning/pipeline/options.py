@@ -15,7 +15,7 @@ for _power, _prefix in enumerate("kmgt", 1):
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
-Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
+Policy: TypeAlias = Literal["keep", "recompute", "offload"]
 """What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
 
 ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
@@ -43,7 +43,7 @@ class PipelineOptions:
     Args:
         k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
             then chooses what the first steps show to be fastest within `memory_budget`.
-        k_prime: Number of units moved together, at most `k`. `"auto"` starts with one, and is chosen with `k`.
+        k_prime: Number of units moved together, at most `k`. `"auto"` is one.
         memory_budget: Device memory for weights, gradients on their way to the host and activations: bytes, text such
             as `"12GB"`, or a fraction of the device's memory. `None` means 90 % of what is free, and no limit on the
             CPU.
@@ -51,12 +51,11 @@ class PipelineOptions:
             them automatically.
         resident: Names of modules or parameters to keep on the device at all times.
         activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
-            `"recompute"` runs the unit's forward again in backward, `"offload"` moves them to host memory until then,
-            `"recompute_offload"` keeps only inputs, in host memory. `"auto"` measures two steps, then chooses for each
-            unit.
+            `"recompute"` runs the unit's forward again in backward, `"offload"` moves them to host memory until then.
+            `"auto"` measures two steps, then chooses for each unit.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
             the result is that of a plain step; `True` makes anything else an error.
-        optimizer_on: Where weights are stepped. With `"auto"`, where `k="auto"` finds that steps are faster, units live
+        optimizer_on: Where weights are stepped. With `"auto"`, where measured steps show that it is faster, units live
             on the device with their gradients and optimizer state, or visit it: their state lies on the host, and comes
             to be stepped. With `"host"` the host steps all units.
         pin_memory: Whether to page-lock host memory, for fast copies, where the device gains by it.

@@ -1,42 +1,28 @@
-"""The search for the choice with the fastest step, among all that fit the budget (docs/planning.md).
+"""The choice with the fastest step among those that fit the budget (docs/planning.md).
 
-A cost is a formula, so all choices that matter are tried: splits of the budget between activations and weights, each
-with the cheapest policies for its share; numbers of units that live on the device; windows. What memory is left is
-filled with units that are kept there.
+A draft says how many places units stream through, what becomes of activations, and how many units live on the device or
+visit it. A few hundred drafts are filled up with what fits, and priced by the clock; the cheapest is looked at once
+more, with a little more or less of everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from itertools import product
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
-from sp_lightning.pipeline.activations.policy import OFFLOADING, RECOMPUTING
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.cost import Choice, Machine, Prediction, Way, Workload
-from sp_lightning.planning.memory import activation_bytes, device_bytes, gradient_bytes, peak, weight_bytes
-from sp_lightning.planning.step import predict_placed
+from sp_lightning.planning.clock import predict
+from sp_lightning.planning.memory import device_bytes
+from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
-_Number: TypeAlias = int | Literal["auto"]
-
-_SHARES = 12  # numbers of units on the device to try, evenly apart
-_SPLITS = 4  # splits of the budget between activations and weights to try
-# numbers of units that visit to try, as parts of what would keep visits as busy as the host
-_OF_BALANCE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1)
-_FEW_SLOTS = (1, 2, 4)  # of windows to try with units that live on the device or visit
-_THOROUGHLY = 8  # windows to try with all ways for activations
-_PROMISING = 3  # placements to try further: with all windows, and with visits
-_K_PRIMES = (1, 2, 4)
-_LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
-# a window that fetches nothing ahead, or units that live on the device or visit, have to be faster by this factor
-_MARGIN = 1.02
-# of choices that are slower than the fastest one by at most this factor, the laziest wins
-_NEARLY = 1.01
-# far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
-_MOST_STATES = 256
+_PLACES = (1, 2, 3, 4)  # and as many as there are units
+_POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload")
+_SHARES = (0.0, 1 / 3, 2 / 3, 1.0)  # of the units that could keep their activations, and of those that could visit
+_CHANGES = (-3, -1, 1, 3)
+# of steps that take as long, the one with less work wins: what its lanes are busy counts by this part
+_EFFORT = 0.002
 
 
 class TooLittleMemory(ValueError):
@@ -48,277 +34,128 @@ class TooLittleMemory(ValueError):
         self.missing = missing  # bytes
 
 
+class _Draft(NamedTuple):
+    """A choice in numbers."""
+
+    k: int
+    policy: Policy  # of the units that do not keep their activations
+    is_spread: bool = False  # whether units that live on the device are spread evenly, or the first ones
+    keeping: int = 0  # how many keep their activations, the last ones
+    visits: float = 0.0  # the part of units that do not live on the device that visits
+    living: int = 0
+
+
 def choose(
     workload: Workload,
     machine: Machine,
     budget: int,
     *,
-    k: _Number = "auto",
-    k_prime: _Number = "auto",
-    fill: bool = True,
-    placement: Choice | None = None,
+    k: int | Literal["auto"] = "auto",
+    k_prime: int = 1,
+    by_size: bool = False,
 ) -> Prediction:
     """Predict the fastest step within a budget of device memory, with its choice.
 
-    `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, live there or visit. Those that do
-    may be given by a `placement`. If nothing fits, it raises `TooLittleMemory`.
+    `k` may be fixed. If units are chosen `by_size`, as few bytes as possible are moved, however long things take, and
+    nothing visits. If nothing fits, it raises `TooLittleMemory`.
     """
-    windows = list(_windows(len(workload.units), k, k_prime, machine))
-    budget_left = budget - workload.reserve_bytes
-    least = choose_ways(tuple(unit.ways for unit in workload.units), 0, workload.turn_bytes)
-    streaming = workload.placed(placement or Choice(1))
-    spare = budget_left - min(device_bytes(streaming, window, least) for window in windows)
-    if spare < 0:
-        raise TooLittleMemory(budget, -spare)
-    splits = [[least], *_splits(workload, activation_bytes(streaming, least) + spare)]
-    search = _Search(workload, machine, budget_left, splits, fill)
-    predictions = search.predictions(placement or Choice(1), windows)
-    predictions.sort(key=_seconds_with_margin)
-    best_windows = dict.fromkeys(Choice(each.choice.k, each.choice.k_prime) for each in predictions)
-    predictions += search.predictions(placement or Choice(1), [*best_windows][:_THOROUGHLY], is_thorough=True)
-    fastest = [_best(predictions)]
-    if placement is not None or not fill:
-        return fastest[0]
-    few = [fastest[0].choice, *(window for window in windows if window.slots in _FEW_SLOTS)]
-    streamed = fastest[0]
-    fastest += search.promising([Choice(1, on_device=living) for living in _sets_on_device(workload)], few)
-    predictions += fastest
-    fastest.sort(key=_seconds_with_margin)
-    for choice in dict.fromkeys([streamed.choice, *(prediction.choice for prediction in fastest[:_PROMISING])]):
-        alone = [window for window in (choice, *few[1:]) if window.k_prime == 1]
-        sets = _sets_that_visit(workload, machine, choice)
-        predictions += search.promising([replace(choice, visiting=visiting) for visiting in sets], alone)
-    return _best(predictions)
+    most = max(k_prime, len(workload.units))
+    places = [*(k_prime * each for each in _PLACES if k_prime * each < most), most] if k == "auto" else [k]
+    search = _Search(workload, machine, budget - workload.reserve_bytes, by_size)
+    search.look_at(search.drafts(places))
+    if not search.found:
+        least = min(search.bytes_of(_Draft(places[0], policy)) for policy in _POLICIES)
+        raise TooLittleMemory(budget, least + workload.reserve_bytes - budget)
+    best = [search.best(each) for each in {choice.k for choice in search.found}]
+    while best:
+        search.look_at(near for draft in best for near in search.near(draft))
+        best = [better for draft in best if (better := search.best(draft.k)) != draft]
+    return min((prediction for _, prediction in search.found.values()), key=search.cost)
 
 
 class _Search:
-    """Predicts choices that fit a budget; if it is to `fill` that, also with units that are kept on the device.
+    """Fills drafts up with what fits, and prices them."""
 
-    `splits` are lists of ways for activations, each from the fastest to the thriftiest ones.
-    """
-
-    def __init__(
-        self, workload: Workload, machine: Machine, budget: int, splits: Sequence[Sequence[tuple[Way, ...]]], fill: bool
-    ) -> None:
+    def __init__(self, workload: Workload, machine: Machine, room: int, by_size: bool) -> None:
+        self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
         self._workload = workload
         self._machine = machine
-        self._budget = budget
-        self._splits = splits
-        self._fill = fill
+        self._room = room
+        self._by_size = by_size
+        units = workload.units
+        may_visit = machine.can_spare_memory and not by_size
+        self._able_to_visit = [number for number, unit in enumerate(units) if unit.visit_up and may_visit]
+        self._able_to_live = [number for number, unit in enumerate(units) if unit.bytes_on_device]
+        self._resident = (len(units),) if workload.resident.bytes_on_device else ()
+        self._ways = {policy: [_way(unit.ways, policy) for unit in units] for policy in _POLICIES}
 
-    def promising(self, placements: Iterable[Choice], windows: Sequence[Choice]) -> list[Prediction]:
-        """Return the best prediction for each placement that fits: with all windows for the most promising ones."""
-        found = []
-        for placement in placements:
-            predicted = next(filter(None, (self.predictions(placement, [window]) for window in windows)), None)
-            if predicted:
-                found.append(_best(predicted))
-        found.sort(key=_seconds_with_margin)
-        for number, prediction in enumerate(found[:_PROMISING]):
-            found[number] = _best([prediction, *self.predictions(prediction.choice, windows)])
-        return found
+    def best(self, k: int) -> _Draft:
+        """Return the draft with so many places that costs least."""
+        found = [draft for draft in self.found.values() if draft[0].k == k]
+        return min(found, key=lambda each: self.cost(each[1]))[0]
 
-    def predictions(self, placement: Choice, windows: Iterable[Choice], is_thorough: bool = False) -> list[Prediction]:
-        """Predict windows with units that live or visit as in a placement.
+    def cost(self, prediction: Prediction) -> float:
+        """Return what predictions are compared by."""
+        if self._by_size:
+            repeating = sum(way.repeating > 0 for way in prediction.choice.ways)
+            return prediction.bytes_to_device + prediction.bytes_to_host + repeating
+        return prediction.seconds + _EFFORT * sum(prediction.lanes.values())
 
-        If it is not thorough, each window has the fastest ways of each list that fit.
-        """
-        workload = self._workload.placed(placement)
-        room = self._budget - gradient_bytes(workload)
-        if room < workload.on_device_bytes:
-            return []
-        taken = {ways: activation_bytes(workload, ways) for split in self._splits for ways in split}
-        choices: dict[Choice, None] = {}  # a set that keeps the order
-        for window in windows:
-            window = Choice(window.k, window.k_prime, (), (), placement.on_device, placement.visiting)
-            left = room - weight_bytes(workload, window)
-            for split in self._splits:
-                fitting = [ways for ways in split if taken[ways] <= left]
-                tried = fitting if is_thorough else fitting[:1]
-                if self._fill and fitting and fitting[0] is not split[0]:
-                    faster = split[split.index(fitting[0]) - 1]
-                    tried = [*tried, _mixed(workload, fitting[0], faster, left)]
-                for ways in tried:
-                    choice = replace(window, ways=ways)
-                    if is_thorough or not self._fill:
-                        choices[choice] = None
-                    if self._fill:
-                        choices[_filled(workload, choice, room - activation_bytes(workload, ways))] = None
-        return [predict_placed(workload, self._machine, choice) for choice in choices]
+    def drafts(self, places: Sequence[int]) -> Iterator[_Draft]:
+        """Yield drafts that are far from each other."""
+        units = len(self._workload.units)
+        for k, policy, is_spread, keeping, visits in product(places, _POLICIES, (False, True), _SHARES, _SHARES):
+            draft = _Draft(k, policy, is_spread, round(keeping * units), visits)
+            yield draft
+            yield self._filled(draft)
 
+    def near(self, draft: _Draft) -> Iterator[_Draft]:
+        """Yield drafts with a little more or less of everything."""
+        units = len(self._workload.units)
+        for change in _CHANGES:
+            yield draft._replace(living=max(0, draft.living + change))
+            yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
+            yield self._filled(draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units))))
 
-def _mixed(workload: Workload, ways: tuple[Way, ...], faster: tuple[Way, ...], budget: int) -> tuple[Way, ...]:
-    """Return the ways with as many units' faster ones as fit a budget, those of the last units."""
-    fitting, too_many = 0, len(ways)
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        if activation_bytes(workload, (*ways[:-middle], *faster[-middle:])) <= budget:
-            fitting = middle
-        else:
-            too_many = middle
-    return (*ways[:-fitting], *faster[-fitting:]) if fitting else ways
+    def _filled(self, draft: _Draft) -> _Draft:
+        """Have as many units live on the device as fit."""
+        fitting, too_many = 0, len(self._able_to_live) + len(self._resident) + 1
+        while too_many - fitting > 1:
+            middle = (fitting + too_many) // 2
+            if self.bytes_of(draft._replace(living=middle)) <= self._room:
+                fitting = middle
+            else:
+                too_many = middle
+        return draft._replace(living=fitting)
 
+    def bytes_of(self, draft: _Draft) -> int:
+        """Return the device memory that a draft takes."""
+        return device_bytes(self._workload, self._choice(draft))
 
-def _best(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the fastest prediction or, of those that are nearly as fast, the one with the least work."""
-    enough = _NEARLY * min(map(_seconds_with_margin, predictions))
-    nearly_fastest = [prediction for prediction in predictions if _seconds_with_margin(prediction) <= enough]
-    return min(nearly_fastest, key=lambda prediction: sum(prediction.lanes.values()))
+    def look_at(self, drafts: Iterable[_Draft]) -> None:
+        """Price the drafts that fit."""
+        for draft in drafts:
+            choice = self._choice(draft)
+            if choice not in self.found and device_bytes(self._workload, choice) <= self._room:
+                self.found[choice] = draft, predict(self._workload, self._machine, choice)
 
-
-def _seconds_with_margin(prediction: Prediction) -> float:
-    choice = prediction.choice
-    return prediction.seconds * (_MARGIN if choice.slots == 1 or choice.on_device or choice.visiting else 1.0)
-
-
-def _windows(units: int, k: _Number, k_prime: _Number, machine: Machine) -> Iterator[Choice]:
-    """Yield the windows that are worth a try.
-
-    Moving units together only helps if each copy has a constant cost, or with one place for few units that are uneven.
-    """
-    together: Sequence[int] = _K_PRIMES if machine.copy_seconds else _K_PRIMES[:1]
-    for number in together if k_prime == "auto" else (k_prime,):
-        if k != "auto":
-            if number <= k:
-                yield Choice(k, number)
-            continue
-        slots = 1
-        while slots * number < units:
-            yield Choice(slots * number, number)
-            slots += max(1, slots // 4)
-        for most in (units - number, units):
-            yield Choice(max(most, number), number)
-    if len(together) == 1 and k == k_prime == "auto":
-        yield from (Choice(number, number) for number in _K_PRIMES[1:] if number <= units)
+    def _choice(self, draft: _Draft) -> Choice:
+        living: tuple[int, ...] = ()
+        if draft.living:
+            able = self._able_to_live
+            count = len(able) if self._workload.lives_whole else min(len(able), draft.living - len(self._resident))
+            living = self._resident + (_spread(count, able) if draft.is_spread else tuple(able[:count]))
+        able = [number for number in self._able_to_visit if number not in living]
+        first = len(self._workload.units) - max(1, draft.keeping)
+        ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
+        return Choice(draft.k, living, _spread(round(draft.visits * len(able)), able), ways)
 
 
-def _sets_on_device(workload: Workload) -> Iterator[tuple[int, ...]]:
-    """Yield units that may live on the device, from one to all in a few steps, with what is resident or without.
-
-    Spread evenly, they leave the others' loads time to be hidden; as the first ones they compute while the host steps
-    the others, so that the last ones are the first to go when memory runs short.
-    """
-    units = len(workload.units)
-    able = [number for number, unit in enumerate(workload.everything) if unit.bytes_on_device]
-    if workload.lives_whole or not able:
-        if able:
-            yield tuple(able)
-        return
-    in_order = [number for number in able if number < units]
-    resident = tuple(able[len(in_order) :])
-    counts = {*range(0, len(in_order), max(1, len(in_order) // _SHARES)), len(in_order)}
-    for count in sorted(counts):
-        for living in dict.fromkeys([_spread(count, in_order), tuple(in_order[:count])]):
-            if living or resident:
-                yield living + resident
-
-
-def _sets_that_visit(workload: Workload, machine: Machine, choice: Choice) -> Iterator[tuple[int, ...]]:
-    """Yield streamed units that visit: around as many as are done when the host has stepped the others."""
-    able = [number for number, unit in enumerate(workload.units) if unit.visit_up and number not in choice.on_device]
-    if not able:
-        return
-    units = [workload.units[number] for number in able]
-    on_host = sum(map(machine.step, units))
-    as_visits = sum(machine.visit(unit.visit_up, unit.visit_down) for unit in units)
-    balance = len(able) * on_host / (on_host + as_visits) if on_host else 0.0
-    counts = {min(len(able), round(share * balance)) for share in _OF_BALANCE} | {len(able)}
-    for count in sorted(counts - {0}):
-        yield _spread(count, able)
+def _way(ways: Sequence[Way], policy: Policy) -> Way:
+    """Return a unit's way with a policy, or the one that it has instead."""
+    return next((way for way in ways if way.policy == policy), ways[0])
 
 
 def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
     """Return so many of these numbers, spread evenly."""
     return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))
-
-
-def _splits(workload: Workload, most: int) -> Iterator[list[tuple[Way, ...]]]:
-    """Yield lists of ways for all units: the cheapest ones within several shares of the memory for activations.
-
-    What they cost depends on how busy the lanes are, so they are also searched without offloading, or recomputing.
-    """
-    turn, most = workload.turn_bytes, most - workload.outside_bytes
-    for left_out in _LEFT_OUT if workload.trains else ():
-        units = [tuple(way for way in unit.ways if way.policy not in left_out) or unit.ways for unit in workload.units]
-        enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
-        least = min(enough, peak([min(ways, key=lambda way: way.held + way.under_way) for ways in units], turn))
-        shares = [enough - (enough - least) * number // (_SPLITS - 1) for number in range(_SPLITS)]
-        yield [choose_ways(tuple(units), share, turn) for share in dict.fromkeys(shares)]
-
-
-def _filled(workload: Workload, choice: Choice, room: int) -> Choice:
-    """Return the choice with as many units kept on the device as fit, spread evenly among those that stream."""
-    streamed = [number for number, unit in enumerate(workload.units) if unit.weight_bytes]
-    too_many = max(0, len(streamed) - choice.k) + 1
-    fitting = choice
-    count = 0
-    while too_many - count > 1:
-        middle = (count + too_many) // 2
-        fuller = replace(choice, kept=_spread(middle, streamed))
-        if weight_bytes(workload, fuller) <= room:
-            count = middle
-            fitting = fuller
-        else:
-            too_many = middle
-    return fitting
-
-
-class _State(NamedTuple):
-    """A choice for the first units: what they hold, cost and have under way, the last way, and the state before it."""
-
-    held: int
-    cost: float
-    under_way: int
-    way: Way | None
-    before: _State | None
-
-
-@lru_cache(128)  # a plan asks several times for the same, for each way to keep masters say
-def choose_ways(units: tuple[tuple[Way, ...], ...], budget: int, turn: int = 0) -> tuple[Way, ...]:
-    """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak."""
-    at_turn = Way("keep", 0, turn, 0.0)
-    units = (*units, (at_turn,))
-    chosen = _cheapest(units, budget)
-    if chosen is None:
-        lowest = _cheapest(units, None)
-        assert lowest is not None
-        chosen = _cheapest(units, peak(lowest)) or lowest
-    return tuple(chosen[:-1])
-
-
-def _cheapest(units: Sequence[Sequence[Way]], budget: int | None) -> list[Way] | None:
-    """Return the ways that cost least time within a budget, if there are any; without one, those whose peak is lowest.
-
-    From unit to unit, it goes on with each state that no other one is better than.
-    """
-    states = [_State(0, 0.0, 0, None, None)]
-    for ways in units:
-        reached = []
-        for state, way in product(states, ways):
-            needed = state.held + state.under_way + way.working
-            if budget is None or needed <= budget:
-                cost = max(state.cost, needed) if budget is None else state.cost + way.seconds
-                reached.append(_State(state.held + way.held, cost, way.under_way, way, state))
-        states = _undominated(reached)
-        if not states:
-            return None
-    last: _State | None = min(states, key=lambda state: (state.cost, state.held))
-    chosen = []
-    while last is not None and last.way is not None:
-        chosen.append(last.way)
-        last = last.before
-    return chosen[::-1]
-
-
-def _undominated(states: list[_State]) -> list[_State]:
-    """Leave out each state that another one is at least as good as in every respect."""
-    kept: list[_State] = []
-    least: dict[int, float] = {}  # cost, by what is under way, among those that hold no more
-    for state in sorted(states, key=lambda state: state[:3]):
-        if all(state.cost < cost for under_way, cost in least.items() if under_way <= state.under_way):
-            kept.append(state)
-            least[state.under_way] = state.cost
-    if len(kept) > _MOST_STATES:
-        last = len(kept) - 1
-        kept = [kept[number * last // (_MOST_STATES - 1)] for number in range(_MOST_STATES)]
-    return kept

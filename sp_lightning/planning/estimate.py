@@ -1,36 +1,34 @@
 """Estimates the work of a step from a model's shapes and from assumptions, without a machine to measure on.
 
 Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and
-adds once for each token. What a step of a language model takes is counted there, too (rehearsal.py). Of other models
-nobody knows what to call them with: a unit saves half as much again as its matrices read and write.
+adds once for each token, and saves a constant part of what it reads and writes: that of decoders with fused attention,
+whatever the length of their rows (docs/planning.md).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, parse_bytes
+from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, Policy, parse_bytes
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.cost import Machine, Stepping, UnitWork, Workload
 from sp_lightning.planning.measure import bytes_of
 from sp_lightning.planning.memory import bytes_of_pieces
-from sp_lightning.planning.rehearsal import StepMemory, on_meta, rehearse
 from sp_lightning.planning.ways import ways_of
+from sp_lightning.planning.work import Machine, Stepping, UnitWork, Workload
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
-
-Master: TypeAlias = Literal["split", "split24"]
-Moments: TypeAlias = Literal["fp32", "bf16", "int8"]
+Moments: TypeAlias = Literal["fp32", "int8"]
 
 STATE = {
     "SGD": 0,
@@ -39,28 +37,20 @@ STATE = {
 }
 """State elements per parameter element of torch's optimizers and of Lion, with their default arguments."""
 
-COMPACT = ("AdamW", "Adam", "SGD", "Lion")
+COMPACT = ("AdamW", "Adam")
 """Optimizers that `sp_lightning.optim` has, too."""
 
-_MORE_COMPACT: tuple[tuple[Master, Moments], ...] = (
-    ("split", "fp32"),
-    ("split", "bf16"),
-    ("split", "int8"),
-    ("split24", "int8"),
-)
-_LOW_BYTES = {None: 0.0, "split": 2.0, "split24": 1.0}  # of a master, beside the bf16 weight
-_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
-
+_VISITING = (*COMPACT, "SGD")  # which are stepped by passes over pieces
+_MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 _KNOWN: dict[str, tuple[object, ...]] = {
     "precision": get_args(Precision),
     "activations": get_args(ActivationPolicy),
     "optimizer_on": get_args(OptimizerPlace),
-    "master": (None, *get_args(Master)),
-    "moments": get_args(Moments),
+    "moments": (None, *get_args(Moments)),
 }
 _ABOVE_ZERO = (
     "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "host_bandwidth_int8", "memory_bandwidth",
-    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "length", "devices",
+    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "devices",
 )  # fmt: skip
 _HALF = {
     "bf16-mixed": torch.bfloat16,
@@ -70,9 +60,12 @@ _HALF = {
 }
 _DEVICE_MEMORY = 24 * 2**30  # if the user gives none, and there is no device
 _LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
-_SAVED = 1.5  # bytes that a unit saves for each one that its matrices read or write
-# what copies in both directions at once reach of the sum of both
-_BOTH_WAYS = 0.85
+# bytes that a unit saves for each one that its matrices read or write, with autocast and without
+_SAVED_MIXED, _SAVED = 1.5, 1.28
+_WORKING = 1.4  # of what a unit saves, what it takes as it computes
+_OF_LOGITS = 3.0  # logits in fp32, their gradients, and what a loss makes of them, by the size of the first
+_OF_CHUNKED_LOSS = 2.0  # what a loss without them takes, by the size of its weight
+_BOTH_WAYS = 0.85  # of the sum of both, what copies in both directions at once reach
 # what host memory gives in all, if cores and copies ask for it at once, for each byte that the optimizer alone reaches
 _MEMORY_FOR_ALL = 1.5
 
@@ -97,16 +90,14 @@ class Assumptions:
         device_step_int8: The same with int8 moments. None is as `device_step`.
         precision: The Trainer's `precision`.
         gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
-        host_memory: Host memory that the ladder is for: bytes, or text such as "64GiB". None shows usual amounts.
         optimizer: Name of the optimizer's class in `torch.optim`, or the bytes of state that it keeps per parameter.
-        master: What `sp_lightning.optim` keeps of fp32 masters beside bf16 weights. None for torch's optimizers.
-        moments: How `sp_lightning.optim` keeps moments.
+        moments: How an optimizer of `sp_lightning.optim` keeps moments. None for torch's optimizers.
         activations: The strategy's `activations`.
         units: The strategy's `units`: names of module classes. None finds units automatically.
         resident: The strategy's `resident`.
         optimizer_on: The strategy's `optimizer_on`.
         tokens: Number of tokens (or patches) in a step: how often each weight matrix is applied, on each device.
-        length: Number of these in a row, for a language model. None puts them all in one.
+        chunked_loss: Whether the loss does without all logits at once, as `chunked_cross_entropy` does.
         devices: Devices of the machine, which share its memory and what can be read of it in a second.
 
     Raises:
@@ -114,7 +105,6 @@ class Assumptions:
     """
 
     device_memory: int | str | None = None
-    host_memory: int | str | None = None
     to_device: float = 25.0
     to_host: float = 25.0
     compute: float = 80.0
@@ -127,14 +117,13 @@ class Assumptions:
     precision: Precision = "bf16-mixed"
     gradient_clip_val: float | None = None
     optimizer: float | str = "AdamW"
-    master: Master | None = None
-    moments: Moments = "fp32"
+    moments: Moments | None = None
     activations: ActivationPolicy = "auto"
     units: str | Sequence[str] | None = None
     resident: Sequence[str] = ()
     optimizer_on: OptimizerPlace = "auto"
     tokens: int = 2048
-    length: int | None = None
+    chunked_loss: bool = False
     devices: int = 1
 
     def __post_init__(self) -> None:
@@ -147,128 +136,98 @@ class Assumptions:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
         if isinstance(self.optimizer, str) and self.optimizer not in STATE:
             raise ValueError(f"`optimizer={self.optimizer!r}` is not one of {', '.join(STATE)}, nor a number of bytes.")
-        if self.is_compact and self.optimizer not in COMPACT:
-            raise ValueError(
-                f"`master` and `moments` are for {', '.join(COMPACT)}, not `optimizer={self.optimizer!r}`."
-            )
-        if self.master is not None and self.precision != "bf16-true":
-            raise ValueError(f"`master={self.master!r}` needs bf16 weights: `precision='bf16-true'`.")
-        for name, nbytes in (("device_memory", self.device_bytes), ("host_memory", self.host_bytes)):
-            if nbytes is not None and nbytes <= 0:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
-            if nbytes is not None and nbytes < _LEAST_MEMORY:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is {nbytes} bytes. Was '{nbytes}GiB' meant?")
+        if self.moments is not None and self.optimizer not in COMPACT:
+            raise ValueError(f"`moments` is for {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
+        nbytes = self.device_bytes
+        if nbytes <= 0:
+            raise ValueError(f"`device_memory={self.device_memory!r}` must be an amount of memory, such as '24GiB'.")
+        if nbytes < _LEAST_MEMORY:
+            raise ValueError(f"`device_memory={self.device_memory!r}` is {nbytes} bytes. Was '{nbytes}GiB' meant?")
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory; 0 if `device_memory` is not an amount."""
-        if self.device_memory is not None:
-            return _bytes_in(self.device_memory)
-        if not torch.cuda.is_available():
-            return _DEVICE_MEMORY
-        return int(torch.cuda.get_device_properties(0).total_memory)
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Bytes of host memory; None if no amount is given, 0 if it is not one."""
-        return None if self.host_memory is None else _bytes_in(self.host_memory)
-
-    @property
-    def is_compact(self) -> bool:
-        """Whether the optimizer is one of `sp_lightning.optim`."""
-        return self.master is not None or self.moments != "fp32"
-
-    @property
-    def steps_by_unit(self) -> bool:
-        """Whether units are stepped one by one: not by an optimizer of the user's own, which may do anything."""
-        return isinstance(self.optimizer, str) and self.optimizer != "ASGD"
-
-    @property
-    def may_visit(self) -> bool:
-        """Whether state of units may visit the device to be stepped there; several devices would have to agree."""
-        return self.devices == 1 and self.optimizer in COMPACT
+        if self.device_memory is None:
+            has_gpu = torch.cuda.is_available()
+            return int(torch.cuda.get_device_properties(0).total_memory) if has_gpu else _DEVICE_MEMORY
+        try:
+            return parse_bytes(self.device_memory, device_bytes=None) or 0
+        except ValueError:
+            return 0
 
     @property
     def optimizer_words(self) -> str:
-        """The optimizer, and how it keeps what."""
-        kept = [] if self.master is None else [f"master={self.master!r}"]
-        kept += [] if self.moments == "fp32" else [f"moments={self.moments!r}"]
-        return f"{self.optimizer}({', '.join(kept)})" if kept else str(self.optimizer)
+        """The optimizer, and how it keeps moments."""
+        return str(self.optimizer) if self.moments is None else f"{self.optimizer}(moments={self.moments!r})"
 
     def state_bytes(self, numbers: int, nbytes: int) -> int:
         """Return what the optimizer keeps for trained weights of so many numbers, and so many bytes."""
         if not isinstance(self.optimizer, str):
             return int(self.optimizer * numbers)
-        if not self.is_compact:
+        if self.moments is None:
             return STATE[self.optimizer] * nbytes
-        moments = STATE[self.optimizer] * _MOMENT_BYTES[self.moments]
-        return int(numbers * (_LOW_BYTES[self.master] + moments))
+        low = 2.0 if self.precision == "bf16-true" else 0.0  # what bf16 has not of a number
+        return int(numbers * (low + STATE[self.optimizer] * _MOMENT_BYTES[self.moments]))
 
 
 def ladder(given: Assumptions) -> Iterator[Assumptions]:
-    """Yield the ways to keep masters and moments: what is given, then those of `sp_lightning.optim`, if torch's is.
+    """Yield the ways to keep moments: what is given, then those of `sp_lightning.optim`, if torch's is.
 
     Each takes less host memory than the one before it. This is what `plan` shows, what a run that will not fit is
     advised to take, and what the callback names where the optimizer is what a step waits for.
     """
     yield given
-    if given.optimizer in COMPACT and not given.is_compact:
-        for master, moments in _MORE_COMPACT:
-            yield replace(given, precision="bf16-true", master=master, moments=moments)
+    if given.optimizer in COMPACT and given.moments is None:
+        for moments in get_args(Moments):
+            yield replace(given, precision="bf16-true", moments=moments)
 
 
-def _bytes_in(amount: int | str) -> int:
-    try:
-        return parse_bytes(amount, device_bytes=None) or 0
-    except ValueError:
-        return 0
-
-
-def estimate(
-    module: nn.Module, given: Assumptions, rehearsed: dict[Precision, StepMemory | None] | None = None
-) -> tuple[Workload, Machine]:
-    """Estimate the workload of a model, which is not changed, and the assumed machine; note what was `rehearsed`."""
-    rehearsed = {} if rehearsed is None else rehearsed
+def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
+    """Estimate the workload of a model, which is not changed, and the assumed machine."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
-    original, module = module, on_meta(module, None if is_mixed else dtype)
+    module = _on_meta(module, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
-    lowered = dtype if is_mixed else None
-    if lowered is not None:
-        cast = weights_of_cast_layers(module)
-        for unit in division.units:
-            for weight in unit.weights:
-                if id(weight.master) in cast:
-                    weight.compute_dtype = lowered
-    if given.precision not in rehearsed:
-        members = [member.name for unit in division.units for member in unit.members]
-        again = on_meta(original, None if is_mixed else dtype)
-        rehearsed[given.precision] = rehearse(again, members, given.tokens, given.length, lowered)
-    memory = rehearsed[given.precision]
-    machine = _machine(given)
+    cast = weights_of_cast_layers(module) if is_mixed else ()
+    for weight in [weight for unit in division.units for weight in unit.weights]:
+        if dtype is not None and id(weight.master) in cast:
+            weight.compute_dtype = dtype
     vocabulary = {table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding)}
-    # which backward begins with
-    last = given if given.activations == "auto" else replace(given, activations="keep")
-    units = [_work(unit, given, machine, vocabulary, memory) for unit in division.units[:-1]]
-    units.append(_work(division.units[-1], last, machine, vocabulary, memory))
+    policies: list[Policy] = ["keep", "recompute", "offload"]
+    if given.activations != "auto":
+        policies = [given.activations]
+    # backward begins with the last one's activations
+    units = [_work(unit, given, vocabulary, policies) for unit in division.units[:-1]]
+    units.append(_work(division.units[-1], given, vocabulary, ["keep"]))
     stepping: Stepping | None = None
     if any(unit.step_bytes for unit in units):
         # a loss scaler looks at all gradients, too
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
-    shapes = [shape for unit in division.all_units() for shape in _matrices(unit)]
-    logits = 4 * given.tokens * sum(shape[0] for shape in shapes if shape[0] in vocabulary)
-    # and gradients
-    outside_bytes = logits + max([logits, *(way.working for unit in units for way in unit.ways)])
+    heads = [shape for unit in division.all_units() for shape in _matrices(unit) if shape[0] in vocabulary]
+    turn = sum(_OF_LOGITS * 4 * given.tokens * shape[0] for shape in heads)
+    if given.chunked_loss:
+        turn = sum(_OF_CHUNKED_LOSS * (4 if dtype is None else 2) * shape.numel() for shape in heads)
     workload = Workload(
         units=tuple(units),
-        resident=_work(division.resident, given, machine, vocabulary, None),
+        resident=_work(division.resident, given, vocabulary, ["keep"]),
         stepping=stepping,
-        lives_whole=not given.steps_by_unit,
+        # an optimizer of the user's own may do anything
+        lives_whole=not isinstance(given.optimizer, str) or given.optimizer == "ASGD",
         adds_up=given.devices > 1,
-        turn_bytes=0 if memory is None else memory.turn_bytes,
-        outside_bytes=outside_bytes if memory is None else memory.outside_bytes,
+        turn_bytes=int(turn),
     )
-    return workload, machine
+    return workload, _machine(given)
+
+
+def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Copy a module to the meta device, where it takes no memory; shared tensors stay shared."""
+    attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    copies: dict[int, Any] = {}
+    for tensor in [*attributes, *module.buffers(), *module.parameters()]:
+        empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(module, copies)
 
 
 def _machine(given: Assumptions) -> Machine:
@@ -280,17 +239,10 @@ def _machine(given: Assumptions) -> Machine:
         device = given.device_step_int8 or device
     up, down = min(given.to_device * 1e9, share), min(given.to_host * 1e9, share)
     both = _BOTH_WAYS * (up + down) if given.both_ways is None else given.both_ways * 1e9
-    memory = math.inf  # of several devices, copies have their share
-    if given.devices == 1:
-        memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
-    return Machine(
-        to_device=up,
-        to_host=down,
-        host=host * 1e9,
-        both=both if given.devices == 1 else min(both, share),
-        device=math.inf if device is None else device * 1e9,
-        host_memory=memory,
-    )
+    memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
+    if given.devices > 1:  # copies have their share
+        both, memory = min(both, share), math.inf
+    return Machine(up, down, host * 1e9, both, math.inf if device is None else device * 1e9, memory)
 
 
 def _matrices(unit: Unit) -> list[torch.Size]:
@@ -303,9 +255,7 @@ def _matrices(unit: Unit) -> list[torch.Size]:
     return [shape for shape in shapes if len(shape) > 1]
 
 
-def _work(
-    unit: Unit, given: Assumptions, machine: Machine, vocabulary: Collection[int], memory: StepMemory | None
-) -> UnitWork:
+def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies: Sequence[Policy]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
     matrices = _matrices(unit)
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
@@ -320,30 +270,28 @@ def _work(
     sums = masters if given.devices > 1 else 0
     added = given.devices * gradients + 2 * sums - gradients if sums else 0
     forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
-    # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
-    backward = forward * (1 + masters / max(1, weights))
+    is_mixed = given.precision.endswith("mixed")
     nbytes = given.tokens * (4 if given.precision == "32-true" else 2)
-    inputs = nbytes * matrices[0][-1] if matrices else 0
+    inputs = (2 if is_mixed else 1) * nbytes * matrices[0][-1] if matrices else 0
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
-    saved = max(inputs, int(_SAVED * nbytes * moved))
-    work = replace(bytes_of(unit), forward_seconds=forward, backward_seconds=backward)
-    calls = []
-    if memory is not None:
-        calls = [memory.calls[member.name] for member in unit.members if member.name in memory.calls]
-    calls = calls or [Footprint(inputs, saved - inputs, saved, saved, repeatable=True)]
-    ways = ways_of(work, calls, forward, machine)
+    saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
+    call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
     work = replace(
-        work,
+        bytes_of(unit),
+        forward_seconds=forward,
+        # it multiplies once for the input's gradient, and once more for the gradient of each trained weight
+        backward_seconds=forward * (1 + masters / max(1, weights)),
         step_bytes=2 * (masters + state) + gradients + stepped + added,
-        ways=tuple(way for way in ways if given.activations in ("auto", way.policy)) or ways,
+        ways=ways_of([call], forward, policies),
         host_bytes=weights + state + copies + sums,
     )
-    if given.optimizer_on == "host" or not trained:
+    if given.optimizer_on == "host" and trained:
         return work
     # and gradients, as many as masters; torch's own steps take as much again
-    temporary = masters if hasattr(torch.optim, str(given.optimizer)) and not given.is_compact else 0
+    temporary = masters if hasattr(torch.optim, str(given.optimizer)) and given.moments is None else 0
     work = replace(work, bytes_on_device=weights + masters + state + copies + temporary)
-    if not given.may_visit:
+    # several devices would have to agree
+    if not trained or given.devices > 1 or given.optimizer not in _VISITING:
         return work
     up, down = masters + state, masters + state + stepped
     pieces = bytes_of_pieces(down + work.gradient_bytes, numbers)

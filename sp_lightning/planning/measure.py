@@ -8,19 +8,19 @@ for the earlier one.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from sp_lightning.pipeline import ActivationPolicy, Engine, Kind, Recording, Span, available_host_memory
-from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline import Engine, Kind, Recording, Span, available_host_memory
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.window.places import sent_bytes
-from sp_lightning.planning.cost import UNITS_THAT_STAY, Machine, Stepping, UnitWork, Way, Workload
 from sp_lightning.planning.memory import bytes_of_pieces
 from sp_lightning.planning.ways import ways_of
+from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 
 # offload only if the host has this many times as much memory free as would be offloaded
 _HOST_ROOM = 2
@@ -42,21 +42,24 @@ def bytes_of(unit: Unit) -> UnitWork:
     )
 
 
-def bytes_on_device(engine: Engine, unit: Unit) -> int:
-    """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped."""
+def bytes_on_device(engine: Engine, unit: Unit, trains: bool = True) -> int:
+    """Return what a unit would take if it lived on the device; 0 if it may not."""
     states = engine.optimizers.states
     weights = unit.every_weight
     masters = [weight.master for weight in weights]
     # the first process, which has the optimizers' state, chooses for all
-    chooses = engine.processes is None or engine.processes.is_first
-    is_allowed = engine.options.optimizer_on == "auto" and chooses
-    if not (is_allowed and states.may_live_on_device(masters)):
+    if engine.processes is not None and not engine.processes.is_first:
+        return 0
+    is_stepped = trains and any(master.requires_grad for master in masters)
+    if is_stepped and not (engine.options.optimizer_on == "auto" and states.may_live_on_device(masters)):
         return 0
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
-    gradients = sum(master.nbytes for master in masters if master.requires_grad)
-    temporary = states.bytes_of_step(masters) if engine.backend.device.type != "cpu" else 0
-    return values + copies + gradients + states.most_nbytes(masters) + temporary
+    nbytes = values + copies + states.most_nbytes(masters)
+    if is_stepped:
+        nbytes += sum(master.nbytes for master in masters if master.requires_grad)
+        nbytes += states.bytes_of_step(masters) if engine.backend.device.type != "cpu" else 0
+    return nbytes
 
 
 def _step_bytes(engine: Engine, unit: Unit) -> int:
@@ -128,39 +131,36 @@ class FirstSteps:
 
 
 def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:
-    """Return the work of a step, with what copies of activations cost on this machine."""
+    """Return the work of a step, with ways of activations that can be gone on this machine."""
     auto = engine.activations.auto
-    recording = measured.recording
     in_order = engine.arrangement.units
-    steps = _recorded_steps(recording, {unit.name for unit in in_order})
-    units = [_unit_work(engine, unit, recording, steps) for unit in in_order]
-    turn_bytes = 0
-    outside_bytes = measured.activation_peak
-    if auto is not None:
-        footprints = auto.footprints()
-        units = _with_ways(units, [_calls(unit, footprints) for unit in in_order], steps, machine)
-        turn_bytes = auto.turn_bytes
-        outside_bytes = auto.outside_bytes
+    steps = _recorded_steps(measured.recording, {unit.name for unit in in_order})
+    units = [_unit_work(engine, unit, measured, steps) for unit in in_order]
     stepping: Stepping | None = None
     micro_steps = 1
     if measured.optimizer_steps:
-        stepping = _stepping(measured, steps)
+        stepping = "under forward"
+        if measured.steps_in_backward:
+            stepping = "in backward"
+        elif not any(step.steps_meanwhile for step in steps):
+            stepping = "after backward"
         micro_steps = max(1, round(len(steps) / measured.optimizer_steps))
-    adding = _seconds(_of_kind(recording.spans, Kind.ADD))
+    adding = _seconds(_of_kind(measured.recording.spans, Kind.ADD))
+    resident = engine.arrangement.resident
     return Workload(
-        units=tuple(units),
+        units=tuple(units if auto is None else _with_ways(engine, units, steps, machine)),
         resident=replace(
-            bytes_of(engine.arrangement.resident),
-            step_bytes=_step_bytes(engine, engine.arrangement.resident),
-            bytes_on_device=bytes_on_device(engine, engine.arrangement.resident),
+            bytes_of(resident),
+            step_bytes=_step_bytes(engine, resident),
+            bytes_on_device=bytes_on_device(engine, resident, measured.trains),
         ),
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
         add_seconds=adding / max(1, len(steps) - measured.optimizer_steps),
         rest_seconds=max(0.0, min(step.rest for step in steps)),
-        turn_bytes=turn_bytes,
-        outside_bytes=outside_bytes,
+        turn_bytes=0 if auto is None else auto.turn_bytes,
+        outside_bytes=measured.activation_peak if auto is None else auto.outside_bytes,
         reserve_bytes=measured.reserve_bytes,
         lives_whole=engine.optimizers.states.look_at_weights_together,
     )
@@ -168,73 +168,45 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
 
 def machine_of(engine: Engine, recording: Recording) -> Machine:
     """Return the speed of copies and of the optimizer."""
-    to_device, copy_seconds = _rate(recording, Kind.LOAD, Kind.FETCH)
-    to_host, _ = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)
-    host, _ = _rate(recording, Kind.STEP)
+    to_device = _rate(recording, Kind.LOAD, Kind.FETCH)
+    to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)
     # steps are recorded by what they read and write beside state
     units = engine.arrangement.all_units
     recorded = sum(bytes_of(unit).step_bytes for unit in units)
-    host *= sum(_step_bytes(engine, unit) for unit in units) / max(1, recorded)
-    if math.isinf(to_host):
-        to_host = to_device
-    return Machine(to_device, to_host, host, copy_seconds)
+    moved = sum(_step_bytes(engine, unit) for unit in units)
+    host = _rate(recording, Kind.STEP) * moved / max(1, recorded)
+    return Machine(to_device, to_device if math.isinf(to_host) else to_host, host)
 
 
 class _Step:
-    """One recorded step: each unit's seconds of computing, by its name.
-
-    `repeated` are the seconds of second forwards, which are among those of backward; a unit without one is not in it.
-    """
+    """One recorded step: each unit's seconds of computing, without stalls, by its name and what it computed."""
 
     def __init__(self, spans: Sequence[Span], begin: float, end: float, units: Collection[str]) -> None:
         spans = [span for span in spans if begin <= span.begin < end and span.end > begin]
-        forward = _of_kind(spans, Kind.FORWARD)
-        backward = _of_kind(spans, Kind.BACKWARD)
-        self._stalls = _of_kind(spans, Kind.STALL)
-        self.has_backward = bool(backward)
-        turn = None
-        if backward:
-            turn = backward[0].begin
-            forward = [span for span in forward if span.begin < turn]
-        self.forward = self._by_unit(forward, turn, units)
-        self.backward = self._by_unit(backward, None, units)
-        self.repeated = self._second_forwards(spans)
-        computing = sum(self.forward.values()) + sum(self.backward.values())
-        # the device neither computed nor waited for a copy
-        self.rest = end - begin - computing - _seconds(self._stalls)
-        # whether nothing is stepped while gradients come
-        self.waits_for_all_gradients = self.has_backward and not any(
-            backward[0].begin < span.begin < backward[-1].end for span in _of_kind(spans, Kind.STEP)
-        )
-
-    def _second_forwards(self, spans: Sequence[Span]) -> dict[str, float]:
-        """Sum up the seconds of forwards between two pieces of backward, for each unit that has any."""
-        seconds: dict[str, float] = {}
         computing = _of_kind(spans, Kind.FORWARD, Kind.BACKWARD)
-        for before, span, after in zip(computing, computing[1:], computing[2:], strict=False):
-            if span.kind is Kind.FORWARD and before.kind is after.kind is Kind.BACKWARD:
-                former = seconds.get(span.name, 0.0)
-                seconds[span.name] = former + self._without_stalls(span.begin, span.end)
-        return seconds
-
-    def _by_unit(self, spans: Sequence[Span], until: float | None, units: Collection[str]) -> dict[str, float]:
-        """Sum up seconds for each unit: from each of its calls to the next call, but for stalls."""
-        seconds = dict.fromkeys(units, 0.0)
-        if not spans:
-            return seconds
-        ends = [span.begin for span in spans[1:]]
-        ends.append(spans[-1].end if until is None else until)
+        backward = _of_kind(computing, Kind.BACKWARD)
+        self.has_backward = bool(backward)
+        if backward:
+            computing = computing[: computing.index(backward[-1]) + 1]
+        stalls = _of_kind(spans, Kind.STALL)
+        self.forward, self.backward, self.again = (defaultdict[str, float](float) for _ in range(3))
         unit = None
-        for span, end in zip(spans, ends, strict=True):
-            if span.name in seconds:
-                unit = span.name
+        for span, until in zip(computing, [*(span.begin for span in computing[1:]), computing[-1].end], strict=True):
+            of_kind = self.backward
+            if span.kind is Kind.FORWARD:
+                of_kind = self.again if backward and span.begin > backward[0].begin else self.forward
+            # time between the calls of two units counts for the earlier one
+            unit = span.name if span.name in units else unit
             if unit is not None:
-                seconds[unit] += self._without_stalls(span.begin, end)
-        return seconds
-
-    def _without_stalls(self, begin: float, end: float) -> float:
-        stalls = [stall for stall in self._stalls if begin <= stall.begin < end]
-        return end - begin - _seconds(stalls)
+                waited = [stall for stall in stalls if span.begin <= stall.begin < until]
+                of_kind[unit] += until - span.begin - _seconds(waited)
+        busy = sum(sum(seconds.values()) for seconds in (self.forward, self.backward, self.again))
+        # the device neither computed nor waited for a copy
+        self.rest = end - begin - busy - _seconds(stalls)
+        # whether something is stepped while gradients come
+        self.steps_meanwhile = any(
+            backward and backward[0].begin < span.begin < backward[-1].end for span in _of_kind(spans, Kind.STEP)
+        )
 
 
 def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]:
@@ -242,14 +214,6 @@ def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]
     # a step that returns no loss has none
     with_backward = [step for step in steps if step.has_backward]
     return with_backward or steps
-
-
-def _stepping(measured: FirstSteps, steps: Sequence[_Step]) -> Stepping:
-    if measured.steps_in_backward:
-        return "in backward"
-    if all(step.waits_for_all_gradients for step in steps):
-        return "after backward"
-    return "under forward"
 
 
 def _of_kind(spans: Sequence[Span], *kinds: Kind) -> list[Span]:
@@ -260,83 +224,62 @@ def _seconds(spans: Sequence[Span]) -> float:
     return sum(span.end - span.begin for span in spans)
 
 
-def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
-    """Return the bytes per second of this work and its constant cost in seconds, if sizes differ enough to tell it."""
+def _rate(recording: Recording, *kinds: Kind) -> float:
+    """Return the bytes per second of this work."""
     spans = [span for span in _of_kind(recording.spans, *kinds) if span.nbytes]
     seconds = _seconds(spans)
-    if not seconds:
-        return math.inf, 0.0
-    sizes = [span.nbytes for span in spans]
-    if max(sizes) >= 2 * min(sizes):
-        times = [span.end - span.begin for span in spans]
-        per_byte, constant = statistics.linear_regression(sizes, times)
-        if per_byte > 0 and constant > 0:
-            return 1 / per_byte, constant
-    return sum(sizes) / seconds, 0.0
+    return sum(span.nbytes for span in spans) / seconds if seconds else math.inf
 
 
-def _unit_work(engine: Engine, unit: Unit, recording: Recording, steps: Sequence[_Step]) -> UnitWork:
-    """Return what was recorded of a unit, with the way of its activations that the user chose."""
-    name = unit.name
-    work = bytes_of(unit)
+def _unit_work(engine: Engine, unit: Unit, measured: FirstSteps, steps: Sequence[_Step]) -> UnitWork:
+    """Return what was recorded of a unit; where the user chose what its activations do, what they hold is not known."""
+    name, work = unit.name, bytes_of(unit)
+    states = engine.optimizers.states
     up = down = 0
     if engine.processes is None and engine.options.optimizer_on == "auto":
-        up, down = engine.optimizers.states.bytes_of_visit(unit, engine.steps.fused)
+        up, down = states.bytes_of_visit(unit, engine.steps.fused)
     numbers = sum(weight.master.numel() for weight in unit.every_weight if weight.master.requires_grad)
+    recording, policy = measured.recording, engine.options.activations
+    copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == name]
+    way = Way(
+        policy="keep" if policy == "auto" else policy,
+        held=0,
+        working=0,
+        leaving=sum(span.nbytes for span in copies) // len(recording.steps),
+        repeating=min(step.again[name] for step in steps),
+    )
     return replace(
         work,
         step_bytes=_step_bytes(engine, unit),
         forward_seconds=min(step.forward[name] for step in steps),
-        backward_seconds=min(step.backward[name] - step.repeated.get(name, 0.0) for step in steps),
-        ways=(_given_way(engine.options.activations, name, recording, steps),),
-        bytes_on_device=bytes_on_device(engine, unit),
+        backward_seconds=min(step.backward[name] for step in steps),
+        ways=(way,),
+        bytes_on_device=bytes_on_device(engine, unit, measured.trains),
         visit_up=up,
         visit_down=down,
         visit_bytes=bytes_of_pieces(down + work.gradient_bytes, numbers) if up else 0,
     )
 
 
-def _given_way(policy: ActivationPolicy, unit: str, recording: Recording, steps: Sequence[_Step]) -> Way:
-    """Return the way of a unit's activations where the user chose the policy; what it holds is not known."""
-    copies = _of_kind(recording.spans, Kind.OFFLOAD)
-    leaving = sum(span.nbytes for span in copies if span.name == unit) // len(recording.steps)
-    return Way(
-        policy="keep" if policy == "auto" else policy,
-        held=0,
-        working=0,
-        seconds=0.0,
-        leaving=leaving,
-        repeating=min(step.repeated.get(unit, 0.0) for step in steps),
-    )
-
-
-def _calls(unit: Unit, footprints: Mapping[str, Footprint]) -> list[Footprint]:
-    """Return what calls of a unit's members took, as far as they were measured."""
-    names = [member.name for member in unit.members]
-    return [footprints[name] for name in names if name in footprints]
-
-
-def _with_ways(
-    units: Sequence[UnitWork],
-    calls: Sequence[Sequence[Footprint]],
-    steps: Sequence[_Step],
-    machine: Machine,
-) -> list[UnitWork]:
+def _with_ways(engine: Engine, units: Sequence[UnitWork], steps: Sequence[_Step], machine: Machine) -> list[UnitWork]:
     """Return the units with the ways of their activations, where calls of their members were measured."""
+    auto = engine.activations.auto
+    assert auto is not None
+    footprints = auto.footprints()
+    calls = [
+        [footprints[member.name] for member in unit.members if member.name in footprints]
+        for unit in engine.arrangement.units
+    ]
     room = available_host_memory()
-    large = sum(sum(call.large for call in of_members) for of_members in calls)
+    large = sum(call.large for of_members in calls for call in of_members)
     has_room = room is None or room >= _HOST_ROOM * large
     can_offload = has_room and not math.isinf(machine.to_device)
     result = []
     for number, (unit, of_members) in enumerate(zip(units, calls, strict=True)):
-        if not of_members:
-            result.append(unit)
-            continue
-        second_forward = unit.forward_seconds
-        if all(unit.name in step.repeated for step in steps):
-            second_forward = min(step.repeated[unit.name] for step in steps)
-        leaves = can_offload and number < len(units) - UNITS_THAT_STAY
-        copies = machine if leaves else None
-        ways = ways_of(unit, of_members, second_forward, copies, inputs_stay=number == 0)
+        again = min(step.again[unit.name] for step in steps) or unit.forward_seconds
+        policies: list[Policy] = ["keep"]
+        if number < len(units) - 1:  # backward needs the last one's at once
+            policies += ["recompute", "offload"] if can_offload else ["recompute"]
+        ways = ways_of(of_members, again, policies, inputs_stay=number == 0) if of_members else unit.ways
         result.append(replace(unit, ways=ways))
     return result

@@ -19,45 +19,40 @@ from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
-from sp_lightning.pipeline.window.places import place_in_arena, travel_together
-from sp_lightning.planning.cost import Choice, Way, Workload
+from sp_lightning.pipeline.window.places import place_in_arena
+from sp_lightning.planning.work import Choice, Way, Workload
 
 
-def device_bytes(workload: Workload, choice: Choice, ways: Sequence[Way]) -> int:
-    """Return the peak device memory of weights, gradients and activations; see `Workload.placed`."""
-    return weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways)
+def device_bytes(workload: Workload, choice: Choice) -> int:
+    """Return the peak device memory of weights, gradients and activations."""
+    return weight_bytes(workload, choice) + gradient_bytes(workload, choice) + activation_bytes(workload, choice)
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, for all else of units that live there, and for the pieces of visits."""
-    sizes = [unit.weight_bytes for unit in workload.units]
-    alone = alone_in(workload, choice)
-    if choice.k_prime == 1:
-        streamed = tuple(size for number, size in enumerate(sizes) if number not in alone)
-    else:
-        parts = travel_together(range(len(sizes)), choice.k_prime, alone)
-        streamed = tuple(sum(sizes[number] for number in part) for part in parts if part[0] not in alone)
-    own_places = workload.resident.weight_bytes + sum(sizes[number] for number in choice.kept)
-    return _arena_bytes(streamed, choice.slots) + own_places + workload.on_device_bytes
+    everything, living = workload.everything, set(choice.living)
+    streamed = [unit.weight_bytes for number, unit in enumerate(everything) if number not in living]
+    resident = 0 if len(workload.units) in living else streamed.pop()
+    pieces = max((everything[number].visit_bytes for number in choice.visiting), default=0)
+    living_bytes = sum(everything[number].bytes_on_device for number in living)
+    return _arena_bytes(tuple(streamed), choice.k) + resident + living_bytes + pieces
 
 
-def gradient_bytes(workload: Workload) -> int:
+def gradient_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return STAGING_BUFFERS * max(leaving_gradients(workload))
+    return STAGING_BUFFERS * max(_leaving_gradients(workload, choice))
 
 
-def landing_bytes(workload: Workload, k_prime: int) -> int:
+def landing_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
-    gradients = sorted(leaving_gradients(workload), reverse=True)
+    gradients = sorted(_leaving_gradients(workload, choice), reverse=True)
     if workload.stepping == "in backward" or workload.adds_up:
-        gradients = gradients[: landing_buffers(len(gradients), k_prime)]
+        gradients = gradients[: landing_buffers(len(gradients), 1)]
     return sum(gradients)
 
 
-def leaving_gradients(workload: Workload) -> list[int]:
-    """Return the bytes of the gradients of each unit that go to the host."""
-    stay = workload.gradients_stay
-    return [0 if stay and unit.visit_up else unit.gradient_bytes for unit in workload.everything]
+def _leaving_gradients(workload: Workload, choice: Choice) -> list[int]:
+    return [workload.gradient_to_host(number, choice) for number in range(len(workload.everything))]
 
 
 def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
@@ -76,12 +71,16 @@ def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int
     return max(most, held + under_way + turn)
 
 
-def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
+def activation_bytes(workload: Workload, choice: Choice) -> int:
     """Return the peak device memory for saved tensors, gradients that stay, and what units and the turn take."""
-    staying = []
-    if workload.gradients_stay and any(unit.visit_up for unit in workload.units):
-        staying = [unit.gradient_bytes if unit.visit_up else 0 for unit in workload.units]
-    return peak(ways, workload.turn_bytes, staying) + workload.outside_bytes if workload.trains else 0
+    if not workload.trains:
+        return 0
+    staying: list[int] = []
+    if workload.gradients_stay and choice.visiting:
+        visiting = set(choice.visiting)
+        staying = [unit.gradient_bytes * (number in visiting) for number, unit in enumerate(workload.units)]
+    ways = choice.ways or [unit.ways[0] for unit in workload.units]
+    return peak(ways, workload.turn_bytes, staying) + workload.outside_bytes
 
 
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
@@ -95,8 +94,3 @@ def bytes_of_pieces(nbytes: int, numbers: int) -> int:
     """Return the device memory for the pieces of a visit of so many bytes that steps so many numbers, and its steps."""
     of_piece = min(PIECE, numbers)
     return (PIECES_AT_ONCE * nbytes // max(1, numbers) + BYTES_MEANWHILE) * of_piece
-
-
-def alone_in(workload: Workload, choice: Choice) -> set[int]:
-    """Return the numbers of units that do not stream: they live on the device, or are kept there."""
-    return {number for number, unit in enumerate(workload.units) if not unit.weight_bytes}.union(choice.kept)

@@ -21,12 +21,11 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.planning.assumed import ASSUMED, assumed
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.cost import Choice, Machine, UnitWork
 from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
 from sp_lightning.planning.memory import activation_bytes
-from sp_lightning.planning.probe import probe
+from sp_lightning.planning.rates import probe
+from sp_lightning.planning.work import Machine, UnitWork
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
@@ -63,7 +62,7 @@ class AutoPlanner(Planner):
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement, options = engine.arrangement, engine.options
-        if "auto" not in (options.k, options.k_prime, options.activations):
+        if "auto" not in (options.k, options.activations, options.optimizer_on):
             return None
         if arrangement is not self._arrangement:
             self._arrangement, self._has_limit = arrangement, engine.budget is not None
@@ -116,38 +115,37 @@ class AutoPlanner(Planner):
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
-        k, k_prime, budget = engine.options.k, engine.options.k_prime, engine.budget
+        options, budget = engine.options, engine.budget
         machine = self._machine_of(engine, measured)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
             machine = self._machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
         assert budget is not None
-        search = partial(choose, k=k, k_prime=k_prime, fill=k == "auto")
-        placement: Choice | None = None
+        together = 1 if options.k_prime == "auto" else options.k_prime
+        # no two runs measure the same
+        by_size = torch.are_deterministic_algorithms_enabled()
+        search = partial(choose, workload, machine, k=options.k, k_prime=together, by_size=by_size)
         try:
-            if torch.are_deterministic_algorithms_enabled():
-                placement = search(assumed(workload), ASSUMED, budget).choice
-            prediction = search(workload, machine, budget, placement=placement)
+            prediction = search(budget)
         except TooLittleMemory as error:
             self._tell(f"Superpipeline: {error} Use smaller batches, or a larger `memory_budget`.")
-            prediction = search(workload, machine, budget + error.missing, placement=placement)
+            prediction = search(budget + error.missing)
         choice = prediction.choice
-        names = [unit.name for unit in workload.units]
-        on_device = [workload.everything[number] for number in choice.on_device]
+        living = [workload.everything[number] for number in choice.living]
         policies: dict[str, Policy] = {}
         if engine.activations.auto is not None:
-            policies = {name: way.policy for name, way in zip(names, choice.ways, strict=True)}
+            for unit, way in zip(workload.units, choice.ways, strict=True):
+                policies[unit.name] = way.policy
         plan = WindowPlan(
             k=choice.k,
-            k_prime=choice.k_prime,
-            kept=tuple(names[number] for number in choice.kept),
-            on_device=tuple(unit.name for unit in on_device),
-            visiting=tuple(names[number] for number in choice.visiting),
-            on_device_bytes=sum(unit.bytes_on_device for unit in on_device),
+            k_prime=together,
+            on_device=tuple(unit.name for unit in living),
+            visiting=tuple(workload.units[number].name for number in choice.visiting),
+            on_device_bytes=sum(unit.bytes_on_device for unit in living),
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,
-            activation_bytes=activation_bytes(workload.placed(choice), choice.ways),
+            activation_bytes=activation_bytes(workload, choice),
             policies=policies,
         )
         self._tell(plan)

@@ -52,9 +52,8 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
 def _remedy(pipeline: Pipeline, trains: bool) -> str:
     """Return the one option that is most likely to help."""
     options, summary, budget = pipeline.options, pipeline.summary(), pipeline.budget
-    if trains and options.activations in ("keep", "offload", "recompute"):
-        less = "recompute" if options.activations == "keep" else "recompute_offload"
-        return f"Set `activations={less!r}`."
+    if trains and options.activations in ("keep", "offload"):
+        return "Set `activations='recompute'`."
     if options.k != "auto" and summary.k > 1:
         return "Set `k=1`."
     if summary.plan is not None and budget is not None:

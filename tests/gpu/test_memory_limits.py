@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline.activations.policy import RECOMPUTING
 from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
 from sp_lightning.planning import planner
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Machine, Prediction, Workload
+from sp_lightning.planning.work import Machine, Prediction, Workload
 
 from ..second_device import IN_USE
 
@@ -116,9 +115,9 @@ def told_speeds(machine: Machine, patch: pytest.MonkeyPatch) -> Iterator[None]:
                 forward_seconds=1e-3,
                 backward_seconds=2e-3,
                 ways=tuple(
-                    replace(way, seconds=seconds, repeating=seconds)
+                    replace(way, repeating=seconds)
                     for way in unit.ways
-                    for seconds in [1e-3 * (way.policy in RECOMPUTING)]
+                    for seconds in [1e-3 * (way.policy == "recompute")]
                 ),
             )
             for unit in workload.units
@@ -169,7 +168,7 @@ def assert_alike(losses: list[float], expected: list[float]) -> None:
 
 def test_what_does_not_fit_says_what_helps(accelerator: str, device: torch.device) -> None:
     """With a little more than the least that a step takes, the smallest choices run; with less, an error says so."""
-    least = {"k": 1, "activations": "recompute_offload"}
+    least = {"k": 1, "activations": "recompute"}
     _, taken = fit(SuperpipelineStrategy(**least), accelerator, device, steps=3)
     with room(device, taken + LITTLE):
         _, peak = fit(SuperpipelineStrategy(**least), accelerator, device, steps=3)

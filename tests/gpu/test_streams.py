@@ -50,7 +50,7 @@ def make_workspaces(device: torch.device) -> None:
     [
         *product((1, 2, 3), [True], ["auto"]),
         (2, True, "recompute"),
-        *product((1, 3), (True, False), ("offload", "recompute_offload")),
+        *product((1, 3), (True, False), ("offload",)),
     ],
 )
 def test_copies_wait_for_the_computing(k: int, pin: bool, activations: str, cuda: torch.device) -> None:
@@ -62,9 +62,7 @@ def test_copies_wait_for_the_computing(k: int, pin: bool, activations: str, cuda
     assert all(map(torch.equal, quick_weights, slow_weights))
 
 
-@pytest.mark.parametrize(
-    ("activations", "first"), [("auto", 2), ("recompute", 2), ("offload", 4), ("recompute_offload", 4)]
-)
+@pytest.mark.parametrize(("activations", "first"), [("auto", 2), ("recompute", 2), ("offload", 4)])
 def test_no_host_synchronization_in_a_step(activations: str, first: int, cuda: torch.device) -> None:
     """Though the device lags behind it. Of a unit, two calls are looked at and two second forwards are compared."""
     with on_device(big_chain(cycles=5_000_000), cuda, activations=activations) as pipe:

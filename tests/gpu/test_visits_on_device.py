@@ -31,7 +31,7 @@ CLOSE = {"rtol": 0, "atol": 0} if "SECOND_DEVICE" in os.environ else {"rtol": 1e
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_visits_in_each_precision(precision: str, clip: float | None, accumulate: int, accelerator: str) -> None:
     """All that were planned, with the numbers of steps on the host."""
-    visiting = Fixed((2, 1), (2, 1, (), (), (1, 2, 4)))
+    visiting = Fixed((2, 1), (2, 1, (), (1, 2, 4)))
     (expected, _), (actual, stats) = (
         fit_placed(ADAMW, planner, precision, clip, accumulate, accelerator) for planner in (Fixed((2, 1)), visiting)
     )
@@ -59,7 +59,7 @@ def test_placement_changes_no_number(
 
 def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device, lag: str) -> None:
     """It needs the new weights, which are there before. It waits for the thread, which knows the factor of clipping."""
-    planner = Fixed((2, 1), (2, 1, (), (), range(BLOCKS)))
+    planner = Fixed((2, 1), (2, 1, (), range(BLOCKS)))
     slow = nullcontext() if lag == "down" else slow_copies("host")  # once
     with slow, on_device(big_chain(), cuda, planner, memory_budget=1 << 32) as pipe:
         optimizer, clipping = optim.AdamW(pipe.module.parameters(), lr=1e-3), pipe.optimizers.clipping

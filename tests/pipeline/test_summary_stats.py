@@ -97,7 +97,7 @@ def test_the_summary_of_a_model() -> None:
 def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of visits are device memory, their state lies beside masters, and what lives there leaves the host."""
     model = chain(6, 16, 32)
-    planner = Fixed((2, 1), (2, 1, (), (4,), (0, 1)))
+    planner = Fixed((2, 1), (2, 1, (4,), (0, 1)))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=Block), planner=planner)
     optimizer = Adam(model.parameters(), fused=True)
     for _ in range(3):

@@ -99,8 +99,8 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of units kept on the device, of those that live there, and of those that visit;
-            what is resident has the number after the last unit.
+        windows: k, k_prime, the numbers of units that live on the device, and of those that visit; what is resident has
+            the number after the last unit.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
@@ -116,12 +116,11 @@ class Fixed(Planner):
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = arrangement.units
         everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
-        numbers = [*chosen, (), (), ()][:3]
-        kept, on_device, visiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
+        numbers = [*chosen, (), ()][:2]
+        on_device, visiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
         return WindowPlan(
             k,
             k_prime,
-            kept=tuple(unit.name for unit in kept),
             on_device=tuple(unit.name for unit in on_device),
             visiting=tuple(unit.name for unit in visiting),
             on_device_bytes=sum(bytes_on_device(engine, unit) for unit in on_device),
@@ -147,8 +146,8 @@ class Wanders(Planner):
         if self._steps > 1 and self._random.random() < 0.5:
             units = [unit.name for unit in arrangement.units]
             living = self._draw([*units, arrangement.resident.name])
-            kept, visiting = self._draw(units), self._draw(units)
-            self._plan = WindowPlan(self._random.randint(1, 3), 1, kept=kept, on_device=living, visiting=visiting)
+            visiting = self._draw(units)
+            self._plan = WindowPlan(self._random.randint(1, 3), 1, on_device=living, visiting=visiting)
         return self._plan
 
     def _draw(self, names: Sequence[str]) -> tuple[str, ...]:

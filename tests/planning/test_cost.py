@@ -8,7 +8,7 @@ import pytest
 
 from sp_lightning.pipeline import Lane
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
-from sp_lightning.planning.cost import Way
+from sp_lightning.planning.work import Way
 
 from .. import simulated
 from ..simulated import UNIT_BYTES
@@ -16,24 +16,23 @@ from .parts import Blocks, Fixed
 
 MACHINES = {name: Blocks(**vars(machine)) for name, machine in simulated.MACHINES.items()}
 WINDOWS = [
-    (1, 1, ()),
-    (2, 1, ()),
-    (5, 1, ()),
-    (4, 2, ()),
-    (16, 1, ()),
-    (2, 1, (4, 11)),
-    (3, 1, (0, 5, 10, 15)),
-    (4, 2, (3, 8)),
-    (2, 1, (1, 3, 5, 7, 9, 11, 13, 15)),
+    (1, ()),
+    (2, ()),
+    (4, ()),
+    (16, ()),
+    (2, (4, 11)),
+    (3, (0, 5, 10, 15)),
+    (2, (1, 3, 5, 7, 9, 11, 13, 15)),
+    (2, (0, 1, 2, 3, 4, 5)),
 ]
 BLOCKS = MACHINES["sending is the slowest"]
 
 
-def compare(blocks: Blocks, window: tuple[int, int, tuple[int, ...]], workload: Workload, **training: Any) -> None:
-    """Time within 10 %, memory within 2 %."""
-    k, k_prime, kept = window
-    real = blocks.train(Fixed(window), steps=4, **training)
-    predicted = predict(workload, blocks.machine, Choice(k, k_prime, kept))
+def compare(blocks: Blocks, window: tuple[int, tuple[int, ...]], workload: Workload, **training: Any) -> None:
+    """Time within 10 %, memory of what streams within 2 %."""
+    k, living = window
+    real = blocks.train(Fixed((k, 1, living)), steps=4, **training)
+    predicted = predict(workload, blocks.machine, Choice(k, living))
     assert predicted.seconds == pytest.approx(real.seconds[-1], rel=0.1)
     assert predicted.device_bytes == pytest.approx(real.summary.device_bytes + real.summary.gradient_bytes, rel=0.02)
 
@@ -44,7 +43,7 @@ def test_units_are_stepped_in_backward(name: str, window: Any) -> None:
     compare(MACHINES[name], window, MACHINES[name].workload())
 
 
-@pytest.mark.parametrize("window", WINDOWS[1:-1:2], ids=str)
+@pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
 @pytest.mark.parametrize("name", MACHINES)
 def test_units_are_stepped_under_the_next_forward(name: str, window: Any) -> None:
     compare(MACHINES[name], window, MACHINES[name].workload(stepping="under forward"), in_backward=False)
@@ -62,16 +61,16 @@ def test_gradients_that_add_up(name: str, window: Any) -> None:
 @pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
 def test_frozen_units(window: Any) -> None:
     """Only activations have gradients, weights do not change: nothing is sent twice that is still there."""
-    units = tuple(UnitWork("", UNIT_BYTES, 0, 0, BLOCKS.forward, BLOCKS.backward) for _ in range(BLOCKS.units))
-    compare(BLOCKS, window, Workload(units, stepping=None), frozen=True, in_backward=False)
+    unit = UnitWork("", UNIT_BYTES, 0, 0, BLOCKS.forward, BLOCKS.backward, bytes_on_device=UNIT_BYTES)
+    compare(BLOCKS, window, Workload((unit,) * BLOCKS.units, stepping=None), frozen=True, in_backward=False)
 
 
 def test_loads_are_those_of_the_law() -> None:
-    """2N - k for each step of the optimizer, 2 (N - k) without one; a kept unit is sent once, when it was stepped."""
-    for k, kept, loads in [(4, (), 28), (16, (), 16), (2, (4, 11), 14 + 12 + 2)]:
-        predicted = predict(BLOCKS.workload(), BLOCKS.machine, Choice(k, 1, kept))
+    """2N - k for each step of the optimizer, 2 (N - k) without one; what lives on the device is not sent."""
+    for k, living, loads in [(4, (), 28), (16, (), 16), (2, (4, 11), 26)]:
+        predicted = predict(BLOCKS.workload(), BLOCKS.machine, Choice(k, living))
         assert predicted.bytes_to_device == loads * UNIT_BYTES
-        assert predicted.bytes_to_host == 16 * UNIT_BYTES
+        assert predicted.bytes_to_host == (16 - len(living)) * UNIT_BYTES
     assert predicted.bottleneck is Lane.TO_DEVICE
     for k, loads in [(4, 28 + 2 * 24), (16, 16)]:
         accumulated = predict(BLOCKS.workload(micro_steps=3), BLOCKS.machine, Choice(k))
@@ -80,25 +79,25 @@ def test_loads_are_those_of_the_law() -> None:
 
 def test_inference_sends_every_unit_once_for_each_forward() -> None:
     workload = Workload(tuple(UnitWork("", 100, forward_seconds=1.0) for _ in range(10)), trains=False, stepping=None)
-    for k, kept, loads in [(2, (), 10), (5, (), 10), (8, (), 4), (2, (1, 4, 7), 7), (10, (), 0)]:
-        assert predict(workload, Machine(100.0, 100.0, 1.0), Choice(k, 1, kept)).bytes_to_device == loads * 100
+    for k, living, loads in [(2, (), 10), (5, (), 10), (8, (), 4), (2, (1, 4, 7), 7), (10, (), 0)]:
+        assert predict(workload, Machine(100.0, 100.0, 1.0), Choice(k, living)).bytes_to_device == loads * 100
 
 
 def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
-    keep, recompute = Way("keep", 400, 400, 0.0), Way("recompute", 100, 400, 1.0, repeating=1.0)
-    offload = Way("offload", 0, 400, 0.0, leaving=400, under_way=400)
-    both = Way("recompute_offload", 0, 400, 1.1, 100, 100, repeating=1.0)
+    keep, recompute = Way("keep", 400, 400), Way("recompute", 100, 400, repeating=1.0)
+    offload = Way("offload", 0, 400, leaving=400, under_way=400)
     workload = Workload((UnitWork("", 64, 0, 0, 1.0, 2.0),) * 8, stepping=None, outside_bytes=7)
     machine = Machine(100.0, 100.0, 1.0)
     took = {
-        way.policy: predict(workload, machine, Choice(8, ways=(way,) * 8)) for way in (keep, recompute, offload, both)
+        way.policy: predict(workload, machine, Choice(8, ways=(way,) * 7 + (keep,)))
+        for way in (keep, recompute, offload)
     }
     assert {policy: each.seconds for policy, each in took.items()} == pytest.approx(
-        {"keep": 24.0, "recompute": 32.0, "offload": 29.0 + 30.0, "recompute_offload": 32.0}, rel=0.06
+        {"keep": 24.0, "recompute": 31.0, "offload": 29.0 + 30.0}, rel=0.06
     )
     held = {policy: each.device_bytes - 8 * 64 - 7 for policy, each in took.items()}
-    assert held == {"keep": 8 * 400, "recompute": 7 * 100 + 400, "offload": 800, "recompute_offload": 500}
+    assert held == {"keep": 8 * 400, "recompute": 7 * 100 + 400, "offload": 800}
     assert [took["offload"].lanes[lane] for lane in (Lane.TO_HOST, Lane.TO_DEVICE)] == [28.0, 28.0], (
         "the last one stays"
     )
-    assert (took["offload"].host_bytes, took["recompute_offload"].host_bytes) == (8 * 400, 8 * 100)
+    assert took["offload"].host_bytes == 7 * 400

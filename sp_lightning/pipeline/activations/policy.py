@@ -1,7 +1,7 @@
 """The one place that decides, for each call of a unit, what happens to the tensors that autograd saves.
 
-They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py), or recomputed from
-inputs that were offloaded. The numbers are the same whatever is chosen.
+They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py). The numbers are the same
+whatever is chosen.
 
 [Note: auto]
 Under `"auto"` a planner chooses one of these for each unit, between steps. Nobody knows in advance whether what a model
@@ -35,11 +35,6 @@ from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member
-
-RECOMPUTING: tuple[Policy, ...] = ("recompute", "recompute_offload")
-OFFLOADING: tuple[Policy, ...] = ("offload", "recompute_offload")
-# what happens instead to a unit whose forward cannot run again
-WITHOUT_RECOMPUTING: dict[Policy, Policy] = {"recompute": "keep", "recompute_offload": "offload"}
 
 
 class AutoPolicy:
@@ -103,8 +98,8 @@ class AutoPolicy:
         policy: Policy = "recompute"
         if is_known and name not in self._measuring:
             policy = self.policies.get(member.unit_name, "recompute")
-            if not self._is_repeatable(name):
-                policy = WITHOUT_RECOMPUTING.get(policy, policy)
+            if policy == "recompute" and not self._is_repeatable(name):
+                policy = "keep"
         elif self._is_warm:
             if not self._measuring:
                 self._meter.measure(inputs)
@@ -194,7 +189,7 @@ class Activations:
         Within a unit's call, the outermost call decides. Within a user's checkpoint, the checkpoint's hooks are on top.
         """
         return (
-            (self.auto is not None or self._policy in RECOMPUTING)
+            (self.auto is not None or self._policy == "recompute")
             and member.is_streamed
             and self._route is None
             and torch.is_grad_enabled()
@@ -209,10 +204,10 @@ class Activations:
         route = self._policy
         if self.auto is not None:
             route = self.auto.policy(member, tensors_in((args, kwargs)))
-        elif member.name in self.second_forwards.unrepeatable:
-            route = WITHOUT_RECOMPUTING.get(route, route)
+        elif route == "recompute" and member.name in self.second_forwards.unrepeatable:
+            route = "keep"
         self._route = route
-        if route in RECOMPUTING:
+        if route == "recompute":
             self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
@@ -246,7 +241,7 @@ class Activations:
         if not in_backward():  # what a recomputation saves is used at once
             self._let_pending_go()
             if torch.is_grad_enabled():
-                bundle = Bundle(member, leaves=(self._route or self._policy) in OFFLOADING)
+                bundle = Bundle(member, leaves=(self._route or self._policy) == "offload")
         self._offloader.open.append(bundle)
         if self._saved.recording is not None:
             self._saved.recording.pack_inputs()

@@ -121,6 +121,8 @@ class UnitCall:
         """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
         kept = self._alive()
         saved = [entry.tensor for entry in kept if entry.tensor is not None]
+        # weights that live on the device stay there
+        leaving = [tensor for tensor in saved if storage_key(tensor) not in self._meter.uncounted]
         held_anyway = set(map(storage_key, [*self._inputs.tensors, *tensors_in(output)]))
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_changed = any(entry.is_changed for entry in kept)
@@ -143,7 +145,7 @@ class UnitCall:
             self.footprint = Footprint(
                 held=held,
                 saved=nbytes - held,
-                large=min(_bytes_worth_a_copy(saved), nbytes),
+                large=min(_bytes_worth_a_copy(leaving), nbytes),
                 working=most_bytes - self._bytes_before,
                 repeatable=can_be_dropped,
             )

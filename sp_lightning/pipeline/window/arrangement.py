@@ -198,7 +198,7 @@ class Arrangement:
             unit.index = index
             unit.send(chain.from_iterable(made[part] for part in neighbors))
             unit.visits = self._may_visit(unit)
-            if unit in self.layout.kept:
+            if unit in self.layout.staying:
                 unit.lie_in(self._backend.allocate(unit.nbytes))
             else:
                 begin = next(offsets)

@@ -8,9 +8,6 @@ large embedding does not inflate every slot, and lies beside the last groups, to
 places overlap cannot be on the device at once: loading one evicts the others. Evicting moves nothing, because the host
 has the truth.
 
-A unit that is kept travels alone, to a place of its own outside of the arena. It is sent again as soon as an optimizer
-has stepped it, or when it is used next if its weights have changed otherwise, and never evicted.
-
     12 blocks, k = 3      slot 0   slot 1   slot 2
     forward of block 4      3        4        5      <- 5 arrives while 4 computes
     forward of block 5      6        4        5      <- 3 is done: its slot takes 6
@@ -43,10 +40,8 @@ _Neighbor = TypeVar("_Neighbor")  # a unit, or what a planner knows of one
 class WindowPlan:
     """A planner's choice for the window, and what it is expected to cost."""
 
-    k: int  # units on the device at once, not counting those in `kept` and `on_device`
+    k: int  # units on the device at once, not counting those in `on_device`
     k_prime: int  # units that travel together
-    # names of units that have a place of their own: they are sent only when their weights have changed
-    kept: tuple[str, ...] = ()
     # names of units that live on the device, with their gradients and optimizer state; of what is resident, too
     on_device: tuple[str, ...] = ()
     # names of units whose optimizer steps are made on the device, where their state visits
@@ -63,7 +58,7 @@ class WindowPlan:
     @property
     def window(self) -> tuple[object, ...]:
         """What units are arranged by."""
-        return self.k, self.k_prime, self.kept, self.on_device, self.visiting
+        return self.k, self.k_prime, self.on_device, self.visiting
 
 
 def travel_together(
@@ -126,23 +121,22 @@ class DeviceLayout:
         self.window = window
         # units that live on the device, with their gradients and optimizer state
         self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
-        # units that have a place of their own: those, what is resident, and those that are never evicted
-        self.kept = {unit for unit in division.units if unit.name in window.kept}
-        self.kept.update(self.units_on_device, [division.resident])
+        # units that do not stream: those, and what is resident
+        self.staying = {*self.units_on_device, division.resident}
         # lists of neighbors that are joined, or of one unit that has a place of its own
-        self.parts = travel_together(division.units, window.k_prime, self.kept)
+        self.parts = travel_together(division.units, window.k_prime, self.staying)
         streamed_bytes = [
-            sum(sent_bytes(unit.weights) for unit in part) for part in self.parts if part[0] not in self.kept
+            sum(sent_bytes(unit.weights) for unit in part) for part in self.parts if part[0] not in self.staying
         ]
         if division.resident.weights and division.resident not in self.units_on_device:
             self.parts.append([division.resident])
         # where each part without a place of its own lies in the arena, and the size of that
         slots = max(1, window.k // window.k_prime)
         self.offsets, self.arena_bytes = place_in_arena(streamed_bytes, slots)
-        kept_bytes = sum(sent_bytes(unit.weights) for unit in self.kept.difference(self.units_on_device))
+        resident_bytes = 0 if division.resident in self.units_on_device else sent_bytes(division.resident.weights)
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # device memory for weights, and for all state of units that live on the device
-        self.device_bytes = self.arena_bytes + kept_bytes + window.on_device_bytes
+        self.device_bytes = self.arena_bytes + resident_bytes + window.on_device_bytes
         # the same, with gradients on their way to the host
         largest = max((gradient_bytes(unit.weights) for unit in leaving), default=0)
         self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * largest

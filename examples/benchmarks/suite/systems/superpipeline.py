@@ -68,11 +68,10 @@ class SuperpipelineRecompute(Superpipeline):
 
 
 class SuperpipelineLeast(SuperpipelineRecompute):
-    """One unit on the device at a time, and inputs on the host: the least device memory possible."""
+    """One unit on the device at a time: the least device memory possible."""
 
     name = "superpipeline-least"
-    title = "superpipeline, recompute_offload, k=1"
-    activations = "recompute_offload"
+    title = "superpipeline, recompute, k=1"
 
     def __init__(self, window: Window | None = None, budget: int | None = None) -> None:
         super().__init__(window or (1, 1), budget)

@@ -9,12 +9,13 @@ from typing import Literal, TypeAlias
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
 
-# units before the turn for which sending activations gains nothing: backward needs them at once
-UNITS_THAT_STAY = 1
-
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
 or when all gradients have landed (clipping, a loss scaler)."""
+
+# a host whose memory gives less than its own steps take by this factor has none to spare for visits
+_SPARE_MEMORY = 1.3
+_LEAST_LEFT = 0.1  # of a rate, while others use it
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,9 @@ class Way:
     policy: Policy
     held: int  # bytes on the device from its forward to its backward
     working: int  # bytes on the device while it computes
-    seconds: float  # that it costs
     leaving: int = 0  # bytes that go to the host, and come back in backward
     under_way: int = 0  # of these, bytes that are on the device while the next unit computes
-    repeating: float = 0.0  # the part of the time in which its forward runs again
+    repeating: float = 0.0  # seconds in which its forward runs again
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class UnitWork:
     """The work of one unit in a step."""
 
     name: str
-    weight_bytes: int  # sent to the device; 0 if it lives there
+    weight_bytes: int  # sent to the device
     gradient_bytes: int = 0  # sent back; 0 for a frozen unit
     step_bytes: int = 0  # of host memory that its optimizer step reads and writes
     # on the device, with what is computed between it and the next unit
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0  # on the device, without recomputing
     # for its activations, by preference
-    ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)
+    ways: tuple[Way, ...] = (Way("keep", held=0, working=0),)
     # with gradients and optimizer state, if it lives there; 0 if it may not
     bytes_on_device: int = 0
     # state, masters and new weights that a visit sends up and down; 0 if it may not visit
@@ -75,9 +75,6 @@ class Workload:
     reserve_bytes: int = 0
     # whether either everything lives on the device or nothing: the optimizer looks at weights together
     lives_whole: bool = False
-    # of units that live on the device, with gradients and optimizer state, and for visits
-    on_device_bytes: int = 0
-    on_device_step_bytes: int = 0  # which the steps of those that live there read and write
     # whether several devices add their gradients up on the host, as they come
     adds_up: bool = False
 
@@ -91,34 +88,10 @@ class Workload:
         """Whether gradients of units that visit stay on the device; if they are added up, they are on the host."""
         return self.micro_steps == 1
 
-    def placed(self, choice: Choice) -> Workload:
-        """Return the work that is left with units that live on the device; of the others, the chosen ones can visit.
-
-        A unit that lives there only computes.
-        """
-        units = list(self.everything)
-        living = [units[number] for number in choice.on_device]
-        for number, unit in zip(choice.on_device, living, strict=True):
-            units[number] = UnitWork(
-                unit.name,
-                weight_bytes=0,
-                forward_seconds=unit.forward_seconds,
-                backward_seconds=unit.backward_seconds,
-                ways=unit.ways,
-            )
-        for number, unit in enumerate(units):
-            if unit.visit_up and number not in choice.visiting:
-                units[number] = replace(unit, visit_up=0, visit_down=0, visit_bytes=0)
-        gradients = sum(unit.gradient_bytes for unit in self.everything)
-        left = sum(unit.gradient_bytes for unit in units)
-        return replace(
-            self,
-            units=tuple(units[:-1]),
-            resident=units[-1],
-            add_seconds=self.add_seconds * left / max(1, gradients),
-            on_device_bytes=sum(unit.bytes_on_device for unit in living) + max(unit.visit_bytes for unit in units),
-            on_device_step_bytes=sum(unit.step_bytes for unit in living),
-        )
+    def gradient_to_host(self, number: int, choice: Choice) -> int:
+        """Return the bytes of a unit's gradients that go to the host."""
+        stays = self.gradients_stay and number in choice.visiting
+        return 0 if stays or number in choice.living else self.everything[number].gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -128,52 +101,49 @@ class Machine:
     to_device: float
     to_host: float
     host: float  # of optimizer steps, for the host memory that they read and write
-    copy_seconds: float = 0.0  # what each copy costs, whatever its size
     both: float = math.inf  # of copies up and down together
     device: float = math.inf  # of optimizer steps on the device, for the same bytes as on the host
     host_memory: float = math.inf  # which copies and the host's steps share
 
-    def up(self, nbytes: int) -> float:
-        """Return the seconds of a copy to the device."""
-        return nbytes / self.to_device + self.copy_seconds if nbytes else 0.0
-
-    def down(self, nbytes: int) -> float:
-        """Return the seconds of a copy to the host."""
-        return nbytes / self.to_host + self.copy_seconds if nbytes else 0.0
-
-    def step(self, unit: UnitWork) -> float:
-        """Return the seconds of the optimizer's step of a unit on the host."""
-        return unit.step_bytes / self.host
+    @property
+    def can_spare_memory(self) -> bool:
+        """Whether the host's memory gives visits anything beside its own steps."""
+        return self.host_memory >= _SPARE_MEMORY * self.host
 
     def visit(self, up: int, down: int) -> float:
         """Return the seconds of a visit that sends so many bytes: of its lanes the busiest, which pieces keep busy.
 
-        Two pieces take turns, so each of them may go up, be stepped and come down while the other one does.
+        Two pieces take turns, so each of them may go up, be stepped and come down while the other one does. Of what
+        copies share, the one that comes first takes as much as it can, and leaves the rest to the other.
         """
         stepping = (up + down) / self.device
-        one_way = self.up(up), self.down(down)
-        together = (up + down) / min(self.both, self.host_memory)
-        return max(*one_way, stepping, together, (sum(one_way) + stepping) / 2)
+        sending, leaving = up / self.to_device, down / self.to_host
+        shared = min(self.both, self.host_memory)
+        meanwhile = sending * max(0.0, shared - self.to_device)
+        together = sending + max(0.0, down - meanwhile) / self.to_host
+        return max(sending, leaving, stepping, together, (sending + leaving + stepping) / 2)
+
+    def left(self, up: float, down: float) -> Machine:
+        """Return what is left of the machine while so many bytes per second are copied."""
+        return replace(
+            self,
+            to_device=max(_LEAST_LEFT * self.to_device, self.to_device - up),
+            to_host=max(_LEAST_LEFT * self.to_host, self.to_host - down),
+            both=max(_LEAST_LEFT * self.both, self.both - up - down),
+        )
 
 
 @dataclass(frozen=True)
 class Choice:
     """Everything that the planner chooses; units are known by their numbers."""
 
-    k: int  # units on the device at once, not counting those in `kept` and `on_device`
-    k_prime: int = 1  # units moved together
-    kept: tuple[int, ...] = ()  # units that have a place of their own and are never evicted
-    # what becomes of each unit's activations; if empty, the first of each unit's ways
-    ways: tuple[Way, ...] = ()
+    k: int  # places for units that stream
     # units that live on the device with their gradients and optimizer state; see `Workload.everything`
-    on_device: tuple[int, ...] = ()
+    living: tuple[int, ...] = ()
     # units that are stepped on the device, where their state comes for that
     visiting: tuple[int, ...] = ()
-
-    @property
-    def slots(self) -> int:
-        """How many units, joined as they travel, are on the device at once."""
-        return max(1, self.k // self.k_prime)
+    # what becomes of each unit's activations; if empty, the first of each unit's ways
+    ways: tuple[Way, ...] = ()
 
 
 @dataclass(frozen=True)
