@@ -71,7 +71,8 @@ class CallbackMixin(_Base):
                 self.timeline.parent.mkdir(parents=True, exist_ok=True)
                 self.timeline.open("a").close()
             except OSError as error:
-                raise ValueError(f"`timeline={str(self.timeline)!r}` cannot be written: {error}.") from error
+                words = f"`timeline={str(self.timeline)!r}` cannot be written: {error}."
+                raise ValueError(words) from error
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
@@ -236,14 +237,15 @@ class Monitor:
         summary, memory = self.pipeline.summary(), self.pipeline.backend.memory()
         # where torch does not count a device's memory, the engine has counted its own
         peak = summary.device_bytes + self.pipeline.stats.activation_peak_bytes
-        counted = self._count()
-        steps = max(1, counted["steps"] - self._counted["steps"])
+        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
+        counted, before = self._count(), self._counted
+        steps = max(1, counted.pop("steps") - before.pop("steps"))
         values = {
             "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
-            "host_bytes": float(summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes),
-            **{name: (count - self._counted[name]) / steps for name, count in counted.items() if name != "steps"},
+            "host_bytes": float(on_host),
+            **{name: (count - before[name]) / steps for name, count in counted.items()},
             **self._times,
         }
-        self._counted = counted
+        self._counted = self._count()
         self._times = {}
         return values

@@ -69,7 +69,9 @@ def _adam(kind: Kind, rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: Any) -> 
 
 
 @jit
-def _step_block(kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, key: Any) -> None:
+def _step_block(
+    kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, key: Any
+) -> None:  # fmt: skip
     staged = space(), space()
     m_scale = memory.first_scale[0] if kind.is_coded else F32(0)
     v_scale = memory.second_scale[0] if kind.is_coded else F32(0)
@@ -102,8 +104,13 @@ def _step_block(kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: 
 
 
 _SIGNATURE = types.void(
-    typeof(Rule(*[ONE] * 8)), typeof(NO_SCALING), types.int64[::1], types.int64, types.int64, types.int64
-)  # fmt: skip
+    typeof(Rule(*[ONE] * 8)),
+    typeof(NO_SCALING),
+    types.int64[::1],
+    types.int64,
+    types.int64,
+    types.int64,
+)
 
 
 @cache
@@ -136,7 +143,8 @@ def kernel_of(kind: Kind) -> Any:
                 carray(pointer_to(row[6] + group), 1, F32),
                 carray(pointer_to(row[7] + group), 1, F32),
             )
-            _step_block(kind, rule, scaling, memory, size, start == tail, noise(seed, row[8] + start))
+            key = noise(seed, row[8] + start)
+            _step_block(kind, rule, scaling, memory, size, start == tail, key)
 
     kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(step)
     if not kernel.cache_hits:  # a warning: nothing less is shown where nobody has set up logging

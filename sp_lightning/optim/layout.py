@@ -34,7 +34,8 @@ fills_memory: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_d
 def check_group(group: dict[str, Any]) -> None:
     """Raise if an option is unknown, or a parameter cannot be stepped."""
     if group["moments"] not in MOMENTS:
-        raise ValueError(f"moments={group['moments']!r}: expected {' or '.join(map(repr, MOMENTS))}")
+        expected = " or ".join(map(repr, MOMENTS))
+        raise ValueError(f"moments={group['moments']!r}: expected {expected}")
     for number, p in enumerate(group["params"]):
         name = group["param_names"][number] if "param_names" in group else f"parameter {number} of its group"
         if p.is_meta or p.dtype not in (torch.float32, torch.bfloat16):

@@ -43,10 +43,14 @@ def _part_of(memory: Memory, begin: int, end: int) -> Memory:
 def _step(step: Pass) -> None:
     memory = step.memory
     weight = memory.weight
-    gradient = scaled(memory.gradient, step.scaling, weight.dtype == memory.gradient.dtype == torch.bfloat16)
+    in_bf16 = weight.dtype == memory.gradient.dtype == torch.bfloat16
+    gradient = scaled(memory.gradient, step.scaling, in_bf16)
     kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
-    first, second = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
-    has_ties = memory.low is not None and memory.second_scale is None  # see [Note: ties] in codecs.py
+    first, second = [
+        moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept
+    ]  # fmt: skip
+    # see [Note: ties] in codecs.py
+    has_ties = memory.low is not None and memory.second_scale is None
     master = load_weight(weight, memory.low, second if has_ties else None)
     if has_ties:
         second.abs_()
@@ -136,7 +140,9 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
         random = torch.Generator(rows.device).manual_seed(seed + begin)
         # at random up or down; what is below the first one is cut to it
-        below = torch.rand(rows.shape, generator=random, dtype=torch.float32, device=rows.device).sub_(1)
+        below = torch.rand(
+            rows.shape, generator=random, dtype=torch.float32, device=rows.device
+        ).sub_(1)  # fmt: skip
         codes.copy_(rows.mul_(factor[:, None]).add_(below).clamp_(min=0))
     else:
         divisor = rows.abs()

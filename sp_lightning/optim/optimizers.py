@@ -75,7 +75,8 @@ class AdamW(Optimizer):
         passes: list[Pass] = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            passes += passes_of(self.update, group, [Work(p, p.grad, self.state[p]) for p in params])
+            works = [Work(p, p.grad, self.state[p]) for p in params]
+            passes += passes_of(self.update, group, works)
         run(passes)
         increment_version(stepped)
         return loss
@@ -124,11 +125,13 @@ class AdamW(Optimizer):
 
 def _check_options(saved: dict[str, Any], own: dict[str, Any]) -> None:
     moments = saved.get("moments", "fp32")  # torch's
-    if saved.get("master", "auto") not in ("auto", "split") or moments == "bf16" or saved.get("maximize"):
+    master, maximize = saved.get("master", "auto"), saved.get("maximize")
+    if master not in ("auto", "split") or moments == "bf16" or maximize:
         raise ValueError(
             "the checkpoint has options that sp_lightning.optim has no more "
-            f"(master={saved.get('master')!r}, moments={moments!r}, maximize={saved.get('maximize')!r}): load it with "
-            "sp_lightning 0.1.0, whose `optimizer.export()` yields fp32 weights and torch's state of them"
+            f"(master={master!r}, moments={moments!r}, maximize={maximize!r}): load it with "
+            "sp_lightning 0.1.0, whose `optimizer.export()` yields fp32 weights and torch's "
+            "state of them"
         )
     if moments != own["moments"]:
         raise ValueError(

@@ -19,7 +19,8 @@ from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workloa
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
 _POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload")
-_SHARES = (0.0, 1 / 3, 2 / 3, 1.0)  # of the units that could keep their activations, and of those that could visit
+# of the units that could keep their activations, and of those that could visit
+_SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
 # of steps that take as long, the one with less work wins: what its lanes are busy counts by this part
 _EFFORT = 0.002
@@ -39,7 +40,8 @@ class _Draft(NamedTuple):
 
     k: int
     policy: Policy  # of the units that do not keep their activations
-    is_spread: bool = False  # whether units that live on the device are spread evenly, or the first ones
+    # whether units that live on the device are spread evenly, or the first ones
+    is_spread: bool = False
     keeping: int = 0  # how many keep their activations, the last ones
     visits: float = 0.0  # the part of units that do not live on the device that visits
     living: int = 0

@@ -63,7 +63,8 @@ _LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
 # bytes that a unit saves for each one that its matrices read or write, with autocast and without
 _SAVED_MIXED, _SAVED = 1.5, 1.28
 _WORKING = 1.4  # of what a unit saves, what it takes as it computes
-_OF_LOGITS = 3.0  # logits in fp32, their gradients, and what a loss makes of them, by the size of the first
+# logits in fp32, their gradients, and what a loss makes of them, by the size of the first
+_OF_LOGITS = 3.0
 _OF_CHUNKED_LOSS = 2.0  # what a loss without them takes, by the size of its weight
 _BOTH_WAYS = 0.85  # of the sum of both, what copies in both directions at once reach
 # what host memory gives in all, if cores and copies ask for it at once, for each byte that the optimizer alone reaches

@@ -45,7 +45,8 @@ class Report:
     workload: Workload
     # as assumed, and each more compact way to keep moments; empty if nothing fits
     ladder: Sequence[Row]
-    less: Sequence[Row]  # as assumed, with half of the memory, and with a quarter, as far as these are enough
+    # as assumed, with half of the memory, and with a quarter, as far as these are enough
+    less: Sequence[Row]
     missing: str  # why nothing fits
 
     @property

@@ -50,7 +50,8 @@ def _page(trace: dict[str, Any], numbers: Breakdown) -> str:
         "trace": trace,
     }
     page = files("sp_lightning.timeline").joinpath("page.html").read_text(encoding="utf-8")
-    return page.replace("@data@", json.dumps(data).replace("<", "\\u003c"))  # a tag would end the script
+    written = json.dumps(data).replace("<", "\\u003c")  # a tag would end the script
+    return page.replace("@data@", written)
 
 
 def check_timeline_path(path: str | Path, argument: str = "path") -> Path:

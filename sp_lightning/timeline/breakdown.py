@@ -28,7 +28,8 @@ class Breakdown:
     busy: dict[Lane, float]  # how long each lane worked; stalls are not work
     nbytes: dict[Lane, int]  # moved by each lane
     stalled: float  # how long computing waited
-    stalls: dict[str, float]  # the same for each cause: "weights", "optimizer", "gradients", "activations"
+    # the same for each cause: "weights", "optimizer", "gradients", "activations"
+    stalls: dict[str, float]
     # the share of copies, visits and work on the host that ran while the device computed; 1 if there was none
     overlap: float
 

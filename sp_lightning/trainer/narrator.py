@@ -88,7 +88,8 @@ def planned(plan: WindowPlan) -> str:
     chosen = [f"k={plan.k}"]
     if plan.on_device:
         there = readable_bytes(plan.on_device_bytes)
-        chosen.append(f"{many(len(plan.on_device), 'unit')} living on the device with their state ({there})")
+        living = many(len(plan.on_device), "unit")
+        chosen.append(f"{living} living on the device with their state ({there})")
     if plan.visiting:
         chosen.append(f"{many(len(plan.visiting), 'unit')} visiting it to be stepped there")
     cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of the device"
@@ -97,12 +98,14 @@ def planned(plan: WindowPlan) -> str:
 
 def outcome(stats: Stats, summary: Summary) -> str:
     """Describe in a sentence what was streamed, and what it took."""
-    moved = f"{readable_bytes(stats.bytes_to_device)} to the device, {readable_bytes(stats.bytes_to_host)} back"
+    up, down = readable_bytes(stats.bytes_to_device), readable_bytes(stats.bytes_to_host)
+    done = f"{many(stats.steps, 'batch')}, {many(stats.loads, 'unit load')} ({stats.misses} late)"
     on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
     return (
-        f"Superpipeline: {many(stats.steps, 'batch')}, {many(stats.loads, 'unit load')} ({stats.misses} late), "
-        f"{moved}; weights took at most {readable_bytes(summary.device_bytes)} of {summary.device}, and all took "
-        f"{readable_bytes(on_host)} of the host, {on_host / max(1, summary.parameters):.1f} bytes per parameter."
+        f"Superpipeline: {done}, {up} to the device, {down} back; weights took at most "
+        f"{readable_bytes(summary.device_bytes)} of {summary.device}, and all took "
+        f"{readable_bytes(on_host)} of the host, "
+        f"{on_host / max(1, summary.parameters):.1f} bytes per parameter."
     )
 
 
