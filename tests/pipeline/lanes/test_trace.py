@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -98,10 +99,13 @@ def test_accumulation_is_work_on_the_host_and_torchs_profiles_have_a_range_for_e
             model(*rows(1 << 12)).sum().backward()
             optimizer.step()
             pipeline.backend.drain()
-    assert len(of(recording, Kind.ADD)) == pipeline.summary().units
+    assert len(of(recording, Kind.ADD)) == 2
     assert len(recording.steps) == 2
     ranges = [e for e in sorted(profile.events(), key=lambda e: e.time_range.start) if "superpipeline: " in e.name]
     phases = [(e.thread, e.name.removeprefix("superpipeline: ").replace(" of blocks.", " ")) for e in ranges]
-    device = "forward 0, load 1, offload 0, forward 1, backward 1, fetch 0, gradients 1, load 0, backward 0"
-    assert [name for thread, name in phases if thread == 1] == [*device.split(", "), "backward 0", "gradients 0"]
+    device = (
+        "forward 0, load 1, offload 0, forward 1, backward 1, fetch 0, gradients 1, load 0, backward 0, gradients 0"
+    )
+    # each of the tensors that leave, and come back, has a range
+    assert [name for name, _ in groupby(name for thread, name in phases if thread == 1)] == device.split(", ")
     assert sorted(name for thread, name in phases if thread != 1) == ["add 0", "add 1", "step 0", "step 1"]
