@@ -230,8 +230,6 @@ class Optimizers:
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
-        with self._at_work:
-            self._steps.finish(self._steps.window.units)  # those of a backward make state
         for device in {parameter.device for parameter in own}:  # they may have moved since it was made
             move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
         return True

@@ -59,9 +59,12 @@ def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device:
             counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
             for parameter in [p for p in group["params"] if id(p) in moving]:
                 state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
+                # a copy, because a step of a backward may make state at the same time
+                for key, value in state.copy().items():
                     if key != "step" or counts_there:
-                        state[key] = tree_map_only(Tensor, partial(torch.Tensor.to, device=device), value)
+                        moved = tree_map_only(Tensor, partial(torch.Tensor.to, device=device), value)
+                        if moved is not value:
+                            state[key] = moved
 
 
 class States:

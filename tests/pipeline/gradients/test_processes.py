@@ -21,12 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.optim.passes import pieces
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers
-from sp_lightning.pipeline.optimizer import optimizers
 from sp_lightning.pipeline.processes import sums
 from sp_lightning.pipeline.processes.sums import SharedSums
 from sp_lightning.pipeline.torch_private import parts_of
 
-from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients, slow_host, torchs_defaults
+from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients, torchs_defaults
 from ...processes import in_processes
 from ...random_graphs import Example, default_dtype, examples
 from ...zoo.blocks import WIDTH, Block
@@ -303,23 +302,6 @@ def other_units() -> None:
     assert_averages(Elsewhere)
 
 
-def state_has_one_owner() -> None:
-    """It is looked at when the steps that make it, in backward, are done: a dictionary changed its size meanwhile."""
-    model, making = chain(), list[str]()
-    with slow_host(), attached(model, on_a_machine=2) as pipeline:
-
-        def move_state(*_: Any) -> None:
-            units = pipeline.arrangement.in_window
-            making.extend(unit.name for unit in units if unit.being_stepped and not unit.being_stepped.done)
-
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with pipeline.optimizers.stepping_in_backward(optimizer):
-            model(torch.randn(5, WIDTH)).square().mean().backward()
-        with patch.object(optimizers, "move_state", move_state):
-            optimizer.step()
-    assert not making
-
-
 def quantized_weights_of_the_first() -> None:
     """Integers and scales, each as it is."""
     torch.manual_seed(dist.get_rank())
@@ -343,7 +325,6 @@ def test_single_things() -> None:
             under_another_default_dtype,
             a_pass_of_one_process_alone,
             other_units,
-            state_has_one_owner,
             quantized_weights_of_the_first,
         ]
     )
