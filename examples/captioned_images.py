@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,8 @@ class CaptionedImages(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Encode everything, unless the file has it."""
-        if self.file.is_file() and torch.load(self.file, mmap=True)["made_of"] == self.made_of:
+        # not if it is damaged
+        if zipfile.is_zipfile(self.file) and torch.load(self.file, mmap=True)["made_of"] == self.made_of:
             return
         recipe.say(f"Encoding {len(self.pairs)} images and their captions, once: {self.file}")
         with torch.no_grad(), torch.random.fork_rng():
@@ -81,22 +84,28 @@ class CaptionedImages(L.LightningDataModule):
         parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
         stream = sp_lightning.superpipeline(nn.ModuleList(parts).requires_grad_(False), device)
         examples = []
-        for pairs in DataLoader(self.pairs, self.batch_size, collate_fn=list):
-            images = torch.stack([self.tensor(image) for image, _ in pairs]).to(device)
+        try:
+            for pairs in DataLoader(self.pairs, self.batch_size, collate_fn=list):
+                images = torch.stack([self.tensor(image) for image, _ in pairs]).to(device)
+                with stream.step():
+                    told = self.family.embed(pipeline, [caption for _, caption in pairs], device)
+                    latents = self.family.encode(pipeline.vae, images)
+                for latent, row in zip(latents.cpu(), rows_of(told), strict=True):
+                    examples.append({"latents": latent, "told": row})
             with stream.step():
-                told = self.family.embed(pipeline, [caption for _, caption in pairs], device)
-                latents = self.family.encode(pipeline.vae, images)
-            for latent, row in zip(latents.cpu(), rows_of(told), strict=True):
-                examples.append({"latents": latent, "told": row})
-        with stream.step():
-            nothing, *prompts = rows_of(self.family.embed(pipeline, ["", *self.prompts], device))
-        stream.detach()
+                nothing, *prompts = rows_of(self.family.embed(pipeline, ["", *self.prompts], device))
+        finally:
+            stream.detach()
         return {"examples": examples, "nothing": nothing, "prompts": prompts}
 
     def tensor(self, image: Image.Image | Path) -> Tensor:
         """Return the pixels of an image, from -1 to 1."""
         opened = Image.open(image) if isinstance(image, Path) else image
-        square = ImageOps.fit(opened.convert("L" if self.family.channels == 1 else "RGB"), (self.side, self.side))
+        try:
+            pixels = opened.convert("L" if self.family.channels == 1 else "RGB")
+        except OSError as error:
+            sys.exit(f"error: {image}: {error}")
+        square = ImageOps.fit(pixels, (self.side, self.side))
         return 2 * to_tensor(square) - 1
 
     def setup(self, stage: str) -> None:

@@ -21,14 +21,15 @@ Text = tuple[list[int], list[int]]  # tokens, and the same as labels, with IGNOR
 
 def read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a file of JSON lines, each with its place."""
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             place = f"{path}, line {number}"
             if line.strip():
                 try:
                     found = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{place}: not JSON: {error.msg}") from None
+                except ValueError as error:
+                    reason = error.msg if isinstance(error, json.JSONDecodeError) else f"not in UTF-8: {error}"
+                    raise ValueError(f"{place}: not JSON: {reason}") from None
                 if not isinstance(found, dict):
                     raise ValueError(f"{place}: not a JSON object")
                 yield place, found

@@ -64,7 +64,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=40, batch_size=4, lr=3e-3)
     add_model_and_text(parser)
-    parser.add_argument("--save", metavar="FILE", help="where to save the model and its optimizer in the end")
+    parser.add_argument(
+        "--save", type=recipe.new_file, metavar="FILE", help="where to save the model and its optimizer in the end"
+    )
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
     if options.strategy != "auto":

@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, data)
+    recipe.fit(trainer, model, data)
     if options.save is not None and trainer.is_global_zero:
         save(model, data.tokenizer, options.save)
     recipe.say(losses)

@@ -235,7 +235,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="what to draw (default: the first captions)")
     parser.add_argument("--rows", type=recipe.positive, default=4, help="images of each (default: %(default)s)")
     parser.add_argument("--denoising", type=recipe.positive, default=16, help="steps to draw (default: %(default)s)")
-    parser.add_argument("--guidance", type=float, help="of what is drawn (default: what is usual for the model)")
+    parser.add_argument(
+        "--guidance", type=recipe.amount, help="of what is drawn (default: what is usual for the model)"
+    )
     parser.add_argument(
         "--output", type=recipe.new_folder, default="samples", metavar="FOLDER", help="(default: %(default)s)"
     )
@@ -269,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, data)
+    recipe.fit(trainer, model, data)
     if options.save is not None and trainer.is_global_zero:
         save(model, options.save)
     recipe.say(losses)

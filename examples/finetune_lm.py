@@ -24,6 +24,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import lightning as L
@@ -107,8 +108,11 @@ class CausalLM(L.LightningModule):
             )
             self.model = LlamaForCausalLM(config).to(getattr(torch, dtype))
         if weights is not None:
-            saved = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
-            self.load_state_dict(saved["state_dict"])
+            try:
+                saved = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
+                self.load_state_dict(saved["state_dict"])
+            except (RuntimeError, LookupError, TypeError, UnpicklingError) as error:
+                raise ValueError(f"{weights} is no checkpoint of this model and these sizes: {error}") from error
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean loss of predicting each token from those before it."""
@@ -223,7 +227,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3)
     add_model_and_text(parser)
-    parser.add_argument("--save", metavar="FILE", help="write a checkpoint when training is over")
+    parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
@@ -298,8 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
-    trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
+    with recipe.one_line():
+        model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
+    recipe.fit(
+        trainer, model, TextData(options.text, options.model, options.batch_size, options.length, options.stride)
+    )
     if options.save is not None:
         trainer.save_checkpoint(options.save)
     recipe.say(losses)

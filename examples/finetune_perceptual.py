@@ -156,7 +156,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--examples", type=recipe.examples, metavar="FILE", help="JSON lines with image and text")
     parser.add_argument("--question", default="", help="question about each image (default: none)")
-    parser.add_argument("--save", metavar="FILE", help="write what was trained when training is over")
+    parser.add_argument(
+        "--save", type=recipe.new_file, metavar="FILE", help="write what was trained when training is over"
+    )
     return recipe.parse(parser, arguments)
 
 
@@ -185,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every, trained = sum(size for size, _ in weights), sum(size for size, learns in weights if learns)
     recipe.say(f"{trained} of {every} parameters are trained, {1 - trained / every:.2%} are frozen")
     (before,) = trainer.validate(model, data, verbose=False)
-    trainer.fit(model, data)
+    recipe.fit(trainer, model, data)
     if options.save is not None:
         trainer.save_checkpoint(options.save)
     recipe.say(losses)

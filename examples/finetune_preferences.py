@@ -201,7 +201,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(layers=4, hidden=64)
     add_optimizer(parser)
     add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="lora", help="what is trained")
-    parser.add_argument("--beta", type=float, default=0.1, help="reward of log-probability (default: %(default)s)")
+    parser.add_argument(
+        "--beta", type=recipe.amount, default=0.1, help="reward of log-probability (default: %(default)s)"
+    )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
@@ -229,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, data)
+    recipe.fit(trainer, model, data)
     if options.save is not None and trainer.is_global_zero:
         save(model, data.tokenizer, options.save)
     recipe.say(losses)

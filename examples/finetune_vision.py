@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = Images(options.images, options.side, options.batch_size)
     model = ImageClassifier(options.model, data.classes, options.lr)
     (before,) = trainer.validate(model, data, verbose=False)
-    trainer.fit(model, data)
+    recipe.fit(trainer, model, data)
     recipe.say(losses)
     after = trainer.callback_metrics["val_accuracy"].item()
     recipe.say(f"Accuracy: before {before['val_accuracy']:.0%}, after {after:.0%}")

@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = VisionLM(options.model, options.freeze, options.lr)
     data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
     (before,) = trainer.validate(model, data, verbose=False)
-    trainer.fit(model, data)
+    recipe.fit(trainer, model, data)
     recipe.say(losses)
     after = trainer.callback_metrics["val_accuracy"].item()
     recipe.say(f"Right answers: before {before['val_accuracy']:.0%}, after {after:.0%}")

@@ -142,7 +142,7 @@ def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options for the adapters' size, and return their group."""
     adapters = parser.add_argument_group("adapters")
     adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
-    adapters.add_argument("--alpha", type=float, default=16, help="strength times rank (default: %(default)s)")
+    adapters.add_argument("--alpha", type=recipe.amount, default=16, help="strength times rank (default: %(default)s)")
     return adapters
 
 
@@ -153,7 +153,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_and_text(parser)
     adapters = add_rank(parser)
     adapters.add_argument("--peft", action="store_true", help="use the adapters of the peft package")
-    adapters.add_argument("--save", metavar="FILE", help="write the adapters when training is over")
+    adapters.add_argument(
+        "--save", type=recipe.new_file, metavar="FILE", help="write the adapters when training is over"
+    )
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
     return options
@@ -175,10 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
+    with recipe.one_line():
+        model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
-    trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
+    recipe.fit(
+        trainer, model, TextData(options.text, options.model, options.batch_size, options.length, options.stride)
+    )
     if options.save is not None:
         trainer.save_checkpoint(options.save)
     recipe.say(losses)

@@ -22,11 +22,19 @@ def read_text(path: str | None) -> str:
     """Return the text of a file, of the `.txt` files in a folder, or of Python's reference manual."""
     if path is not None:
         files = sorted(Path(path).glob("*.txt")) if Path(path).is_dir() else [Path(path)]
-        return "\n".join(file.read_text(encoding="utf-8") for file in files)
+        return "\n".join(map(read_file, files))
     # CPython ships these chapters as a module; `help("if")` prints from it.
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error}") from None
 
 
 def read_examples(path: str) -> list[tuple[Path, str]]:
@@ -47,7 +55,7 @@ def read_captions(folder: str) -> list[tuple[Path, str]]:
         for image in images:
             if not image.with_suffix(".txt").is_file():
                 raise ValueError(f"{image} has no caption: there is neither {table} nor {image.with_suffix('.txt')}")
-        pairs = [(path, path.with_suffix(".txt").read_text(encoding="utf-8").strip()) for path in images]
+        pairs = [(path, read_file(path.with_suffix(".txt")).strip()) for path in images]
     if not pairs:
         raise ValueError(f"{folder}: no images with captions in this folder")
     for image, _ in pairs:
@@ -58,7 +66,7 @@ def read_captions(folder: str) -> list[tuple[Path, str]]:
 def read_pairs(path: Path, key: str) -> list[tuple[Path, str]]:
     """Return images and texts from lines of JSON; the images lie beside the file."""
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_file(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:

@@ -51,6 +51,8 @@ def make_pair(place: str, line: dict[str, Any]) -> Pair:
         raise ValueError(f'{place}: "chosen" and "rejected" are the same')
     if isinstance(prompt, str) if are_texts else are_messages(prompt):
         return Pair(place, prompt + chosen, prompt + rejected)
+    if isinstance(prompt, list) and not are_messages(prompt):
+        raise ValueError(f'{place}: "prompt" must be a text, or a list of {MESSAGES}')
     if isinstance(prompt, list) or not shared(chosen, rejected):
         raise ValueError(f'{place}: no "prompt" of the kind of the answers, nor do both begin with one')
     return Pair(place, chosen, rejected)  # beside whole chats, some data sets have the prompt as a text, too
@@ -76,5 +78,5 @@ def write(tokenizer: PreTrainedTokenizerBase, place: str, text: str | list[Messa
         return tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
     try:
         return tokenizer.apply_chat_template(text, return_dict=True)["input_ids"]
-    except TemplateError as error:
+    except (TemplateError, ValueError) as error:  # the latter where there is no message
         raise ValueError(f"{place}: the chat template refuses it: {error}") from None

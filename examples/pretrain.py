@@ -212,7 +212,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=recipe.texts, metavar="PATH", help="a UTF-8 file, or a folder of .txt files")
     parser.add_argument("--length", type=recipe.positive, default=64, help="tokens in a chunk (default: %(default)s)")
     parser.add_argument(
-        "--save", metavar="FILE.ckpt", help="write a checkpoint every quarter of an hour and at the end"
+        "--save",
+        type=recipe.new_file,
+        metavar="FILE.ckpt",
+        help="write a checkpoint every quarter of an hour and at the end",
     )
     parser.add_argument("--resume", type=recipe.file, metavar="FILE", help="a checkpoint written by --save")
     options = recipe.parse(parser, arguments)
@@ -246,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     model = NewLM(options.model, options.objective, lr=options.lr)
     data = Texts(options.text, options.model, options.objective, options.batch_size, options.length)
-    trainer.fit(model, data, ckpt_path=options.resume)
+    recipe.fit(trainer, model, data, ckpt_path=options.resume)
     if options.save is not None:
         trainer.save_checkpoint(options.save)
     (after,) = trainer.test(model, data, verbose=False)

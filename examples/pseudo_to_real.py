@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--delink", type=recipe.positive, default=30, help="steps with shared weights (default: %(default)s)"
     )
-    parser.add_argument("--save", metavar="FILE", help="write a checkpoint when training is over")
+    parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
     if options.delink > options.steps:
@@ -122,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
+    recipe.fit(
+        trainer, model, TextData(options.text, options.model, options.batch_size, options.length, options.stride)
+    )
     if options.save is not None:
         trainer.save_checkpoint(options.save)
     recipe.say(losses)

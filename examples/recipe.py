@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """Parse an integer that random numbers begin with."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 0 and below 2^32")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Parse a number of at least zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return number
+
+
 def auto_or_positive(text: str) -> int | str:
     """Parse `auto` or an integer of at least one."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
@@ -52,9 +72,22 @@ def folder(text: str) -> str:
 
 
 def new_folder(text: str) -> str:
-    """Parse the name of a folder that can be made, or exists."""
+    """Parse the name of a folder, which is made now, so that what is written after hours has a place."""
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: a file, not a folder")
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=text).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: nothing can be written there: {error.strerror}") from None
+    return text
+
+
+def new_file(text: str) -> str:
+    """Parse the name of a file to be written, whose folder is made now."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: a folder, not a file")
+    new_folder(str(Path(text).parent))
     return text
 
 
@@ -80,7 +113,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options for devices, precision and streaming; each script adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("running")
-    run.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: %(default)s)")
+    run.add_argument("--seed", type=seed, default=0, help="seed of weights and order (default: %(default)s)")
     run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="where to compute")
     run.add_argument(
         "--devices", type=positive, default=1, help="number of devices, with one process each (default: %(default)s)"
@@ -122,7 +155,7 @@ def add_training(
         train.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps ({often})")
     train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
     many = "+" if isinstance(lr, list) else None
-    train.add_argument("--lr", type=float, nargs=many, default=lr, help="learning rate (default: %(default)s)")
+    train.add_argument("--lr", type=amount, nargs=many, default=lr, help="learning rate (default: %(default)s)")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -156,6 +189,16 @@ def one_line() -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
+
+
+def fit(trainer: L.Trainer, *arguments: Any, **options: Any) -> None:
+    """Call `trainer.fit`, and report in one line that the memory budget is too small for this model."""
+    try:
+        trainer.fit(*arguments, **options)
+    except ValueError as error:
+        if not str(error).startswith("`memory_budget="):
+            raise
+        sys.exit(f"error: {error}")
 
 
 def leave_out_frozen(module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

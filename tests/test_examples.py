@@ -109,6 +109,8 @@ def test_finetune_lm_learns_with_compact_optimizers(call, optimizer):
         (["--k=2", "--k-prime=3"], "k_prime"),
         (["--memory-budget=plenty"], "memory_budget"),
         (["--optimizer-on=moon"], "--optimizer-on: invalid choice: 'moon'"),
+        (["--save=/proc/mine/lm.ckpt"], "--save: /proc/mine: nothing can be written there"),
+        (["--save=.."], "--save: ..: a folder, not a file"),
         (["--optimizer=int8"], "--optimizer int8 is for bf16 weights: add --precision bf16-true"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,13 @@ def images() -> str:
     return "--images=images"
 
 
+def truncated() -> str:
+    """An image that ends too early, as text whose bytes it is."""
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(whole, "PNG")
+    return whole.getvalue()[:200].decode(errors="surrogateescape")
+
+
 SMALL = ["--epochs=2", "--batch-size=2", "--denoising=3", "--rows=2", "--prompts", "3", "7"]
 
 
@@ -86,6 +94,12 @@ def test_the_numbers_are_those_of_plain_training(run, images, how):
     assert run(images, *SMALL, how, "--strategy=auto") == (False, *streamed)
     Path("images/0.txt").write_text("another", encoding="utf-8")
     assert run(images, *SMALL, how)[0]
+
+
+def test_a_damaged_file_of_what_was_encoded_is_written_anew(run, images):
+    assert run(images, *SMALL)[0]
+    Path("samples/encoded.pt").write_bytes(b"damaged")
+    assert run(images, *SMALL)[0]
 
 
 @pytest.mark.parametrize("objective", [Flow(1.0), Flow(3.0), Noise()])
@@ -108,12 +122,15 @@ def test_a_right_prediction_gives_image_and_noise(objective):
         ({}, ["--side=64"], "the tiny model knows images of 12 pixels, not 64"),
         ({}, ["--images=nowhere"], "nowhere: no such folder"),
         ({}, ["--save=mine"], "--save writes a transformer of diffusers: add --model"),
+        ({"a.png": truncated(), "a.txt": "a"}, [], "error: a.png: image file is truncated"),
+        ({"a.png": truncated(), "a.txt": "\udce9"}, [], "a.txt: not a text in UTF-8"),
+        ({}, ["--guidance=nan"], "--guidance: nan is not a number of at least 0"),
     ],
 )
 def test_what_is_refused(files, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, text in files.items():
-        Path(name).write_text(text, encoding="utf-8")
+        Path(name).write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(SystemExit) as stop:
         main(["--accelerator=cpu", "--images=.", *arguments])
     assert message in f"{stop.value}{capsys.readouterr().err}"

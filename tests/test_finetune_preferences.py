@@ -102,17 +102,26 @@ def test_all_forms_of_a_pair_are_the_same(lines):
         ({**PAIR, "chosen": [GOOD]}, [], 'line 2: "chosen" and "rejected" must be two texts, or two lists of messages'),
         ({**PAIR, "prompt": [QUESTION]}, [], 'line 2: no "prompt" of the kind of the answers, nor do both begin with'),
         ({"chosen": [GOOD], "rejected": [BAD]}, [], 'line 2: no "prompt" of the kind of the answers'),
+        ({**PAIR, "prompt": [{"content": []}]}, [], 'line 2: "prompt" must be a text, or a list of messages'),
+        ({"prompt": [], "chosen": [], "rejected": [BAD]}, [], "line 2: the chat template refuses it: "),
+        (json.dumps(WHOLE, ensure_ascii=False).replace("dog", "\udce9"), [], "line 2: not JSON: not in UTF-8"),
         (json.dumps(WHOLE).replace("user", "tool"), [], "line 2: the chat template refuses it: unknown role"),
         (WHOLE, ["--model=bare"], "the tokenizer of bare has no chat template"),
         ("", [], "too few lines"),
         (PAIR, ["--length=4"], "no answers differ within the first 4 tokens of prompt and answer"),
         (PAIR, ["--pairs=nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (PAIR, ["--train=qlora"], "name one"),
+        (PAIR, ["--lr=nan"], "--lr: nan is not a number of at least 0"),
+        (PAIR, ["--beta=-1"], "--beta: -1 is not a number of at least 0"),
+        (PAIR, ["--seed=-1"], "--seed: -1 is not an integer of at least 0"),
+        (PAIR, ["--weights=pairs.jsonl"], "pairs.jsonl is no checkpoint of this model and these sizes"),
+        (PAIR, ["--save=/proc/mine"], "--save: /proc/mine: nothing can be written there"),
+        (PAIR, ["--memory-budget=1"], "`memory_budget='1'` is too small"),
     ],
 )
 def test_what_is_refused(line, arguments, message, capsys):
     lines = [json.dumps(PAIR), line if isinstance(line, str) else json.dumps(line)]
-    Path("pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    Path("pairs.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
     make_tokenizer(None).save_pretrained("bare")
     with pytest.raises(SystemExit) as stop:
         main([*SMALL, "--pairs=pairs.jsonl", *arguments])
