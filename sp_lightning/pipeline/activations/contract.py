@@ -116,7 +116,8 @@ class Surroundings:
             for kind in {device.type, "cpu"}
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
-        self._default_device = torch.get_default_device()  # of this thread; autograd's has another
+        # of this thread, as autograd's has another; torch 2.9 does not tell it after `set_default_device(None)`
+        self._default_device = torch.empty(0).device
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
         # not the modules' own dictionaries: what lies there may lead to the graph that leads here
         self._buffers: list[tuple[ref[nn.Module], str, Tensor, int | None]] = []
@@ -144,7 +145,7 @@ class Surroundings:
                 self._api.set_rng_state(self._random_on_device, self._device)
             scopes.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._default_dtype)
-            if torch.get_default_device() != self._default_device:
+            if torch.empty(0).device != self._default_device:
                 scopes.enter_context(self._default_device)
             scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
