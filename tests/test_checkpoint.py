@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,17 +102,25 @@ def test_the_file_is_what_plain_training_writes(tmp_path):
     assert state["blocks.0.up.weight"].data_ptr() == state["blocks.2.up.weight"].data_ptr(), "tied weights are one"
 
 
-@pytest.mark.parametrize("first", STRATEGIES)
-@pytest.mark.parametrize("second", STRATEGIES)
+@cache
+def uninterrupted() -> tuple[Any, Any]:
+    return trained(plain(), max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("plain", "streamed"), ("plain", "planned"), ("plain", "placed"), ("streamed", "plain"), ("planned", "placed"),
+     ("placed", "plain")],
+)  # fmt: skip
 def test_resume_in_both_directions(tmp_path, first, second):
-    uninterrupted, reference = trained(plain(), max_epochs=3)
+    plainly, reference = uninterrupted()
     trained(STRATEGIES[first](), tmp_path / "a.ckpt", max_epochs=2)
     ours, module = trained(STRATEGIES[second](), resume=tmp_path / "a.ckpt", max_epochs=3)
     reference.trace, module.trace = Trace(), Trace()
-    assert_same_trace(note_end(reference, uninterrupted), note_end(module, ours))
+    assert_same_trace(note_end(reference, plainly), note_end(module, ours))
 
 
-@pytest.mark.parametrize("first", STRATEGIES)
+@pytest.mark.parametrize("first", ["streamed", "placed"])
 def test_resume_in_the_middle_of_an_epoch(tmp_path, first):
     """With accumulation, ModelCheckpoint in the loop, and the last checkpoint."""
 
@@ -130,15 +139,15 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path, first):
     assert_same_trace(note_end(reference, resumed), note_end(module, ours))
 
 
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluating_a_checkpoint(tmp_path, entry):
+def test_evaluating_a_checkpoint(tmp_path):
     trained(streamed(), tmp_path / "a.ckpt")
+    for entry in ("validate", "test", "predict"):
 
-    def drive(trainer: L.Trainer, module: Base) -> Any:
-        return getattr(trainer, entry)(module, loader(2), ckpt_path=tmp_path / "a.ckpt")
+        def drive(trainer: L.Trainer, module: Base, entry: str = entry) -> Any:
+            return getattr(trainer, entry)(module, loader(2), ckpt_path=tmp_path / "a.ckpt")
 
-    expected = run(plain(), Tied, drive, dict)
-    assert_same_trace(expected, run(streamed(), Tied, drive, dict))
+        expected = run(plain(), Tied, drive, dict)
+        assert_same_trace(expected, run(streamed(), Tied, drive, dict))
 
 
 def test_saving_in_the_middle_of_a_step(tmp_path):
@@ -251,10 +260,10 @@ def test_what_a_killed_process_has_left_goes_with_the_next_save(tmp_path):
     assert set(os.listdir(tmp_path)) == {*kept, "a[1].ckpt"}
 
 
-@pytest.mark.parametrize("weights_only", [None, True, False])
-def test_load_with_and_without_weights_only(tmp_path, weights_only):
+def test_load_with_and_without_weights_only(tmp_path):
     trained(streamed(), tmp_path / "a.ckpt")
-    assert SuperpipelineCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)["state_dict"]
+    for weights_only in (None, True, False):
+        assert SuperpipelineCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)["state_dict"]
     assert SuperpipelineStrategy().load_checkpoint(tmp_path / "a.ckpt")["state_dict"]
 
 

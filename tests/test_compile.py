@@ -106,7 +106,6 @@ def train(run: Run, steps: int = 2, autocast: bool = False, cache: bool = False,
     ("way", "evaluate", "graphs_plain", "graphs_streamed"),
     [
         ("compile=True", True, 3, 3),  # the first block's input needs no gradient, and there is evaluation
-        ("block.compile()", False, 2, 2),
         ("torch.compile(block)", False, 2, 2),
         ("torch.compile(model)", False, 1, 2),  # plain, it is one graph
     ],
@@ -214,8 +213,7 @@ class CompiledFunction(Block):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "buffers": lambda: Chain(Normed() for _ in range(3)),
-    "weights-change": lambda: Chain(Limited() for _ in range(3)),
+    "buffers-and-weights-change": lambda: Chain([Normed(), Limited(), Normed(), Limited()]),
     "hooks": lambda: Chain(Hooked() for _ in range(3)),
     "checkpoint-inside": lambda: Chain(Inside() for _ in range(3)),
     "checkpoint-around": lambda: Checkpointed(Block(dropout=0.2) for _ in range(3)),
@@ -226,28 +224,28 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "functions-of-weights": lambda: Chain(CompiledFunction() for _ in range(3)),
 }
 
-BY_OPTION = "compile=True"
-
 
 @pytest.mark.parametrize(
-    ("model", "way", "autocast", "activations"),
+    ("model", "autocast", "activations"),
     [
-        *((model, BY_OPTION, False, "auto") for model in MODELS if not model.startswith("functions")),
-        ("weights-of-others", "torch.compile(block)", False, "auto"),
+        ("buffers-and-weights-change", False, "auto"),
+        ("hooks", False, "auto"),
         # a checkpoint compares what it has saved with what is computed again: both are compiled, or both are not
-        *((model, BY_OPTION, True, "auto") for model in MODELS if model.startswith("checkpoint")),
-        *(("dropout", BY_OPTION, *how) for how in [(False, "recompute"), (True, "recompute"), (False, "offload")]),
-        ("functions", "nothing", False, "auto"),
-        ("functions", "nothing", True, "auto"),
-        ("functions-of-weights", "nothing", True, "auto"),  # which get them as they are
+        ("checkpoint-inside", False, "auto"),
+        ("checkpoint-around", True, "auto"),
+        ("checkpoint-around-reentrant", True, "auto"),
+        ("weights-of-others", False, "auto"),
+        ("dropout", True, "recompute"),
+        ("dropout", False, "offload"),
+        ("functions", True, "auto"),
+        ("functions-of-weights", True, "auto"),  # which get them as they are
     ],
 )
-def test_models_are_exact(
-    model: str, way: str, autocast: bool, activations: str, graphs: CompileCounterWithBackend
-) -> None:
+def test_models_are_exact(model: str, autocast: bool, activations: str, graphs: CompileCounterWithBackend) -> None:
     def story(run: Run) -> None:
         train(run, 3, autocast, evaluate=False)
 
+    way = "nothing" if model.startswith("functions") else "compile=True"
     plain, streamed = compare(way, MODELS[model], story, graphs, k=1, activations=activations)
     assert streamed > 0 or model == "functions-of-weights", "nothing was compiled"
     assert streamed == plain or model in ("hooks", "weights-of-others", "functions-of-weights")
@@ -379,10 +377,7 @@ def test_each_kind_has_a_limit_of_its_own(graphs: CompileCounterWithBackend) -> 
 # --------------------------------------------------------------------------------------------------------- autocast
 
 
-@pytest.mark.parametrize(
-    ("way", "cache"),
-    [("compile=True", False), ("compile=True", True), ("torch.compile(block)", False), ("torch.compile(model)", False)],
-)
+@pytest.mark.parametrize(("way", "cache"), [("compile=True", True), ("torch.compile(model)", False)])
 def test_under_autocast(way: str, cache: bool, graphs: CompileCounterWithBackend) -> None:
     """Blocks are compiled once, and get weights in fp32, as nobody sees how they use them."""
     lowered, seen = [], []

@@ -28,15 +28,11 @@ from .zoo.blocks import WIDTH, Block, Chain
 BLOCKS = 6
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, 0.01),
     "adamw, a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(0.01), foreach=False),
     "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
     "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.005, momentum=0.9, centered=True),
-    "nadam": lambda p: torch.optim.NAdam(p, 0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
 }
 
@@ -186,10 +182,14 @@ def test_units_are_stepped_in_backward(name: str) -> None:
     assert stats.heals == 0
 
 
+ACCUMULATED = {"accumulate_grad_batches": 3}
+BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+
+
 @pytest.mark.parametrize(
-    "arguments", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}]
+    ("arguments", "precision"),
+    [(ACCUMULATED, "32-true"), (ACCUMULATED, "bf16-mixed"), (BY_VALUE, "bf16-mixed"), (BY_VALUE, "bf16-true")],
 )
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
     stats = assert_same_fit(precision=precision, **arguments)
     assert stats.steps_in_backward == 5 * BLOCKS
@@ -211,9 +211,9 @@ class Clamps(Module):
         self.losses.append(parameter.grad.norm())
 
 
-@pytest.mark.parametrize("overlap", ["auto", True])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "overlap"), [("32-true", 1, "auto"), ("bf16-mixed", 2, True), ("bf16-true", 2, "auto")]
+)
 def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap: Any) -> None:
     """They are called when backward has ended, so their units are stepped after that, and others in backward."""
     strategy = {"overlap_optimizer": overlap}
@@ -221,9 +221,10 @@ def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap
     assert stats.steps_in_backward == 5 * (BLOCKS - 1)
 
 
-@pytest.mark.parametrize("clip", [1e-3, 1e3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize(
+    ("clip", "accumulate", "precision"),
+    [(1e-3, 1, "32-true"), (1e-3, 2, "bf16-mixed"), (1e3, 1, "bf16-mixed"), (1e-3, 2, "bf16-true")],
+)
 def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
     """The norm comes with the gradients; units wait for it and step under the next forward."""
     stats = assert_same_fit(gradient_clip_val=clip, accumulate_grad_batches=accumulate, precision=precision)
@@ -274,8 +275,13 @@ class Averaging(Module):
         self.losses += [p.grad.detach().clone() for p in self.parameters()]
 
 
-@pytest.mark.parametrize("build", [Looking, Changing, Clipping, Twice, Skipping, Warming, Averaging])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("build", "precision"),
+    [
+        *((build, "32-true") for build in (Looking, Clipping, Skipping, Warming)),
+        *((build, "bf16-mixed") for build in (Changing, Clipping, Twice, Averaging)),
+    ],
+)
 def test_modules_with_unusual_training_steps_are_exact(build: type[Module], precision: str) -> None:
     assert_same_fit(build, precision=precision)
 
@@ -288,8 +294,11 @@ class Converting(Module):
         self.float()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "arguments"),
+    [("32-true", {"gradient_clip_val": 0.01}), ("bf16-mixed", {}), ("bf16-mixed", {"accumulate_grad_batches": 2})],
+    ids=str,
+)
 def test_converting_the_module_and_back_is_exact(precision: str, arguments: dict[str, Any]) -> None:
     assert_same_fit(Converting, precision=precision, **arguments)
 
@@ -299,16 +308,8 @@ class LookingCallback(Callback):
         module.losses += [p.grad.detach().clone() for p in module.parameters()]
 
 
-class EndCallback(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        module.losses += [p.detach().clone() for p in module.parameters()]
-
-
-@pytest.mark.parametrize("callback", [LookingCallback, EndCallback])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_callbacks_that_read_the_module_are_exact(callback: type[Callback], precision: str) -> None:
-    stats = assert_same_fit(callbacks=[callback], precision=precision)
-    assert (stats.steps_in_backward > 0) == (callback is EndCallback)
+def test_callbacks_that_look_at_gradients_are_exact() -> None:
+    assert assert_same_fit(callbacks=[LookingCallback], precision="bf16-mixed").steps_in_backward == 0
 
 
 @pytest.mark.parametrize(
@@ -409,8 +410,7 @@ class ReadingLater(Reading):
             self.losses += [p.grad.clone() for p in self.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.01}], ids=["in backward", "after clipping"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("precision", "arguments"), [("bf16-mixed", {}), ("32-true", {"gradient_clip_val": 0.01})])
 def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) -> None:
     """Unless a hook is overridden that may look at them."""
     module = Reading()
@@ -454,9 +454,9 @@ def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "AdamW steps all weights after backward: `overlap_optimizer=False`" in caplog.text
 
 
-@pytest.mark.parametrize("overflow_at", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("overflow_at", "clip", "accumulate"), [(1, None, 1), (3, 0.01, 1), (1, 0.01, 2), (3, None, 2)]
+)
 def test_16_mixed_with_an_overflow(overflow_at: int, clip: float | None, accumulate: int) -> None:
     """The step is skipped, the scale goes down, nothing else changes."""
     from lightning.pytorch.plugins import MixedPrecision
@@ -547,7 +547,7 @@ def test_strategies_of_users(changes: type) -> None:
     for base, chosen in [(SingleDeviceStrategy, {}), (SuperpipelineStrategy, options)]:
         torch.manual_seed(1)
         strategy: Any = type("Users", (changes, base), {"__module__": __name__})(**chosen)
-        traces.append(fit(Module("sgd"), strategy))
+        traces.append(fit(Module("momentum"), strategy))
     assert_same_trace(*traces)
 
 

@@ -64,12 +64,9 @@ def by_class(module: Base) -> Any:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def scheduled(interval: str) -> Callable[[Base], Any]:
-    def configure(module: Base) -> Any:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval}]
-
-    return configure
+def by_step(module: Base) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}]
 
 
 def plateau(module: Base) -> Any:
@@ -82,8 +79,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3),
     "wrapped": lambda m: Wrapper(torch.optim.AdamW(m.parameters(), lr=1e-2)),
     "by class": by_class,
-    "scheduled by step": scheduled("step"),
-    "scheduled by epoch": scheduled("epoch"),
+    "scheduled by step": by_step,
     "scheduled by a monitor": plateau,
 }
 
@@ -190,7 +186,7 @@ def test_weights_outside_of_their_unit(use):
     assert_same_training(lambda: Outside(use))
 
 
-@pytest.mark.parametrize("k", [1, 3, 100, "auto"])
+@pytest.mark.parametrize("k", [1, 100])
 def test_any_k(k):
     assert_same_training(k=k)
 
@@ -205,8 +201,9 @@ def test_modules(kind):
     assert_same_training(kind)
 
 
-@pytest.mark.parametrize(("precision", "activations"), [("32-true", "recompute"), ("bf16-mixed", "keep")])
-@pytest.mark.parametrize("kind", [Langevin, AdaptiveWeight])
+@pytest.mark.parametrize(
+    ("kind", "activations", "precision"), [(Langevin, "recompute", "32-true"), (AdaptiveWeight, "keep", "bf16-mixed")]
+)
 def test_backward_passes_within_a_training_step(kind, activations, precision):
     """The step's own backward, which Lightning runs later, is still to come: the weights that it needs stay."""
     assert_same_training(kind, arguments=lambda: {"precision": precision}, activations=activations)
@@ -216,16 +213,11 @@ def test_backward_passes_within_a_training_step(kind, activations, precision):
     "arguments",
     [
         {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"overfit_batches": 2},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "sync_batchnorm": True},
+        {"overfit_batches": 2, "inference_mode": False},
         {"fast_dev_run": True},
-        {"num_sanity_val_steps": 2},
-        {"val_check_interval": 2},
-        {"profiler": "advanced"},
-        {"detect_anomaly": True},
-        {"inference_mode": False},
-        {"max_steps": 5, "max_epochs": -1},
-        {"sync_batchnorm": True},
+        {"num_sanity_val_steps": 2, "val_check_interval": 2, "profiler": "advanced"},
+        {"detect_anomaly": True, "max_steps": 5, "max_epochs": -1},
     ],
     ids=str,
 )
@@ -304,7 +296,6 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False),
 }
 if hasattr(callbacks, "WeightAveraging"):  # not in Lightning 2.5
-    CALLBACKS["WeightAveraging"] = lambda: callbacks.WeightAveraging(device="cpu")
     CALLBACKS["EMAWeightAveraging"] = lambda: callbacks.EMAWeightAveraging(decay=0.5, device="cpu")
 
 
@@ -313,7 +304,7 @@ def test_callbacks(name):
     assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 4}], ids=str)
+@pytest.mark.parametrize("arguments", [{"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 4}], ids=str)
 def test_swa_steps_once_more_with_the_last_gradients(arguments):
     """Its epoch for BatchNorm ends with a step, before which only a validation would zero gradients."""
     swa = CALLBACKS["StochasticWeightAveraging"]
@@ -333,7 +324,7 @@ def test_a_compiled_lightning_module():
         module = Compiled()
         compiled = torch.compile(module, backend="eager")
         it = trainer(strategy, max_epochs=1)
-        it.fit(compiled, loader(), loader(2))
-        return [it.callback_metrics, dict(module.named_parameters()), it.predict(compiled, loader(2))]
+        it.fit(compiled, loader(3), loader(1))
+        return [it.callback_metrics, dict(module.named_parameters()), it.predict(compiled, loader(1))]
 
     torch.testing.assert_close(run(streamed()), run(plain()), rtol=0, atol=0)
