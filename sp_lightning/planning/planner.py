@@ -117,11 +117,11 @@ class AutoPlanner(Planner):
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
         k, k_prime, budget = engine.options.k, engine.options.k_prime, engine.budget
+        assert budget is not None
         machine = self._machine_of(engine, measured)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
-            machine = self._machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
-        assert budget is not None
+            machine = self._machine = probe(engine.backend, machine, budget, engine.arrangement.is_pinned)
         search = partial(choose, k=k, k_prime=k_prime, fill=k == "auto")
         placement: Choice | None = None
         try:

@@ -18,6 +18,7 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.cost import Machine
 
 _MOST = 1 << 25  # bytes of a copy
+_PARTS = 32  # of the budget, of which eight or so are taken at once
 _SECONDS = 0.003  # that a copy may take
 _ALIGNED = 256
 _TIMES = 3
@@ -25,14 +26,16 @@ _COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
 _HARDLY_SLOWER = 0.95  # of a rate
 
 
-def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
+def probe(backend: Backend, machine: Machine, budget: int, is_pinned: bool) -> Machine:
     """Return the machine with the rates that copies, the host's memory and the device show when they share them.
 
-    Host memory is page-locked if what is sent is: small buffers might be where all of a model cannot be.
+    It takes a part of the device's budget. Host memory is page-locked if what is sent is: small buffers might be where
+    all of a model cannot be.
     """
-    size = max(_ALIGNED, int(min(_MOST, _SECONDS * machine.to_device)) // _ALIGNED * _ALIGNED)
+    most = min(_MOST, budget // _PARTS, _SECONDS * machine.to_device)
+    size = max(_ALIGNED, int(most) // _ALIGNED * _ALIGNED)
     on_host = [HostBuffer(size, backend, is_pinned) for _ in range(4)]
-    on_device = backend.allocate(5 * size).zero_().view(5, size).unbind()
+    on_device = [backend.allocate(size).zero_() for _ in range(5)]
     try:
         return _Probe(backend, [buffer.bytes.zero_() for buffer in on_host], on_device).machine(machine)
     finally:

@@ -125,7 +125,7 @@ def test_rates_are_of_memory_as_it_is_sent(is_pinned: bool) -> None:
     backend.pin = lambda memory: asked.append(memory) is None  # type: ignore[method-assign]
     backend.unpin = lambda memory: None  # type: ignore[method-assign]
     with pytest.raises(NotImplementedError):  # this device keeps no times
-        probe(backend, Machine(1e9, 1e9, 1e9), is_pinned)
+        probe(backend, Machine(1e9, 1e9, 1e9), 1 << 30, is_pinned)
     assert bool(asked) is is_pinned
 
 
