@@ -236,7 +236,8 @@ class Monitor:
         """Return what is to be logged: memory, means over the steps since the last call, and newly measured times."""
         summary, memory = self.pipeline.summary(), self.pipeline.backend.memory()
         # where torch does not count a device's memory, the engine has counted its own
-        peak = summary.device_bytes + self.pipeline.stats.activation_peak_bytes
+        peak = summary.device_bytes + summary.gradient_bytes
+        peak += self.pipeline.stats.activation_peak_bytes
         on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
         counted, before = self._count(), self._counted
         steps = max(1, counted.pop("steps") - before.pop("steps"))

@@ -50,7 +50,6 @@ LAGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 PAGEABLE = {
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
-    "pipeline/calls/debug.py: __torch_dispatch__": "values are looked at",
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
     "pipeline/optimizer/clipping.py: _multiply": "a factor, of what lives on the device",
     "pipeline/optimizer/clipping.py: _norms": "norms, of what lives on the device: the host waits once",

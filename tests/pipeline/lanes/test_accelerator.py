@@ -9,13 +9,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from sp_lightning.planning.probe import probe
 from torch import nn
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Job, Worker
 from sp_lightning.planning import Machine
+from sp_lightning.planning.rates import probe
 
 from ..parts import RecordingBackend, pretend_a_device
 

@@ -16,7 +16,6 @@ import sp_lightning
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.timeline import break_down
-from sp_lightning.trainer.narrator import device_memory
 from suite.systems.base import System
 from suite.workloads import Kind, Window, Workload
 
@@ -116,7 +115,8 @@ class _Observer(L.Callback):
         if recording is not None and len(recording.steps) > 1:
             recording.steps = recording.steps[1:]
             self.waits = break_down(recording).metrics()
-        plan = pipeline.summary()
+        plan, memory = pipeline.summary(), pipeline.backend.memory()
+        counted = plan.device_bytes + plan.gradient_bytes + pipeline.stats.activation_peak_bytes
         self.facts = {
             "units": plan.units,
             "k": plan.k,
@@ -125,7 +125,7 @@ class _Observer(L.Callback):
             "host_bytes_per_parameter": (plan.host_bytes + plan.host_gradient_bytes + plan.optimizer_bytes)
             / plan.parameters,
             # Of the whole run; on a CPU, where torch counts nothing, this is the memory that a device would hold.
-            "counted_device_peak_bytes": device_memory(pipeline)[0],
+            "counted_device_peak_bytes": counted if memory is None else memory.peak_so_far,
             "misses": pipeline.stats.misses,
             "recomputed": pipeline.stats.recomputed,
             "resets": pipeline.stats.resets,
