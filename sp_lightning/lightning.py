@@ -29,6 +29,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # noqa: D101
 
     lightning: ClassVar[Namespace] = Namespace("lightning.pytorch")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
+    callback: ClassVar[type[Callback]] = SuperpipelineCallback
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

@@ -29,6 +29,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
     lightning: ClassVar[Namespace] = Namespace("pytorch_lightning")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
+    callback: ClassVar[type[Callback]] = SuperpipelineCallback
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

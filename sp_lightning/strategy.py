@@ -68,6 +68,7 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
     """
 
     lightning: ClassVar[Namespace]
+    callback: ClassVar[type[Any]]
     _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
     def __init__(
@@ -94,7 +95,7 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
         self.pipeline: Pipeline | None = None
         self.progress = TrainerProgress(self)
         self.meetings = Meetings()
-        self._narrator = Narrator(self.lightning)
+        self._narrator = Narrator(self.lightning, self.callback)
 
     @override
     def setup_environment(self) -> None:

@@ -89,7 +89,7 @@ def test_without_the_callback_the_trainer_logs_and_checkpoints_are_plain(tmp_pat
     [
         (False, True, ["weights on the host", "unit loads"]),
         (False, False, []),
-        (True, False, ["A step takes"]),
+        (True, False, ["weights on the host", "A step takes", "unit loads"]),
     ],
     ids=["with a model summary", "without", "with a callback"],
 )

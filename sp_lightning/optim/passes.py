@@ -66,10 +66,12 @@ def _taken(work: Work) -> tuple[Memory, Scaling]:
 
 
 def run(passes: Sequence[Pass]) -> None:
-    """Update weights: on the CPU by kernels, on an accelerator, and from gradients in fp16, by torch's operations."""
+    """Update weights: on the CPU by kernels, on an accelerator, and beside fp16, by torch's operations."""
     on_host: list[Pass] = []
     for step in passes:
-        if step.memory.weight.device.type == "cpu" and step.memory.gradient.dtype != torch.float16:
+        memory = step.memory
+        has_fp16 = any(each is not None and each.dtype == torch.float16 for each in (memory.gradient, memory.copy))
+        if memory.weight.device.type == "cpu" and not has_fp16:
             on_host.append(step)
         else:
             step_on_device(step)

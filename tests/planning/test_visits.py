@@ -62,7 +62,7 @@ class Machine:
         chosen = PipelineOptions(units=[TimedBlock], activations="keep", **options)
         pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=AutoPlanner())
         optimizers = pipeline.optimizers
-        optimizer = AdamW(model.parameters(), master="split", moments=moments)
+        optimizer = AdamW(model.parameters(), moments=moments)
         seconds = []
         for _ in range(steps):
             begin = backend.now
