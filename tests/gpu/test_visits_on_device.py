@@ -57,11 +57,10 @@ def test_placement_changes_no_number(
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device, lag: str) -> None:
+def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device) -> None:
     """It needs the new weights, which are there before. It waits for the thread, which knows the factor of clipping."""
     planner = Fixed((2, 1), (2, 1, (), range(BLOCKS)))
-    slow = nullcontext() if lag == "down" else slow_copies("host")  # once
-    with slow, on_device(big_chain(), cuda, planner, memory_budget=1 << 32) as pipe:
+    with slow_copies("host"), on_device(big_chain(), cuda, planner, memory_budget=1 << 32) as pipe:
         optimizer, clipping = optim.AdamW(pipe.module.parameters(), lr=1e-3), pipe.optimizers.clipping
         for step in range(6):
             waiting = nullcontext() if step < 3 else never_waiting(cuda, for_thread=True)

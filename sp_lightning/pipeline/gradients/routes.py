@@ -114,7 +114,7 @@ class Routes:
     def stay(self, shipment: Shipment) -> None:
         """Have gradients stay where they are until the unit visits; their norms leave, if these are measured."""
         of_segment = shipment.of_segment
-        of_segment.wait()  # for norms that were there
+        of_segment.release_memory()  # that nobody needs, and wait for norms that were there
         of_segment.is_on_device = True
         norm_dtype = shipment.layout.norm_dtype
         norms: Sequence[Tensor | None] = [None] * len(shipment.gradients)

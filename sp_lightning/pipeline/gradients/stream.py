@@ -98,7 +98,9 @@ class GradientStream:
 
     def _send(self, of_segment: SegmentGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
-        self._window.finish_optimizer(of_segment.unit)  # it may still read what was there
+        # it may still read what was there; a visit reads what has stayed before computing goes on
+        if of_segment.memory is not None or not of_segment.unit.visits:
+            self._window.finish_optimizer(of_segment.unit)
         if of_segment.is_on_device:  # and now there is more to come
             self.routes.bring_home(of_segment)
         shipment = self.routes.gather(of_segment)
