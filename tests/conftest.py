@@ -53,7 +53,12 @@ ALLOWED_VARIABLES = {
 
 # Their tests share something that takes long to make: a bench, a process with imports, a device, kernels.
 FOR_ONE_PROCESS = (
-    "tests/test_benchmarks.py", "tests/test_registration.py", "tests/test_second_device.py", "tests/optim"
+    "tests/test_benchmarks.py", "tests/test_registration.py", "tests/test_loading.py", "tests/test_second_device.py",
+    "tests/optim",
+)  # fmt: skip
+WITH_FORK_SERVER = (
+    "tests/test_processes.py", "tests/test_fabric_processes.py", "tests/test_one_copy.py",
+    "tests/pipeline/gradients/test_processes.py", "tests/pipeline/weights/test_buffers.py",
 )  # fmt: skip
 
 
@@ -67,6 +72,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             for place in FOR_ONE_PROCESS:
                 if nodeid.startswith(place):
                     return place
+            if nodeid.startswith(WITH_FORK_SERVER):
+                return "processes"
             test, _, parameters = nodeid.partition("[")
             return f"{test}[{parameters.partition('-')[0]}"  # often a model, whose plain training is not repeated
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -77,6 +78,7 @@ def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, her
         WORLD_SIZE=str(count),
     )
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported stays
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=count, timeout=_PATIENCE)
     for check in checks:

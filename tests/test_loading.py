@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +13,28 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sp_lightning.pipeline.host_memory import release
 
-LAYERS = {"num_hidden_layers": 48, "hidden_size": 384, "intermediate_size": 1152, "num_attention_heads": 8}
+from .processes import Fork, forks
+
+LAYERS = {"num_hidden_layers": 32, "hidden_size": 448, "intermediate_size": 1344, "num_attention_heads": 8}
 CONFIG = {"vocab_size": 1024, "num_key_value_heads": 8, "use_cache": False, **LAYERS}
 
-FITTING = """
-import functools, gc, json, sys, threading, time
+IMPORTS = """
+import functools, gc, json, os, threading, time
 import lightning, sp_lightning, torch, transformers.models.llama.modeling_llama
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+"""
 
-way, folder, config = sys.argv[1:]
+FITTING = f"""{IMPORTS}
+way, folder, config = json.loads(os.environ["FITTING"])
 
 def resident():
-    fields = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
-    return int(fields["Pss"].split()[0]) * 1024
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 def watch():
     global peak
     while True:
         peak = max(peak, resident())
-        time.sleep(0.002)
+        time.sleep(0.004)
 
 @torch.no_grad()
 def fill(module):
@@ -44,7 +47,7 @@ class Model(lightning.LightningModule):
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         else:
             with torch.device("meta"):
-                self.model = LlamaForCausalLM(LlamaConfig(**json.loads(config)))
+                self.model = LlamaForCausalLM(LlamaConfig(**config))
             for part in self.model.modules():  # most of these have no `reset_parameters`
                 part.reset_parameters = functools.partial(fill, part)
 
@@ -53,7 +56,7 @@ class Model(lightning.LightningModule):
 
     def on_train_start(self):
         highest = peak
-        print(json.dumps({"peak": highest - base, "stays": resident() - base}))
+        print(json.dumps(dict(peak=highest - base, stays=resident() - base)))
 
     def training_step(self, batch, batch_idx):
         return None
@@ -66,17 +69,24 @@ trainer.fit(Model(), [0])
 """
 
 
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork]:
+    with forks(IMPORTS, tmp_path_factory.mktemp("forks")) as fork:
+        yield fork
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted as Linux does")
 @pytest.mark.parametrize("way", ["from_pretrained", "meta"])
-def test_attaching_has_no_peak(way: str, tmp_path: Path) -> None:
+def test_attaching_has_no_peak(way: str, tmp_path: Path, fork: Fork) -> None:
     """Weights are moved one by one, also from a file that is mapped, whose pages would stay until the last one."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     if way == "from_pretrained":
-        LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", FITTING, way, str(tmp_path), json.dumps(CONFIG)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    taken = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
-    weights = sum(p.nbytes for p in LlamaForCausalLM(LlamaConfig(**CONFIG)).parameters())
+        model.to_empty(device="cpu").save_pretrained(tmp_path)
+    status, printed, said = fork(FITTING, FITTING=json.dumps([way, str(tmp_path), CONFIG]))
+    assert status == 0, said[-3000:]
+    taken = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     # what was imported before may be given back meanwhile, too
     assert 0.9 * weights <= taken["stays"] <= 1.2 * weights
     assert taken["peak"] <= 1.05 * taken["stays"]

@@ -88,9 +88,8 @@ def no_copy_of_a_model_from_the_meta_device() -> None:
     assert taken < 8 * MIB if follows else taken > 63 * MIB, f"{taken / MIB:.1f} MiB"
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_memory(count: int) -> None:
-    in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count)
+def test_memory() -> None:
+    in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count=3)
 
 
 class Clamps(Base):
@@ -126,8 +125,7 @@ def writes_by_others() -> None:
 
 
 def test_writes() -> None:
-    in_processes([writes_by_the_owner])
-    in_processes([writes_by_others])
+    in_processes([writes_by_the_owner, writes_by_others])
 
 
 class Ends(L.LightningModule):

@@ -66,7 +66,7 @@ def drawn(count: int) -> list[Example]:
 
 def random_graphs() -> None:
     """Processes leave out different layers ("some"), and use weights several times in one backward ("reentrant")."""
-    for example in drawn(25):
+    for example in drawn(12):
         options = PipelineOptions(
             k=example.k,
             k_prime=example.k_prime,
