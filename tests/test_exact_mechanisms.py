@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline.activations import offload
@@ -53,6 +54,56 @@ def test_torchs_defaults_change_nothing(dtype: torch.dtype, device: str, mixed: 
     torch.set_default_device(None)  # after it, torch 2.9 cannot tell which it is
     with torchs_defaults(dtype, device):
         assert_same_story(story, build, activations=activations)
+
+
+class Interrupted(SGD):
+    """Something happens in the middle of its step."""
+
+    happens: Callable[[], None]
+
+    def step(self, closure: Any = None) -> None:
+        self.happens()
+        super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["forward", "between", "backward", "step", "scope"])
+def test_a_thread_that_evaluates_while_another_one_trains(where: str) -> None:
+    """It is refused, and nothing changes, unless they take turns."""
+
+    def story(run: Run) -> None:
+        def evaluate() -> None:
+            try:
+                with torch.no_grad():
+                    run.model(run.rows(9))
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        def happens(here: str, *_: Any) -> None:
+            if run.pipe is not None and here == where and current_thread() is main_thread():
+                thread = Thread(target=evaluate)
+                thread.start()
+                thread.join()
+
+        refused: list[str] = []
+        optimizer = Interrupted(run.model.parameters(), lr=0.1)
+        optimizer.happens = partial(happens, "step")
+        run.model.blocks[1].register_forward_pre_hook(partial(happens, "forward"))
+        for number in range(3):
+            x = run.rows(number).requires_grad_()
+            x.register_hook(partial(happens, "backward"))
+            loss = run.model(x).square().mean()
+            happens("between")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with run.step():
+                happens("scope")
+            note_state(run.trace, f"{number}", run.model, [optimizer])
+        expected = 0 if run.pipe is None or where == "between" else 3
+        assert len([text for text in refused if "while another thread computes with it" in text]) == expected
+        assert len(refused) == expected
+
+    assert_same_story(story, partial(chain, 3))
 
 
 # ----------------------------------------------------------------------------------------------------------- exceptions

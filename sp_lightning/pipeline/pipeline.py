@@ -124,7 +124,8 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------------------------------- for users
 
-    def step(self, *, goes_on: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def step(self, *, goes_on: bool = False) -> Iterator[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
@@ -133,7 +134,9 @@ class Pipeline:
         Args:
             goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
-        return self._engine.calls.step(look_for_new_parameters=True, goes_on=goes_on)
+        calls = self._engine.calls
+        with calls.alone(), calls.step(look_for_new_parameters=True, goes_on=goes_on):
+            yield
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
@@ -144,7 +147,8 @@ class Pipeline:
         """Open a scope around a backward pass that runs in all processes, even if it reaches no weight in this one."""
         engine = self._engine
         before = None if self.processes is None else self.processes.passes
-        yield
+        with engine.calls.alone():
+            yield
         if self.processes is not None and self.processes.passes == before:
             engine.end_pass()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +54,10 @@ class BackwardPass:
             with self._engine.at_work:
                 # asked again: the host's part of a graph and the device's run in threads of their own
                 if not self.running:
+                    at_work = self._engine.at_work
+                    if self._engine.device.type == "cpu":  # else it is a thread of autograd's
+                        at_work.refuse_others()
+                    at_work.goes_on = get_ident()
                     self.running = True
                     self._task = graph_task()
                     self._engine.arm_guard()
@@ -152,6 +157,7 @@ class BackwardPass:
         self._engine.optimizers.abandon()
         self._stream.abandon()
         self.running = False
+        self._engine.at_work.goes_on = None
 
     def _end(self) -> None:
         with self._engine.at_work:
@@ -161,6 +167,7 @@ class BackwardPass:
             self._graphs.clear()
             some_came = self._stream.end_backward()
             self.running = False
+            self._engine.at_work.goes_on = None
             self._engine.end_backward(some_came)
 
     def _leave_units(self) -> None:

@@ -12,9 +12,11 @@ backward are the weights that it unpacks, and recomputation; it leaves all units
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -34,6 +36,8 @@ from sp_lightning.pipeline.window.order import Pass
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine
+
+_MILLISECONDS = 50  # that a thread waits for another one's backward to end
 
 
 class Calls:
@@ -127,6 +131,27 @@ class Calls:
         finally:
             open_steps.calls -= 1
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have this thread compute with the model in the block, and no other one."""
+        at_work, backward = self._engine.at_work, self._engine.backward
+        if in_backward() or at_work.computes == get_ident():
+            yield
+            return
+        for _ in range(_MILLISECONDS):
+            backward.forget_failed()
+            if not backward.running or at_work.goes_on == get_ident():
+                break
+            time.sleep(0.001)  # what a failed pass has held goes in a thread of autograd's
+        with at_work:
+            at_work.refuse_others()
+            at_work.goes_on = None  # it has ended with an exception
+            at_work.computes = get_ident()
+        try:
+            yield
+        finally:
+            at_work.computes = None
+
     def _needs_step(self) -> bool:
         """Tell whether a call is the outermost one."""
         scopes = self._engine.graphs.scopes
@@ -174,6 +199,9 @@ class Calls:
                 "transform of `torch.func`. Name the modules that it calls in `resident=`, within "
                 "a step. To differentiate, use `torch.autograd.grad`."
             )
+        if engine.at_work.computes != get_ident() and not in_backward():
+            with self.alone():
+                return member.module(*args, **kwargs)
         if self._needs_step():
             with self._step_of_call():
                 return member.module(*args, **kwargs)  # perhaps as a member of another arrangement

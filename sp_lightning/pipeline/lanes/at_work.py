@@ -26,6 +26,12 @@ FORKED = (
     "before, such as `copy.deepcopy(module)`, or start it with 'spawn'."
 )
 
+OTHER_THREAD = (
+    "A thread computes with a model, or steps its optimizer, while another thread computes with it. "
+    "superpipeline keeps on the device what one of them needs next, so they have to take turns: share a "
+    "`threading.Lock`, or have one of them use a copy, such as `copy.deepcopy(module)`."
+)
+
 
 class OfOneProcess:
     """What does nothing in a fork of the process that it was made in."""
@@ -63,6 +69,9 @@ class EngineAtWork(OfOneProcess):
         self._lock = threading.RLock()
         self._depth = 0
         self._unseen = without_torch_function()
+        # the threads that compute with the model, and whose backward or optimizer step is under way
+        self.computes: int | None = None
+        self.goes_on: int | None = None
 
     def __enter__(self) -> None:
         if self.is_forked:
@@ -80,6 +89,11 @@ class EngineAtWork(OfOneProcess):
 
     def __bool__(self) -> bool:
         return self._depth > 0
+
+    def refuse_others(self) -> None:
+        """Raise if another thread computes with the model."""
+        if {self.computes, self.goes_on} - {None, threading.get_ident()}:
+            raise RuntimeError(OTHER_THREAD)
 
 
 class _OptimizerSteps(threading.local):

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from threading import get_ident
 
 from torch import nn
 from torch.optim import Optimizer
@@ -130,6 +131,8 @@ class Optimizers:
         if optimizer not in self._seen and not self._accept(optimizer):
             return
         with self._at_work:
+            self._at_work.refuse_others()
+            self._at_work.goes_on = get_ident()
             plan = self._plan_of(optimizer)
             for unit in plan.units:
                 if unit.users:
@@ -176,6 +179,7 @@ class Optimizers:
             self._steps.window.suspect_all()
             return
         with self._at_work:
+            self._at_work.goes_on = None
             self.states.take_back(optimizer)
             plan = self._plan_of(optimizer)
             if self._by_unit:
