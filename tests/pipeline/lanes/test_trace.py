@@ -99,11 +99,7 @@ def test_accumulation_is_work_on_the_host_and_torchs_profiles_have_a_range_for_e
             model(*rows(1 << 12)).sum().backward()
             optimizer.step()
             pipeline.backend.drain()
-<<<<<<< HEAD
     assert len(of(recording, Kind.ADD)) == 2
-=======
-    assert len(of(recording, Kind.ADD)) == len(pipeline.arrangement.units)
->>>>>>> scopes
     assert len(recording.steps) == 2
     ranges = [e for e in sorted(profile.events(), key=lambda e: e.time_range.start) if "superpipeline: " in e.name]
     phases = [(e.thread, e.name.removeprefix("superpipeline: ").replace(" of blocks.", " ")) for e in ranges]
