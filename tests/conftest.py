@@ -123,6 +123,12 @@ def seed() -> None:
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture
+def default_device_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `torch.set_default_device(None)`: torch 2.9 cannot tell which it is then, which ends with the test."""
+    monkeypatch.setattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None, raising=False)
+
+
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in a folder of the test's own: what it writes beside itself does not land in the repository.

@@ -26,6 +26,7 @@ from .helpers import Run, assert_same_story, attached, bombs, fail, note_state, 
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
 
+@pytest.mark.usefixtures("default_device_was_reset")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -51,7 +52,6 @@ def test_torchs_defaults_change_nothing(dtype: torch.dtype, device: str, mixed: 
             optimizer.zero_grad()
             note_state(run.trace, f"step {step}", run.model, [optimizer])
 
-    torch.set_default_device(None)  # after it, torch 2.9 cannot tell which it is
     with torchs_defaults(dtype, device):
         assert_same_story(story, build, activations=activations)
 

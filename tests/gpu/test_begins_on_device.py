@@ -52,6 +52,7 @@ class MakesTensors(Block):
         return super().forward(x * torch.arange(1, 1 + WIDTH))
 
 
+@pytest.mark.usefixtures("default_device_was_reset")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_torchs_default_device_may_be_the_device(activations: Any, device: torch.device) -> None:
     """While a model is built, attached and trained; a forward that runs again finds it in autograd's thread, too."""
