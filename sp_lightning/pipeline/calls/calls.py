@@ -154,9 +154,8 @@ class Calls:
 
     def _needs_step(self) -> bool:
         """Tell whether a call is the outermost one."""
-        scopes = self._engine.graphs.scopes
-        is_between = scopes == 1 and self in open_steps and not in_backward()
-        return scopes == 0 or is_between or optimizer_steps.depth > 0
+        is_outermost = self._engine.at_work.computes != get_ident() and not in_backward()
+        return is_outermost or self._engine.graphs.scopes == 0 or optimizer_steps.depth > 0
 
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
@@ -199,11 +198,8 @@ class Calls:
                 "transform of `torch.func`. Name the modules that it calls in `resident=`, within "
                 "a step. To differentiate, use `torch.autograd.grad`."
             )
-        if engine.at_work.computes != get_ident() and not in_backward():
-            with self.alone():
-                return member.module(*args, **kwargs)
         if self._needs_step():
-            with self._step_of_call():
+            with self.alone(), self._step_of_call():
                 return member.module(*args, **kwargs)  # perhaps as a member of another arrangement
         if member.unit is None:
             # nn.TransformerEncoder decides on a fast path by its first layer's weights: it must see ordinary ones

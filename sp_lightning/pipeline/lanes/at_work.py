@@ -26,12 +26,6 @@ FORKED = (
     "before, such as `copy.deepcopy(module)`, or start it with 'spawn'."
 )
 
-OTHER_THREAD = (
-    "A thread computes with a model, or steps its optimizer, while another thread computes with it. "
-    "superpipeline keeps on the device what one of them needs next, so they have to take turns: share a "
-    "`threading.Lock`, or have one of them use a copy, such as `copy.deepcopy(module)`."
-)
-
 
 class OfOneProcess:
     """What does nothing in a fork of the process that it was made in."""
@@ -93,7 +87,12 @@ class EngineAtWork(OfOneProcess):
     def refuse_others(self) -> None:
         """Raise if another thread computes with the model."""
         if {self.computes, self.goes_on} - {None, threading.get_ident()}:
-            raise RuntimeError(OTHER_THREAD)
+            raise RuntimeError(
+                "A thread computes with a model, or steps its optimizer, while another thread "
+                "computes with it. superpipeline keeps on the device what one of them needs next: "
+                "let them take turns, by a `threading.Lock` that they share, or have one of them "
+                "use a copy, such as `copy.deepcopy(module)`."
+            )
 
 
 class _OptimizerSteps(threading.local):
