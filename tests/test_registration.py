@@ -40,30 +40,23 @@ def test_the_trainer_finds_it(name):
     assert type(ours.strategy) is sp_lightning.SuperpipelineStrategy
 
 
-@pytest.mark.parametrize(
-    ("before", "registered", "used"),
-    [
-        ("", {"lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"}, "lightning"),
-        ("import pytorch_lightning", {"pytorch_lightning", "lightning_fabric"}, "pytorch_lightning"),
-    ],
-)
+REGISTERED = """
+import sys
+for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
+    module = sys.modules.get(name + ".strategies")
+    registry = getattr(module, "StrategyRegistry" if "pytorch" in name else "STRATEGY_REGISTRY", ())
+    if "superpipeline" in registry:
+        print(name)
+print(sp_lightning.SuperpipelineStrategy.__module__)
+"""
+
+
 @pytest.mark.slow
-def test_names_are_registered_in_the_loaded_namespace(before, registered, used, python):
-    """Where the names are registered, and of which namespace the classes are."""
-    code = f"""
-        import sys
-        {before or "pass"}
-        import sp_lightning
-        for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
-            module = sys.modules.get(name + ".strategies")
-            registry = getattr(module, "StrategyRegistry" if "pytorch" in name else "STRATEGY_REGISTRY", ())
-            if "superpipeline" in registry:
-                print(name)
-        print(sp_lightning.SuperpipelineStrategy.__module__)
-    """
-    *names, module = python(code).splitlines()
-    assert set(names) == registered
-    assert module == f"sp_lightning.{used}"
+def test_names_are_registered_in_all_namespaces(python):
+    """Where none was loaded before; the first one's classes are those of the package."""
+    *names, module = python(f"import sp_lightning{REGISTERED}").splitlines()
+    assert set(names) == {"lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"}
+    assert module == "sp_lightning.lightning"
 
 
 @pytest.mark.slow
@@ -102,6 +95,7 @@ def test_the_engine_works_without_lightning(python):
 
 @pytest.mark.slow
 def test_pytorch_lightning_trains(python):
+    """Names are registered in the namespace that was loaded."""
     code = """
         import pytorch_lightning as pl, sp_lightning
         from pytorch_lightning.demos.boring_classes import BoringModel
@@ -114,7 +108,10 @@ def test_pytorch_lightning_trains(python):
         trainer.test(BoringModel(), verbose=False)
         print(type(trainer.strategy).__module__, trainer.global_step, "lightning" in __import__("sys").modules)
     """
-    assert python(code).splitlines()[-1] == "sp_lightning.pytorch_lightning 3 False"
+    *_, trained, first, second, module = python(textwrap.dedent(code) + REGISTERED).splitlines()
+    assert trained == "sp_lightning.pytorch_lightning 3 False"
+    assert {first, second} == {"pytorch_lightning", "lightning_fabric"}
+    assert module == "sp_lightning.pytorch_lightning"
 
 
 def test_classes_of_the_other_namespace_are_refused():
