@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,10 +41,10 @@ class Adapted(LoRALinear):
 
 
 class Leaf(nn.Module):
-    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, adapters."""
+    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, adapters, state that changes."""
 
     KINDS = (
-        "block", "dropout", "linear", "batchnorm", "stash", "scale", "lstm", "view", "norm",
+        "block", "dropout", "linear", "batchnorm", "stash", "scale", "lstm", "view", "norm", "counts", "chance",
         *ADAPTED,
     )  # fmt: skip
 
@@ -68,9 +69,17 @@ class Leaf(nn.Module):
             self.inner = Adapted(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
         else:
             self.inner = nn.Identity()
-        self.scale = nn.Parameter(torch.randn(WIDTH)) if kind == "scale" else None
+        self.scale = nn.Parameter(torch.randn(WIDTH)) if kind in ("scale", "counts", "chance") else None
+        self.calls: list[int] = []
+        self.chance = random.Random(0) if kind == "chance" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
+        x, *changed = x if isinstance(x, tuple) else (x,)
+        for calls in [*changed, self.calls] if self.kind == "counts" else changed:
+            calls.append(len(calls))
+            x = x * (1 + 0.1 * calls[-1])
+        if self.chance is not None:
+            x = x * self.chance.random()
         if self.kind == "lstm":
             return self.inner(x)[0]
         if self.kind == "view":
@@ -102,6 +111,14 @@ def run_branches(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return sum(part(x) for part in parts) / len(parts)
 
 
+def run_given(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """Each leaf is given what all of them change."""
+    calls: list[int] = []
+    for part in parts:
+        x = part((x, calls) if isinstance(part, Leaf) else x)
+    return x
+
+
 def run_twice(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return run_chain(parts, run_chain(parts, x).tanh())
 
@@ -131,6 +148,7 @@ def run_checkpointed(parts: nn.ModuleList, x: Tensor, reentrant: bool) -> Tensor
 NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
     "chain": run_chain,
     "branches": run_branches,
+    "given": run_given,
     "twice": run_twice,
     "inplace": run_inplace_residual,
     "some": run_some,

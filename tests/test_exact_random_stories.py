@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -177,6 +177,10 @@ def backward_after_the_step(now: Now, number: int) -> None:
     now.backward(loss)
 
 
+def two_calls_in_no_scope(now: Now, number: int) -> None:
+    now.backward(two_forwards(now, number))
+
+
 def optimizer_step(now: Now, number: int) -> None:
     if number % 3 == 1:
         now.note("norm", clip_grad_norm_(now.model.parameters(), 0.1))
@@ -200,6 +204,19 @@ def closure(now: Now, number: int) -> None:
 
     now.optimizer.step(step)
     now.optimizer.zero_grad()  # a step consumes gradients
+
+
+def failing_step(now: Now, number: int) -> None:
+    """Of an optimizer that meets a gradient, before all others, which most refuse; or whose closure fails."""
+    extra = nn.Parameter(torch.ones(2))
+    extra.grad = torch.ones(2).to_sparse()
+    weights = now.optimizer.param_groups[0]["params"]
+    weights.insert(0, extra)
+    with suppress(RuntimeError, ZeroDivisionError):
+        now.optimizer.step((lambda: number / 0) if number % 2 else None)
+    assert weights.pop(0) is extra
+    now.optimizer.state.pop(extra, None)
+    now.optimizer.zero_grad()
 
 
 def everything_in_one_scope(now: Now, number: int) -> None:
@@ -233,9 +250,11 @@ def interrupted_forward(now: Now, number: int) -> None:
 STEPS = [
     forward_and_backward,
     backward_after_the_step,
+    two_calls_in_no_scope,
     optimizer_step,
     whole_steps,
     closure,
+    failing_step,
     everything_in_one_scope,
     evaluation,
     interrupted_forward,

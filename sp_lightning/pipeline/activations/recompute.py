@@ -149,7 +149,8 @@ class UnitCall:
                 working=most_bytes - self._bytes_before,
                 repeatable=can_be_dropped,
             )
-        self._learn(obstacle, warns)
+        if is_worth_it:  # else nobody has looked
+            self._learn(obstacle, warns)
         return can_be_dropped
 
     def drop(self) -> None:

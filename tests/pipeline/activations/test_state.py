@@ -272,3 +272,25 @@ def test_units_are_looked_at_twice() -> None:
             counts.append((len(looked_at), len(ended)))
         assert pipe.stats.recomputed == 3 + 2 + 2 + 2
     assert counts == [(3 * 2, 3 + 3), (3 * 2, 3 + 2), (0, 3), (0, 3)]
+
+
+class Draws(nn.Module):
+    """Saves nothing for backward as long as its weight is frozen, and nothing comes before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.chance = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.tanh(x * self.scale * self.chance.random())
+
+
+def test_a_unit_is_looked_at_when_it_saves_something() -> None:
+    def story(run: Run) -> None:
+        for step in range(4):
+            run.model.blocks[0].requires_grad_(step > 1)
+            run.normal_step(f"step {step}", None, seed=step)
+            run.model.zero_grad()
+
+    assert_same_story(story, lambda: Chain([Draws(), Block()]), units=[Block, Draws], activations="recompute")
