@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sp_lightning.losses import chunked_cross_entropy
+from sp_lightning.losses import chunked_cross_entropy, loss_in_slices
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import Assumptions, AutoPlanner, plan
 from sp_lightning.timeline import write_timeline
@@ -39,6 +39,7 @@ __all__ = [
     "SuperpipelineStrategy",
     "__version__",
     "chunked_cross_entropy",
+    "loss_in_slices",
     "plan",
     "superpipeline",
     "write_timeline",

@@ -15,7 +15,7 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -27,7 +27,8 @@ from torch import nn
 
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import Assumptions, plan
-from sp_lightning.planning.rates import Rates, keep, kept_rates, measure, rates_file
+from sp_lightning.planning.known import find, known, named_model, rates_of
+from sp_lightning.planning.rates import keep, kept_rates, measure, rates_file
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -41,21 +42,6 @@ _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
     "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
 }
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-SHAPES = {
-    "Llama-3.1-8B": ("LlamaConfig", (128_256, 4096, 14_336, 32, 32, 8)),
-    "Qwen2.5-14B": ("Qwen2Config", (152_064, 5120, 13_824, 48, 40, 8)),
-    "Llama-3.1-70B": ("LlamaConfig", (128_256, 8192, 28_672, 80, 64, 8)),
-}
-"""Models that are planned for by name: a class of configurations of transformers, and their published sizes."""
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -127,15 +113,17 @@ def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model, as a table or as JSON."""
     arguments, of_model = _split(arguments)
     parser = _plan_parser()
-    rates = _kept_rates()
+    options = parser.parse_args(arguments)
+    named = rates_of("gpus", options.gpu) | rates_of("hosts", options.host)
+    rates = None if named else kept_rates(full_device(None))
     measured = {} if rates is None else rates.assumptions
-    parser.set_defaults(measured)
+    parser.set_defaults(measured | named)
     options = parser.parse_args(arguments)
     name = options.model
-    is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and name not in SHAPES
+    is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and find("models", name) is None
     if of_model and not is_class:
         raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
-    module = _module(name, of_model) if is_class else _transformers_model(name)
+    module = _module(name, of_model) if is_class else named_model(name)
     given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
     report = plan(module, given, title=name)
     used = [name for name, value in measured.items() if getattr(given, name) == value]
@@ -145,13 +133,6 @@ def _plan(arguments: Sequence[str]) -> None:
     print(report)
     if rates is not None and used:
         print(f"measured on {rates.day} on this machine ({rates.machine}): {', '.join(used)}; all else is assumed")
-
-
-def _kept_rates() -> Rates | None:
-    try:
-        return kept_rates(full_device(None))
-    except ValueError as error:
-        raise ArgumentError(None, str(error)) from error
 
 
 def _plan_parser() -> ArgumentParser:
@@ -167,9 +148,11 @@ def _plan_parser() -> ArgumentParser:
         "--model",
         type=str,
         required=True,
-        help=f"{', '.join(SHAPES)}; or the class of a LightningModule or nn.Module, whose arguments follow as "
-        "`--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
+        help=f"{', '.join(known('models'))}; or the class of a LightningModule or nn.Module, whose arguments follow "
+        "as `--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
     )
+    parser.add_argument("--gpu", help=f"whose memory, link and speed to assume: {', '.join(known('gpus'))}")
+    parser.add_argument("--host", help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_class_arguments(Assumptions)
     return parser
@@ -185,8 +168,7 @@ def _measure(arguments: Sequence[str]) -> None:
         description="Measure what this machine reaches, in a minute: copies to and from the device, the optimizer's "
         f"step on the host and on the device, and computing. `{PROGRAM} plan` assumes these rates from then on.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    parser.parse_args(arguments)
     if find_spec("numba") is None:
         raise ArgumentError(None, "measure needs numba: pip install 'sp-lightning[fast]'")
     device = full_device(None)
@@ -195,15 +177,11 @@ def _measure(arguments: Sequence[str]) -> None:
         rates = measure(backend)
     finally:
         backend.close()
-    if options.json:
-        print(json.dumps(asdict(rates), indent=2))
-        keep(rates)
-        return
+    keep(rates)
     for name, rate in rates.assumptions.items():
         print(f"{name:<24}{rate:>8.4g} GB/s")
     if device.type == "cpu":
         print("\nThere is no GPU: the host alone was measured.")
-    keep(rates)
     print(f"\nKept in {rates_file()}, from where `{PROGRAM} plan` takes what it assumes.")
 
 
@@ -245,26 +223,4 @@ def _module(class_path: str, arguments: list[str]) -> nn.Module:
                 configure_model()
     except Exception as error:
         raise ArgumentError(None, f"model: {class_path} cannot be built: {error!r}") from error
-    return module
-
-
-def _transformers_model(name: str) -> nn.Module:
-    """Build a model of transformers on the meta device."""
-    if find_spec("transformers") is None:
-        raise ArgumentError(None, f"model: {name!r} needs transformers: pip install transformers")
-    import transformers  # takes seconds, and models of other libraries do not need it
-
-    if name in SHAPES:
-        config_class, sizes = SHAPES[name]
-        config = getattr(transformers, config_class)(**dict(zip(_SIZES, sizes, strict=True)))
-    else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            known = f"neither a class, nor one of {', '.join(SHAPES)}, nor a configuration of transformers"
-            raise ArgumentError(None, f"model: {name!r} is {known}: {error}") from error
-    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    auto: Any = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
-    with torch.device("meta"):
-        module: nn.Module = auto.from_config(config).float()
     return module

@@ -24,12 +24,13 @@ times as long. Memory on top of the inputs falls from 760 to 140 MiB, of which t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -45,7 +46,6 @@ def chunked_cross_entropy(
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
     softcap: float | None = None,
     shift: bool = False,
@@ -63,7 +63,6 @@ def chunked_cross_entropy(
         labels: Indices into the vocabulary, of shape `(...)`.
         bias: The head's bias, of shape `(vocabulary,)`.
         ignore_index: Label of positions that contribute neither to the loss nor to the gradients.
-        label_smoothing: Share of the target that is spread evenly over the vocabulary.
         reduction: `"mean"` over positions that are not ignored (NaN if there are none), `"sum"`, or `"none"`.
         softcap: If given, logits become `softcap * tanh(logits / softcap)`, as Gemma's do.
         shift: Whether each position predicts the next one's label, as where transformers is given `labels=input_ids`.
@@ -87,23 +86,18 @@ def chunked_cross_entropy(
     tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
         options: dict[str, Any] = {
-            "bias": bias, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
-            "reduction": reduction, "softcap": softcap, "shift": shift, "chunk_size": chunk_size,
+            "bias": bias, "ignore_index": ignore_index, "reduction": reduction,
+            "softcap": softcap, "shift": shift, "chunk_size": chunk_size,
         }  # fmt: skip
         return handle_torch_function(chunked_cross_entropy, tensors, hidden, weight, labels, **options)
-    _check_tensors(hidden, weight, labels, bias)
-    _check_choices(label_smoothing, reduction, softcap, chunk_size)
+    _check_tensors(hidden, weight, labels)
+    _check_choices(reduction, softcap, chunk_size)
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     is_counted = labels != ignore_index
-    losses = _losses_of_tokens(hidden, weight, bias, labels, is_counted, label_smoothing, softcap, chunk_size)
-    return _reduced(losses, is_counted, reduction)
-
-
-def _reduced(losses: Tensor, is_counted: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / is_counted.sum()
+    losses = _losses_of_tokens(hidden, weight, bias, labels, is_counted, softcap, chunk_size)
+    total = losses if reduction == "none" else losses.sum()
+    return total / is_counted.sum() if reduction == "mean" else total
 
 
 def _losses_of_tokens(
@@ -112,7 +106,6 @@ def _losses_of_tokens(
     bias: Tensor | None,
     labels: Tensor,
     is_counted: Tensor,
-    label_smoothing: float,
     softcap: float | None,
     chunk_size: int | None,
 ) -> Tensor:
@@ -124,7 +117,6 @@ def _losses_of_tokens(
         weight,
         bias,
         _checked_by_torch(flat, vocabulary),
-        label_smoothing,
         softcap,
         chunk_size or _automatic_chunk_size(flat.numel(), width, vocabulary),
     )
@@ -141,31 +133,25 @@ class _TokenLosses(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        label_smoothing: float,
         softcap: float | None,
         chunk_size: int,
     ) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # online softmax: probabilities are exp(logit - peak) / norm, where peak is the highest logit so far
         peak = hidden.new_full(labels.shape, torch.finfo(dtype).min, dtype=dtype)
-        norm, target, total = torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(peak)
+        norm, target = torch.zeros_like(peak), torch.zeros_like(peak)
         # casts are done by hand, slice by slice
         with _without_autocast(hidden.device.type):
             for rows in _slices(len(weight), chunk_size):
                 logits = _logits(hidden, *_lowered(weight, bias, rows, hidden.dtype), softcap)
                 column, is_inside = _position(labels, rows)
                 target = torch.where(is_inside, logits.gather(1, column).squeeze(1), target)
-                if label_smoothing:
-                    total += logits.sum(1)
                 last_peak = peak
                 peak = torch.maximum(peak, logits.amax(1))
                 norm = norm * (last_peak - peak).exp() + logits.sub_(peak[:, None]).exp_().sum(1)
         ctx.save_for_backward(hidden, weight, bias, labels, peak, norm)
-        ctx.choices = label_smoothing, softcap, chunk_size
-        losses = norm.log() - (1 - label_smoothing) * (target - peak)
-        if label_smoothing:
-            losses -= label_smoothing * (total / len(weight) - peak)
-        return losses
+        ctx.choices = softcap, chunk_size
+        return norm.log() - (target - peak)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,7 +163,7 @@ class _TokenLosses(torch.autograd.Function):
                 "second derivatives are needed."
             )
         hidden, weight, bias, labels, peak, norm = ctx.saved_tensors
-        label_smoothing, softcap, chunk_size = ctx.choices
+        softcap, chunk_size = ctx.choices
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -190,10 +176,7 @@ class _TokenLosses(torch.autograd.Function):
                 # (probability - target) * outer gradient, computed in the memory of the logits
                 grad_logits = logits.sub_(peak[:, None]).exp_().mul_((gradient / norm)[:, None])
                 column, is_inside = _position(labels, rows)
-                at_label = gradient * (label_smoothing - 1) * is_inside
-                grad_logits.scatter_add_(1, column, at_label[:, None])
-                if label_smoothing:
-                    grad_logits -= (gradient * (label_smoothing / len(weight)))[:, None]
+                grad_logits.scatter_add_(1, column, (-gradient * is_inside)[:, None])
                 if slope is not None:
                     grad_logits *= slope
                 if grad_bias is not None:
@@ -205,7 +188,7 @@ class _TokenLosses(torch.autograd.Function):
                     grad_hidden += lowered @ piece
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _without_autocast(device: str) -> AbstractContextManager[None]:
@@ -259,7 +242,7 @@ def _checked_by_torch(labels: Tensor, vocabulary: int) -> Tensor:
     return torch.arange(vocabulary, device=labels.device).gather(0, labels.long())
 
 
-def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "`hidden` must have the shape (..., width) and `weight` (vocabulary, width), got "
@@ -272,21 +255,89 @@ def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor 
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise ValueError(f"`labels` must be indices into the vocabulary, got {labels.dtype}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        expected = tuple(weight.shape[:1])
-        raise ValueError(f"`bias` must have the shape {expected}, got {tuple(bias.shape)}.")
-    named = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    devices = {name: str(tensor.device) for name, tensor in named.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"All tensors must be on one device, got {devices}.")
 
 
-def _check_choices(label_smoothing: float, reduction: str, softcap: float | None, chunk_size: int | None) -> None:
+def _check_choices(reduction: str, softcap: float | None, chunk_size: int | None) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction={reduction!r}` must be 'mean', 'sum' or 'none'.")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"`label_smoothing={label_smoothing!r}` must be between 0 and 1.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"`softcap={softcap!r}` must be positive, or None.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`chunk_size={chunk_size!r}` must be at least 1, or None.")
+
+
+def loss_in_slices(model: Any) -> None:
+    """Have a causal language model of transformers compute the loss of `labels=` without all of its logits.
+
+    Loss and gradients are the model's own, up to rounding, by `chunked_cross_entropy`. The logits that come with a loss
+    are those of the last position alone. Modules, parameters and checkpoints stay as they are.
+
+    Args:
+        model: A model such as `AutoModelForCausalLM` loads, before it gets adapters.
+
+    Raises:
+        ValueError: If it is another kind of model, or its head is more than a linear layer.
+        RuntimeError: At the first loss, if the model does more to logits than its head and a soft cap.
+
+    Examples:
+        >>> loss_in_slices(model)  # doctest: +SKIP
+        >>> loss = model(input_ids, labels=input_ids).loss  # doctest: +SKIP
+    """
+    used = inspect.unwrap(type(model).forward).__code__
+    head = model.get_output_embeddings()
+    is_plain = isinstance(head, nn.Linear) and not [*head.children()]
+    if not (is_plain and "loss_function" in used.co_names and "logits_to_keep" in used.co_varnames):
+        raise ValueError(f"`{type(model).__name__}` has no loss of transformers' over the logits of a linear layer.")
+    loss = _LossOfHidden(model)
+    model.register_forward_pre_hook(loss.ask_for_one, with_kwargs=True)
+    model.base_model.register_forward_hook(loss.note_hidden)
+    model.loss_function = loss
+
+
+class _LossOfHidden:
+    """A model's `loss_function`, of what its head is given instead of what it returns."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._is_asked = self._is_checked = False
+        self._hidden: Any = None
+
+    def ask_for_one(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Have the model compute the logits of one position, where it computes a loss."""
+        self._is_asked = kwargs.get("labels") is not None
+        return args, {**kwargs, "logits_to_keep": 1} if self._is_asked else kwargs
+
+    def note_hidden(self, _: nn.Module, args: Any, output: Any) -> None:
+        """Note what the head is about to be given."""
+        self._hidden = output[0] if self._is_asked else None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Compute the loss as transformers does, which gives it arguments of the model, too."""
+        hidden, self._hidden = self._hidden, None
+        head = self._model.get_output_embeddings()
+        softcap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
+        if not self._is_checked:
+            expected = _logits(hidden[:, -1:].detach(), head.weight.detach(), head.bias, softcap)
+            if not torch.allclose(logits[:, -1:].float(), expected, rtol=0.02, atol=0.02):
+                words = "does more to its logits than its head and a soft cap: train without `loss_in_slices`"
+                raise RuntimeError(f"`{type(self._model).__name__}` {words}.")
+            self._is_checked = True
+        loss = chunked_cross_entropy(
+            hidden,
+            head.weight,
+            (labels if shift_labels is None else shift_labels).to(hidden.device),
+            bias=head.bias,
+            ignore_index=others.get("ignore_index", -100),
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=softcap,
+            shift=shift_labels is None,
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import pytest
 import torch
 
@@ -44,7 +41,6 @@ def test_what_is_measured_is_what_plan_assumes():
     assert given["measured"] == ["host_bandwidth_int8"], "what is given wins"
     says = f"measured on {kept.day} on this machine ({kept.machine}): host_bandwidth_int8; all else"
     assert says in run(f"sp-lightning plan --host_bandwidth 1234 --model {MODEL}")
-    assert json.loads(run("sp-lightning measure --json")).keys() == asdict(kept).keys()
 
 
 def test_a_device_is_probed():

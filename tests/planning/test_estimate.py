@@ -12,15 +12,15 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, T5Config, ViTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 from transformers import T5ForConditionalGeneration as T5
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
-from sp_lightning.cli import _SIZES, SHAPES
 from sp_lightning.pipeline import Lane
 from sp_lightning.planning import Choice, choose, predict
 from sp_lightning.planning.estimate import STATE, estimate
+from sp_lightning.planning.known import named_model
 from sp_lightning.planning.memory import activation_bytes, gradient_bytes, landing_bytes, weight_bytes
 from sp_lightning.trainer.steps import StepsMixin
 
@@ -159,21 +159,18 @@ def test_what_lives_on_the_device_and_what_visits_it(given, on_device, up, down)
 GIB = 2**30
 INT8 = {"precision": "bf16-true", "moments": "int8"}
 H200 = {"tokens": 8192, "to_device": 54, "to_host": 54, "compute": 350, "host_bandwidth": 100}
-SIZES = dict(zip(_SIZES, (151_936, 1536, 8960, 28, 12, 2), strict=True))
 MODELS = {
-    "8B": (LlamaConfig(**dict(zip(_SIZES, SHAPES["Llama-3.1-8B"][1], strict=True))), INT8),
-    "1.5B": (Qwen2Config(tie_word_embeddings=True, **SIZES), H200),
-    "1.5B, chunked": (Qwen2Config(tie_word_embeddings=True, **SIZES), {**H200, "chunked_loss": True}),
-    "14B": (Qwen2Config(**dict(zip(_SIZES, SHAPES["Qwen2.5-14B"][1], strict=True))), {}),
+    "8B": ("Llama-3.1-8B", INT8),
+    "1.5B": ("Qwen2.5-1.5B", H200),
+    "1.5B, chunked": ("Qwen2.5-1.5B", {**H200, "chunked_loss": True}),
+    "14B": ("Qwen2.5-14B", {}),
 }
 
 
 @cache
 def estimated(name, place):
-    config, assumed = MODELS[name]
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config).float()
-    return estimate(module, Assumptions(optimizer_on=place, **assumed))
+    known_as, assumed = MODELS[name]
+    return estimate(named_model(known_as), Assumptions(optimizer_on=place, **assumed))
 
 
 @pytest.mark.parametrize(

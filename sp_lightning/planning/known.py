@@ -1,0 +1,68 @@
+"""What `sp-lightning plan` knows by name: models, GPUs and hosts, from the data files in `known/`.
+
+Models have the arguments of a class of their library, as they are published; GPUs and hosts have rates to assume, each
+with where it is from.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+Kind: TypeAlias = Literal["models", "gpus", "hosts"]
+
+
+def known(kind: Kind) -> dict[str, dict[str, Any]]:
+    """Return all that is known of a kind, by name."""
+    text = files("sp_lightning.planning").joinpath("known", f"{kind}.json").read_text(encoding="utf-8")
+    entries: dict[str, dict[str, Any]] = json.loads(text)
+    return entries
+
+
+def find(kind: Kind, name: str) -> dict[str, Any] | None:
+    """Return what is known by a name, in upper or lower case; a model may have its organization before it."""
+    name = name.rpartition("/")[2].casefold()
+    return next((entry for each, entry in known(kind).items() if each.casefold() == name), None)
+
+
+def rates_of(kind: Kind, name: str | None) -> dict[str, Any]:
+    """Return what to assume of a GPU or a host; nothing if none is named."""
+    entry = {} if name is None else find(kind, name)
+    if entry is None:
+        raise ValueError(f"{kind[:-1]}: {name!r} is not one of {', '.join(known(kind))}")
+    return {rate: value for rate, value in entry.items() if rate != "source"}
+
+
+def named_model(name: str) -> nn.Module:
+    """Build a model that is known by its name, or has a configuration of transformers, on the meta device."""
+    entry = None if Path(name).exists() else find("models", name)
+    library, _, cls = ("transformers" if entry is None else str(entry["class"])).partition(".")
+    if find_spec(library) is None:
+        raise ValueError(f"model: {name!r} needs {library}: pip install {library}")
+    made_by: Any = import_module(library)  # takes seconds, and models of other libraries do not need it
+    with torch.device("meta"):
+        if entry is not None:
+            made = getattr(made_by, cls)(**entry["arguments"])
+            return made if isinstance(made, nn.Module) else _of_transformers(made_by, made)
+        try:
+            return _of_transformers(made_by, made_by.AutoConfig.from_pretrained(name))
+        except (OSError, ValueError) as error:
+            words = "neither a class, nor built in (see `plan --help`), nor a configuration of transformers"
+            raise ValueError(f"model: {name!r} is {words}: {error}") from error
+
+
+def _of_transformers(transformers: Any, config: Any) -> nn.Module:
+    auto = transformers.AutoModel
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = transformers.AutoModelForCausalLM
+    elif type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto = transformers.AutoModelForImageTextToText
+    module: nn.Module = auto.from_config(config).float()
+    return module
