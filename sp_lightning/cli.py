@@ -148,11 +148,19 @@ def _plan_parser() -> ArgumentParser:
         "--model",
         type=str,
         required=True,
-        help=f"{', '.join(known('models'))}; or the class of a LightningModule or nn.Module, whose arguments follow "
-        "as `--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
+        help=f"{', '.join(known('models'))}; "
+        "or the class of a LightningModule or nn.Module, whose arguments follow as "
+        "`--model.name value`; or a configuration of transformers: a folder, a config.json, "
+        "a name on the hub",
     )
-    parser.add_argument("--gpu", help=f"whose memory, link and speed to assume: {', '.join(known('gpus'))}")
-    parser.add_argument("--host", help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}")
+    parser.add_argument(
+        "--gpu",
+        help=f"whose memory, link and speed to assume: {', '.join(known('gpus'))}",
+    )
+    parser.add_argument(
+        "--host",
+        help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_class_arguments(Assumptions)
     return parser

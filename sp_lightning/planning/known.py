@@ -21,8 +21,8 @@ Kind: TypeAlias = Literal["models", "gpus", "hosts"]
 
 def known(kind: Kind) -> dict[str, dict[str, Any]]:
     """Return all that is known of a kind, by name."""
-    text = files("sp_lightning.planning").joinpath("known", f"{kind}.json").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = json.loads(text)
+    file = files("sp_lightning.planning").joinpath("known", f"{kind}.json")
+    entries: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return entries
 
 
@@ -46,7 +46,8 @@ def named_model(name: str) -> nn.Module:
     library, _, cls = ("transformers" if entry is None else str(entry["class"])).partition(".")
     if find_spec(library) is None:
         raise ValueError(f"model: {name!r} needs {library}: pip install {library}")
-    made_by: Any = import_module(library)  # takes seconds, and models of other libraries do not need it
+    # takes seconds, and models of other libraries do not need it
+    made_by: Any = import_module(library)
     with torch.device("meta"):
         if entry is not None:
             made = getattr(made_by, cls)(**entry["arguments"])
@@ -54,8 +55,10 @@ def named_model(name: str) -> nn.Module:
         try:
             return _of_transformers(made_by, made_by.AutoConfig.from_pretrained(name))
         except (OSError, ValueError) as error:
-            words = "neither a class, nor built in (see `plan --help`), nor a configuration of transformers"
-            raise ValueError(f"model: {name!r} is {words}: {error}") from error
+            raise ValueError(
+                f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
+                f"configuration of transformers: {error}"
+            ) from error
 
 
 def _of_transformers(transformers: Any, config: Any) -> nn.Module:
