@@ -62,6 +62,4 @@ def _remedy(pipeline: Pipeline, trains: bool) -> str:
     mostly_activations = trains and summary.device_bytes < pipeline.stats.activation_peak_bytes
     if summary.k > 1 and not mostly_activations:
         return "Set `k=1`."
-    return (
-        "Use smaller batches, or `chunked_cross_entropy` where it is the logits of a large vocabulary that do not fit."
-    )
+    return "Use smaller batches, or `loss_in_slices` where it is the logits of a large vocabulary that do not fit."
