@@ -35,23 +35,16 @@ def llama() -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32000, **size))
 
 
-def mixtral() -> nn.Module:
-    size = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=8000, num_key_value_heads=2, **size))
-
-
 # name -> (how it is built, how many units)
 REAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config()), 1 + 12),
     "llama": (llama, 1 + 8 + 1),
     "t5": (lambda: hf.T5ForConditionalGeneration(hf.T5Config()), 1 + 6 + 6),
     "albert": (lambda: hf.AlbertForMaskedLM(hf.AlbertConfig()), 8),
-    "mixtral": (mixtral, 1 + 6 + 1),
     "vit": (vision.vit_b_16, 12 + 1),
     "swin": (vision.swin_t, 11),
     "resnet50": (vision.resnet50, 11),
     "vgg16": (vision.vgg16, 5),
-    "efficientnet": (vision.efficientnet_b0, 9),
     "convnext": (vision.convnext_tiny, 16),
     "unet": (lambda: UNet((64, 128, 256, 512)), 13),
 }
