@@ -41,10 +41,6 @@ class Forwards(Protocol[T]):
     def forward(self, x: T) -> T: ...
 
 
-class GenericMixin(Generic[T]):
-    pass
-
-
 class WithSlots:
     __slots__ = ("first",)
 
@@ -55,12 +51,6 @@ class WithoutSlots:
 
 def generic_first(base: Any) -> type:
     class Made(Generic[T], base): ...
-
-    return Made
-
-
-def generic_last(base: Any) -> type:
-    class Made(base, Generic[T]): ...
 
     return Made
 
@@ -83,12 +73,6 @@ def protocol(base: Any) -> type:
     class Made(Forwards[Any], base):
         def forward(self, x: Any) -> Any:
             return base.forward(self, x)
-
-    return Made
-
-
-def mixins(base: Any) -> type:
-    class Made(GenericMixin[int], ABC, WithoutSlots, base): ...
 
     return Made
 
@@ -228,14 +212,6 @@ def remake(made: type, state: dict[str, Any]) -> Any:
     return module
 
 
-def own_state(base: Any) -> type:
-    class Made(base):
-        def __getstate__(self) -> dict[str, Any]:
-            return {**self.__dict__, "note": "on what was left out"}
-
-    return Made
-
-
 def multiplied(module: Any, factor: float, x: Any) -> Any:
     return factor * type(module).forward(module, x)
 
@@ -243,9 +219,9 @@ def multiplied(module: Any, factor: float, x: Any) -> Any:
 SHAPES: dict[str, Callable[[Any], type]] = {
     make.__name__: make
     for make in (
-        generic_first, generic_last, generic_of_int, abstract, protocol, mixins, slots_without_names, slots_with_names,
-        dictionary, metaclass, unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, cached,
-        forward_of_the_instance, own_deepcopy, own_reduce, own_state,
+        generic_first, generic_of_int, abstract, protocol, slots_without_names, slots_with_names, dictionary,
+        metaclass, unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, cached,
+        forward_of_the_instance, own_deepcopy, own_reduce,
     )
 }  # fmt: skip
 

@@ -23,7 +23,6 @@ import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,7 +34,7 @@ import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .helpers import assert_same_trace, slow_host
+from .helpers import slow_host
 from .lightning_modules import (
     WIDTH,
     Base,
@@ -45,7 +44,6 @@ from .lightning_modules import (
     fit,
     loader,
     nobody_looks,
-    plain,
     streamed,
     trainer,
 )
@@ -118,19 +116,6 @@ def test_hazard_03_models_are_built_on_the_host(module):
     uniform.assert_not_called()
 
 
-def test_hazard_03_init_module():
-    ours = trainer(streamed())
-    with ours.init_module(empty_init=True):
-        empty = Base()
-    torch.manual_seed(1)
-    empty.load_state_dict(Base().state_dict())
-    fit(ours, empty)
-    torch.manual_seed(1)
-    module = Base()
-    fit(trainer(plain()), module)
-    assert_same_trace(module.trace, empty.trace)
-
-
 class Early(Base):
     """05: parameters are the same objects. LightningCLI builds the optimizer before `fit`."""
 
@@ -155,7 +140,7 @@ class Zeroing(Base):
 
 @pytest.mark.parametrize(
     ("make", "arguments"),
-    [(Early, {}), (Zeroing, {}), (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")})],  # 16
+    [(Early, {}), (Zeroing, {})],
 )
 def test_training_is_the_same(make, arguments):
     assert_same_training(make, arguments=lambda: arguments)
@@ -236,9 +221,9 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place, monkeypatch
 # Hazards 05, 08 and 13, weights that are assigned, written to or loaded, and 19, requires_grad, are in
 # test_exact_random_stories.py; 06, gradients that are looked at, and 12, exceptions, in test_overlap.py; 18, hooks on
 # parameters, there and in the zoo; 10, copies, in test_exact_mechanisms.py; 07, inference tensors, and 21, clipping,
-# are among the Trainer's arguments in test_strategy.py; 22, the memory that checkpoints take, is in
-# test_checkpoint.py; 24, more than one process, in test_processes.py; 25, a compiled LightningModule, in
-# test_strategy.py.
+# are among the Trainer's arguments in test_strategy.py; 16, mixed precision, is in test_precision.py; 22, the memory
+# that checkpoints take, in test_checkpoint.py; 24, more than one process, in test_processes.py; 25, a compiled
+# LightningModule, in test_strategy.py.
 
 
 def test_hazard_26_ranks_without_a_question_to_the_cluster(monkeypatch):
@@ -407,12 +392,3 @@ def test_a_fork_that_ends_in_a_hook(hook):
     has_ended, _, _ = select.select([os.pidfd_open(module.child)], [], [], 20)
     os.kill(module.child, signal.SIGKILL)
     assert (bool(has_ended), os.waitstatus_to_exitcode(os.waitpid(module.child, 0)[1])) == (True, 7)
-
-
-@pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])
-def test_ranks_may_be_set(name):
-    """Lightning's strategy for one device lets them be set, and tests of what several processes do count on it."""
-    strategy = streamed()
-    setattr(strategy, name, 2)
-    assert getattr(strategy, name) == 2
-    assert strategy.is_distributed == (name == "world_size")
