@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,11 +12,9 @@ from suite.module import Batches, BenchModule
 from suite.networks import Network
 from suite.runner import Processes
 from suite.sets import WORKLOADS
-from suite.systems import SYSTEMS, base, make_system
 from suite.systems.base import System
 from suite.systems.device import Device
 from suite.systems.paper import Paper
-from suite.systems.trainstream import TrainStream
 from suite.worker import Job, measure, run
 from suite.workloads import Window, Workload
 from torch import Tensor, nn
@@ -103,25 +99,6 @@ def in_a_process(job: Job, folder: Path) -> dict[str, Any]:
     return written or {"error": why}
 
 
-class TestReasons:
-    @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.packages])
-    def test_a_missing_package_is_named(self, name, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: None)
-        reason = make_system(name).why_not(CHAIN)
-        assert reason == f"{SYSTEMS[name].packages[0]} is not installed"
-
-    @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.needs_cuda])
-    def test_a_missing_gpu_is_named(self, name, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert make_system(name).why_not(CHAIN) == "needs a GPU"
-
-    @pytest.mark.parametrize("name", ["accelerate", "diffusers"])
-    def test_an_inference_system_refuses_to_train(self, name, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        assert make_system(name).why_not(CHAIN) == "does not do training"
-
-
 class TestPaper:
     @pytest.mark.parametrize("window", [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (BLOCKS, 1)], ids=str)
     def test_weights_are_those_of_plain_training(self, window: Window):
@@ -132,68 +109,6 @@ class TestPaper:
         system = Paper((k, 1))
         train(system)
         assert system.facts() == {"k": k, "k_prime": 1, "units": BLOCKS, "loads": STEPS * loads}
-
-    def test_predicts_as_plain_lightning(self):
-        plain, paper = (measure(job("toy-lm-inference", name)) for name in ("device", "paper"))
-        assert paper["values"] == plain["values"]
-
-
-class ClippingAdamW(torch.optim.AdamW):
-    """Clips in its step, as TrainStream's optimizer does."""
-
-    def step(self, closure=None):
-        loss = closure()
-        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], CHAIN.clipping)
-        super().step()
-        return loss
-
-
-class TestTrainStream:
-    @pytest.fixture
-    def wrapped(self, monkeypatch):
-        """Put a module in the place of trainstream, and return what its `wrap` was called with."""
-        wrapped: list[dict[str, Any]] = []
-
-        def wrap(model, optimizer, **options):
-            wrapped.append(options)
-            return model, ClippingAdamW([{**group, "fused": True} for group in optimizer.param_groups])
-
-        monkeypatch.setitem(sys.modules, "trainstream", SimpleNamespace(wrap=wrap))
-        return wrapped
-
-    def test_it_alone_clips_and_places_the_weights(self, wrapped):
-        assert_same(train(TrainStream()), train(Device()))
-        (options,) = wrapped
-        assert len(options.pop("blocks")) == BLOCKS
-        assert options == {"device": torch.device("cpu"), "max_grad_norm": CHAIN.clipping, "quantize": "none"}
-
-    @pytest.mark.parametrize(("budget", "paged"), [(250_000, 1.0), (500_000, 0.5)])
-    def test_with_a_budget_memory_is_limited_and_activations_are_paged(self, wrapped, budget, paged):
-        workload = WORKLOADS["toy-lm"]
-        system = make_system("trainstream", budget=budget)
-        system.prepare(BenchModule(Chain(), workload, system), workload, torch.device("cpu"))
-        system.make_optimizer([nn.Parameter(torch.ones(1))], workload)
-        assert system.device_limit(workload) == budget
-        assert (wrapped[0]["activation_offload"], wrapped[0]["offload"]) == (paged, True)
-
-    def test_bf16_parameters_are_for_workloads_with_masters(self, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        reasons = [make_system("trainstream-bf16").why_not(WORKLOADS[f"toy-lm-{end}"]) for end in ("mixed", "bf16")]
-        assert reasons == [None, "is the same as trainstream, except under bf16-mixed"]
-
-
-def test_zero3_leaves_a_share_of_model_and_optimizer_on_the_device():
-    workload = WORKLOADS["toy-lm"]
-    numbers = sum(parameter.numel() for parameter in Chain().parameters())
-    configs = []
-    for budget in workload.budgets:
-        system = make_system("deepspeed-zero3", budget=budget)
-        system.prepare(BenchModule(Chain(), workload, system), workload, torch.device("cpu"))
-        configs.append(system.config(workload)["zero_optimization"])
-    assert configs[0] == make_system("deepspeed-zero3").config(CHAIN)["zero_optimization"]
-    assert [config["offload_optimizer"]["ratio"] for config in configs[1:]] == [0.5, 0.0]
-    assert [config["stage3_model_persistence_threshold"] for config in configs[1:]] == [numbers // 2, numbers]
 
 
 @pytest.mark.slow

@@ -72,7 +72,6 @@ def test_time_is_the_budget_and_a_run_goes_on(call, monkeypatch):
     [
         ("--hours=0", "--hours: a budget of 0.0 hours leaves no time to train: it must be above 0"),
         ("--text=empty", "--text: empty: no .txt file in this folder"),
-        ("--text=nowhere", "--text: nowhere: no such file or folder"),
     ],
 )
 def test_it_refuses(capsys, argument, message):
