@@ -160,38 +160,6 @@ def test_what_may_be_a_single_operation_is_not_divided(kind: str, masked: bool, 
             assert pipeline.summary().units == 1
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize(
-    "unit",
-    [
-        lambda: Raw(lambda x, w: torch.einsum("ab,bc->ac", x, w)),
-        lambda: Raw(lambda x, w: torch.tensordot(x, w, 1)),
-        lambda: Raw(lambda x, w: torch.cdist(x, w)),  # autocast has a rule for it, which says fp32
-        lambda: Raw(lambda x, w: F.linear(x, w)),
-        lambda: nn.GRUCell(8, 8),
-        lambda: nn.RNN(8, 8),
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
-    ],
-)
-def test_the_first_evaluation_computes_as_the_others(
-    unit: Callable[[], nn.Module], cache: bool, mode: Callable[[], Any]
-) -> None:
-    """While it was watched in inference mode, autocast did not see what `einsum`, `lstm` and others are made of."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([unit() for _ in range(3)]).eval()
-    x = torch.randn(4, 8)
-
-    def evaluate_twice(model: nn.Module) -> list[Tensor]:
-        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            outputs = [layer(x) for layer in model]
-        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            outputs += [layer(x) for layer in model]
-        return [output[0] if isinstance(output, tuple) else output for output in outputs]
-
-    assert_same_results(evaluate_twice, model, units=None)
-
-
 class Normed(nn.Module):
     """As peft's DoRA: it reads the weight of one of its layers besides calling it."""
 

@@ -137,20 +137,8 @@ def in_backward() -> None:
         assert pipeline.stats.steps_in_backward == 49 * 5, "not the step in which units are arranged anew"
 
 
-class Hooked(nn.Module):
-    """A user's hook masks a gradient: it is called with the process's own, as in plain training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = chain(3)
-        self.blocks[1].up.weight.register_hook(lambda gradient: gradient * (torch.arange(len(gradient))[:, None] > 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 class HookedInOne(nn.Module):
-    """The same where one process alone uses the weight, and the hook changes what has been added up."""
+    """A user's hook changes what has been added up, and one process alone uses the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,8 +155,6 @@ def _mask(weight: nn.Parameter) -> None:
 
 
 def hooks_on_weights() -> None:
-    for accumulate in (1, 2):
-        assert_averages(Hooked, accumulate=accumulate)
     assert_averages(HookedInOne)
 
 

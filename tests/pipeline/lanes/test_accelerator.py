@@ -65,18 +65,6 @@ def test_device_memory(pretended: MagicMock) -> None:
     backend.close()
 
 
-def test_the_peak_is_that_of_the_run(pretended: MagicMock) -> None:
-    """And not since the engine has last counted it anew."""
-    backend = AcceleratorBackend(torch.device("cpu"))
-    pretended.max_memory_allocated.return_value = 9 << 10
-    backend.count_peak_anew()
-    pretended.max_memory_allocated.return_value = 1 << 10
-    assert backend.memory()[3:5] == (1 << 10, 9 << 10)
-    pretended.max_memory_allocated.return_value = 10 << 10
-    assert backend.memory()[3:5] == (10 << 10, 10 << 10)
-    backend.close()
-
-
 def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     with pytest.raises(ValueError, match="`device=mps`.*no streams"):

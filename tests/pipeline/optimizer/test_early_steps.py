@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
 
-from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step, same
+from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step
 
 
 def train_in_backward(
@@ -313,24 +313,6 @@ def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]
         change(optimizer)
         with pytest.raises(RuntimeError, match=r"param groups were changed after that, before `step\(\)`"):
             optimizer.step()
-
-
-def test_an_optimizer_that_cannot_step_by_unit_any_more() -> None:
-    """It would step all weights once more."""
-    expected = chain()
-    optimizer = adam(expected)
-    plain_step(expected, optimizer)
-    optimizer.zero_grad()
-    plain_step(expected, optimizer)
-    with attached(model := chain()) as pipeline:
-        optimizer = adam(model)
-        stepped_early(pipeline, model, optimizer)
-        handle = optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match="Units were stepped in backward, but now a step hook"):
-            optimizer.step()
-        handle.remove()
-        optimizer.step()
-        assert same(everything(expected), everything(model)), "once, and not twice"
 
 
 def test_another_optimizer_of_the_same_weights() -> None:

@@ -246,14 +246,3 @@ def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> Non
         members = [{id(member.module) for member in unit.members} for unit in division.units]
         assert members == [{id(a), id(b)} for a, b in zip(*(parts["compiled"], plain.blocks), strict=True)]
         assert not division.resident.weights
-
-
-def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
-    """70 billion parameters: a fiftieth of that is an embedding that would fill a small device."""
-    size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
-    with torch.device("meta"):
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
-    division = find_units(model, device_bytes=24 << 30)
-    blocks = [f"model.layers.{number}" for number in range(80)]
-    assert names(division) == ["model.embed_tokens", *blocks, "lm_head"]
-    assert [weight.name for weight in division.resident.weights] == ["model.norm.weight"]
