@@ -9,8 +9,8 @@ import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property, partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -37,10 +37,6 @@ class Abstract(ABC):
     def forward(self, x: Any) -> Any: ...
 
 
-class Forwards(Protocol[T]):
-    def forward(self, x: T) -> T: ...
-
-
 class WithSlots:
     __slots__ = ("first",)
 
@@ -63,14 +59,6 @@ def generic_of_int(base: Any) -> type:
 
 def abstract(base: Any) -> type:
     class Made(Abstract, base):
-        def forward(self, x: Any) -> Any:
-            return base.forward(self, x)
-
-    return Made
-
-
-def protocol(base: Any) -> type:
-    class Made(Forwards[Any], base):
         def forward(self, x: Any) -> Any:
             return base.forward(self, x)
 
@@ -169,18 +157,6 @@ def dataclass(base: Any) -> type:
     return Made
 
 
-def cached(base: Any) -> type:
-    class Made(base):
-        @cached_property
-        def factor(self) -> float:
-            return 1.5
-
-        def forward(self, x: Any) -> Any:
-            return self.factor * super().forward(x)
-
-    return Made
-
-
 def forward_of_the_instance(base: Any) -> type:
     class Made(base):
         def __init__(self, *args: Any) -> None:
@@ -219,9 +195,9 @@ def multiplied(module: Any, factor: float, x: Any) -> Any:
 SHAPES: dict[str, Callable[[Any], type]] = {
     make.__name__: make
     for make in (
-        generic_first, generic_of_int, abstract, protocol, slots_without_names, slots_with_names, dictionary,
-        metaclass, unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, cached,
-        forward_of_the_instance, own_deepcopy, own_reduce,
+        generic_first, generic_of_int, abstract, slots_without_names, slots_with_names, dictionary, metaclass,
+        unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, forward_of_the_instance,
+        own_deepcopy, own_reduce,
     )
 }  # fmt: skip
 

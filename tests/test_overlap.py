@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.precision import HostGradScaler
 
-from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, note_state, slow_host
+from .helpers import Trace, assert_same_trace, attached, note_state, slow_host
 from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain
 
@@ -64,34 +64,6 @@ def test_units_whose_step_ends_while_they_are_called_run_again_in_backward(autoc
             loss.backward()
             assert pipeline.stats.recomputed == number * (BLOCKS - 1) + 1, "the last one runs again in the first step"
             optimizer.step()
-
-
-class Nests(Block):
-    """Calls another block inside of its own call, once that is switched on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: list[nn.Module] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return sum((inner(x) for inner in self.inner), y)
-
-
-@pytest.mark.parametrize("overlap", ["auto", False])
-def test_weights_that_become_resident_while_they_are_stepped(overlap: Any) -> None:
-    def story(run: Run) -> None:
-        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-        for number in range(4):
-            optimizer.zero_grad()
-            run.model(run.rows(number)).sum().backward()
-            optimizer.step()
-        run.model.blocks[0].inner.append(run.model.blocks[4])  # in the same place on the device
-        with torch.no_grad(), run.step():
-            run.note("changed", run.model(run.rows(0)))
-
-    with slow_host():
-        assert_same_story(story, lambda: Chain([Nests() for _ in range(6)]), overlap_optimizer=overlap, debug=False)
 
 
 # --------------------------------------------------------------------------------------------------------- Lightning
