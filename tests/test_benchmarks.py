@@ -15,9 +15,8 @@ import bench
 import plot_memory
 import pytest
 import torch
-from suite.demand import demand_of, describe
+from suite.demand import describe
 from suite.report import report
-from suite.results import entries
 from suite.sets import SETS, WORKLOADS
 from suite.systems import SYSTEMS
 from suite.weights import build_network
@@ -183,18 +182,6 @@ def ran(workload: str, system: str, seconds: list[float], device: int = 100, **m
         facts={},
         limit=options.get("limit"),
     )
-
-
-def test_rounds_are_put_together():
-    rounds = [
-        ran("toy-lm", "device", [1.0, 9.0, 2.0], device=5),
-        ran("toy-lm", "device", [3.0, 4.0], device=7, round=1),
-    ]
-    (entry,) = entries(result_of(*rounds))["toy-lm"]
-    assert entry.seconds == 3.0
-    assert entry.device_bytes == 7
-    assert entry.items_per_second == 4 * 16 / 3.0
-    assert entry.tflops == pytest.approx(demand_of(WORKLOADS["toy-lm"]).model_flops_per_sample * 4 / 3.0 / 1e12)
 
 
 def test_what_is_planned_is_drawn_from_measured_rates_and_says_so(tmp_path, monkeypatch):

@@ -51,11 +51,6 @@ def config(path: Path, trainer: dict[str, Any]) -> str:
     return f"--config={path}"
 
 
-@pytest.mark.parametrize("name", ["superpipeline", "Superpipeline", "superpipeline_recompute"])
-def test_name(name):
-    assert cli(f"--trainer.strategy={name}").options.k == "auto"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-import host_step
 import plot_k
 import pytest
 import sweep_k
@@ -114,6 +113,21 @@ def test_finetune_lm_refuses(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         parse(arguments)
     assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("pretrain", ["--hours=0"], "--hours: a budget of 0.0 hours leaves no time to train: it must be above 0"),
+        ("pretrain", ["--text=."], "--text: .: no .txt file in this folder"),
+        ("pseudo_to_real", ["--delink=70"], "--delink 70 comes after the last of --steps 60"),
+        ("several_models", ["--devices=2"], "this plain loop is for one device"),
+    ],
+)
+def test_recipes_refuse(capsys, script, arguments, message):
+    with pytest.raises(SystemExit):
+        import_module(script).main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -291,16 +305,3 @@ def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path, monkeypatch):
     drawn = (tmp_path / "k.svg").read_text(encoding="utf-8")
     assert drawn.count('rx="5"') == 2 * 3 + 1, "a dot for each point, and one in the legend"
     assert result["title"] in drawn
-
-
-def test_the_step_on_the_host_is_measured(tmp_path, monkeypatch):
-    small = ["--parameters=1e4", "--tensors=2", "--threads=1", "--rounds=1", f"--json={tmp_path / 'step.json'}"]
-    monkeypatch.setattr(sys, "argv", ["host_step.py", *small])
-    threads = torch.get_num_threads()
-    host_step.main()
-    torch.set_num_threads(threads)
-    results = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
-    rows, moved = results["rows"], {row["kind"]: row["bytes for each parameter"] for row in results["fewer bytes"]}
-    assert [row["work"] for row in rows] == ["update", "clip", "mixed"]
-    assert all(milliseconds > 0 for row in rows for milliseconds in row["ms"].values())
-    assert moved["int8 moments"] < 0.55 * moved["fp32 moments"] < 0.3 * moved["torch"]

@@ -132,7 +132,7 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 29,
     "files": 113,
     "imports that lead back": 13,
-    "lines of tests": 23_419,
+    "lines of tests": 23_233,
     "tokens": 118_667,
     "tokens of optim": 8_520,
     "tokens of pipeline": 9_024,

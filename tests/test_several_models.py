@@ -53,9 +53,3 @@ def test_the_example(monkeypatch, capsys):
     assert output.endswith("Losses are the same in both orders: True\n")
     monkeypatch.setattr(sp_lightning, "superpipeline", partial(sp_lightning.superpipeline, debug=True))
     assert several_models.by_turns(several_models.parse(SMALL)) == plain
-
-
-def test_the_example_refuses(capsys):
-    with pytest.raises(SystemExit):
-        several_models.main(["--devices=2"])
-    assert "this plain loop is for one device" in capsys.readouterr().err

@@ -28,7 +28,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
@@ -43,7 +42,6 @@ from .lightning_modules import (
     assert_same_training,
     fit,
     loader,
-    nobody_looks,
     streamed,
     trainer,
 )
@@ -343,29 +341,6 @@ def test_a_logger_that_draws_the_graph_of_the_model():
 
     with pytest.raises(RuntimeError, match=r"captured as a graph.*`copy\.deepcopy\(module\)\.cpu\(\)`"):
         fit(trainer(streamed(), logger=Draws()), Base())
-
-
-class Sums(Dataset):
-    """Sums of the model's weights, which a loader's worker computes."""
-
-    def __init__(self, module: L.LightningModule) -> None:
-        self.module = module
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.stack([p.detach().sum() for p in self.module.parameters()])[:WIDTH] + index, index % 2
-
-
-def fit_on_sums(trainer: L.Trainer, module: L.LightningModule) -> None:
-    trainer.fit(module, DataLoader(Sums(module), 2, num_workers=1, multiprocessing_context="fork", timeout=30))
-
-
-def test_a_forked_worker_reads_weights_or_raises():
-    assert_same_training(drive=fit_on_sums, overlap_optimizer=False)
-    with slow_host(0.2), nobody_looks(), pytest.raises(RuntimeError, match=r"forked from.*`copy\.deepcopy\(module\)`"):
-        fit_on_sums(trainer(streamed()), Base())
 
 
 @pytest.mark.parametrize("hook", ["training_step", "on_after_backward"])
