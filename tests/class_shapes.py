@@ -9,8 +9,8 @@ import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property, partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -37,14 +37,6 @@ class Abstract(ABC):
     def forward(self, x: Any) -> Any: ...
 
 
-class Forwards(Protocol[T]):
-    def forward(self, x: T) -> T: ...
-
-
-class GenericMixin(Generic[T]):
-    pass
-
-
 class WithSlots:
     __slots__ = ("first",)
 
@@ -59,12 +51,6 @@ def generic_first(base: Any) -> type:
     return Made
 
 
-def generic_last(base: Any) -> type:
-    class Made(base, Generic[T]): ...
-
-    return Made
-
-
 def generic_of_int(base: Any) -> type:
     class Made(generic_first(base)[int]): ...  # type: ignore[misc]
 
@@ -75,20 +61,6 @@ def abstract(base: Any) -> type:
     class Made(Abstract, base):
         def forward(self, x: Any) -> Any:
             return base.forward(self, x)
-
-    return Made
-
-
-def protocol(base: Any) -> type:
-    class Made(Forwards[Any], base):
-        def forward(self, x: Any) -> Any:
-            return base.forward(self, x)
-
-    return Made
-
-
-def mixins(base: Any) -> type:
-    class Made(GenericMixin[int], ABC, WithoutSlots, base): ...
 
     return Made
 
@@ -185,18 +157,6 @@ def dataclass(base: Any) -> type:
     return Made
 
 
-def cached(base: Any) -> type:
-    class Made(base):
-        @cached_property
-        def factor(self) -> float:
-            return 1.5
-
-        def forward(self, x: Any) -> Any:
-            return self.factor * super().forward(x)
-
-    return Made
-
-
 def forward_of_the_instance(base: Any) -> type:
     class Made(base):
         def __init__(self, *args: Any) -> None:
@@ -228,14 +188,6 @@ def remake(made: type, state: dict[str, Any]) -> Any:
     return module
 
 
-def own_state(base: Any) -> type:
-    class Made(base):
-        def __getstate__(self) -> dict[str, Any]:
-            return {**self.__dict__, "note": "on what was left out"}
-
-    return Made
-
-
 def multiplied(module: Any, factor: float, x: Any) -> Any:
     return factor * type(module).forward(module, x)
 
@@ -243,9 +195,9 @@ def multiplied(module: Any, factor: float, x: Any) -> Any:
 SHAPES: dict[str, Callable[[Any], type]] = {
     make.__name__: make
     for make in (
-        generic_first, generic_last, generic_of_int, abstract, protocol, mixins, slots_without_names, slots_with_names,
-        dictionary, metaclass, unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, cached,
-        forward_of_the_instance, own_deepcopy, own_reduce, own_state,
+        generic_first, generic_of_int, abstract, slots_without_names, slots_with_names, dictionary, metaclass,
+        unwelcome_subclasses, own_call, own_getattr, own_equality, no_length, dataclass, forward_of_the_instance,
+        own_deepcopy, own_reduce,
     )
 }  # fmt: skip
 

@@ -27,9 +27,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -508,39 +506,6 @@ def assert_same_facts(expected: Fingerprint, actual: Fingerprint) -> None:
     assert not different, "the detached module is not plain (plain, detached):\n" + "\n".join(
         f"  {key}: {pair[0]!r} != {pair[1]!r}" for key, pair in list(different.items())[:8]
     )
-
-
-class LiveBytes(TorchDispatchMode):
-    """Adds up, at every operation, the memory of all tensors that operations have made and that are still alive.
-
-    Without what would lie on the device anyway, weights, and without what would not, on the host: gradients, and
-    activations that wait there.
-    """
-
-    def __init__(self, pipe: Pipeline) -> None:
-        super().__init__()
-        self.known = {twin.data.untyped_storage()._cdata for twin in pipe.arrangement.twins.values()}
-        self.pipe = pipe
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.known and not self.is_on_host(storage.data_ptr()):
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return output
-
-    def is_on_host(self, address: int) -> bool:
-        by_segment = self.pipe._engine.stream._by_segment
-        homes = [gradients.memory.bytes for gradients in by_segment if gradients.memory is not None]
-        lent = [buffer.bytes for buffer in self.pipe._engine.offloader.pool._buffers]
-        return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + lent)
 
 
 # ----------------------------------------------------------------------------------------------------------- exceptions

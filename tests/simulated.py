@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,6 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
-from sp_lightning.pipeline.processes.box import SharedMemory
-from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 
 class Lane(enum.Enum):
@@ -185,7 +181,6 @@ class SimulatedBackend(Backend):
         per_byte: float = 1.0,
     ) -> None:
         super().__init__(torch.device("cpu"), False, Worker("unused"))
-        self.downloaded = SimulatedTicket(self, 0.0, 0.0)  # the last copy to the host
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.VISIT: visit, Lane.HOST: host}
         self._memory = Shared(memory)
         self._link = Shared(both)
@@ -221,8 +216,7 @@ class SimulatedBackend(Backend):
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         copy_memory(target, source)
         seconds = source.nbytes / self._rates[Lane.DOWN]
-        self.downloaded = self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
-        return self.downloaded
+        return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
 
     def beside(self, lane: OurLane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
         job()
@@ -372,57 +366,3 @@ class TimedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # the output's node is the first that backward runs, so the time passes before the gradient is there
         return _Timed.apply(self.linear(x), self.backend, *self.seconds)
-
-
-class SimulatedProcesses(Processes):
-    """The first of several processes; what the others do to shared memory takes the host's time at the same moments."""
-
-    def __init__(self, count: int, backend: SimulatedBackend) -> None:
-        self.count, self.machines = count, 1
-        self.averages = self.trains = True
-        self.passes = 0
-        self.box = SimulatedBox(count, backend)  # type: ignore[assignment]
-
-    owner = 0  # type: ignore[assignment]
-
-    def gather(self, own: Any) -> list[Any]:
-        return [own] * self.count
-
-    def broadcast_module(self, module: nn.Module) -> None: ...
-    def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
-    def begin_optimizer_step(self, optimizer: Any) -> None: ...
-
-
-class SimulatedBox:
-    rank, is_keeper, is_last, failure = 0, True, False, None
-
-    def __init__(self, count: int, backend: SimulatedBackend) -> None:
-        self.count, self.backend, self.passes = count, backend, 0
-
-    def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
-        return SimulatedMemory(self, names, torch.zeros(nbytes, dtype=torch.uint8), torch.zeros((), dtype=torch.int64))
-
-    def gather(self, own: Any) -> list[Any]:
-        return [own] * self.count
-
-    def offer(self, nbytes: int) -> tuple[Tensor, int]:
-        return torch.zeros(nbytes, dtype=torch.uint8), os.memfd_create("simulated")
-
-    def meet(self, steps: int = 0) -> None: ...
-
-    def note_begun(self, number: int) -> None: ...
-
-    def begun_by_others(self, number: int) -> list[Ticket]:
-        return []
-
-
-class SimulatedMemory(SharedMemory):
-    """Memory for sums: the last process adds all gradients up when they have landed, as those of the first have."""
-
-    def reached(self, number: int) -> Ticket:
-        added: dict[int, Ticket] = vars(self).setdefault("added", {})
-        if number not in added:
-            read = self.bytes[-ALIGNMENT:].zero_  # which tells that what was left there has been read
-            moved = (self.box.count + 1) * UNIT_BYTES if number else 0  # gradients are read, their sum is written
-            added[number] = self.box.backend.work(read, [self.box.backend.downloaded], moved)
-        return added[number]

@@ -9,15 +9,13 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 import pytest
 import torch
-from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,8 +25,6 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.activations import memory as pool
-from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.planning import AutoPlanner
 
@@ -40,12 +36,11 @@ from .zoo.blocks import WIDTH, Block, Chain, chain
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
 ZOO = [
-    "gpt2-tied", "llama-untied", "t5", "mixtral", "lstm", "vit", "swin", "resnet50", "llava",
-    "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "checkpoint-inside-plain", "checkpoint-inside-reentrant",
-    "nested-checkpoint-plain", "nested-checkpoint-reentrant", "siamese", "stochastic-depth", "half-frozen",
-    "input-gradient-penalty", "two-losses", "two-graphs", "gan", "structured-outputs", "inplace-residual-on-view",
-    "weight-on-ctx", "maml", "spectral-norm-old", "spectral-norm-parametrization", "module-hooks",
-    "layer-mixture", "embedding-max-norm",
+    "gpt2-tied", "t5", "mixtral", "lstm", "swin", "resnet50", "llava", "gpt2-checkpoint-reentrant",
+    "checkpoint-inside-plain", "checkpoint-inside-reentrant", "nested-checkpoint-plain", "nested-checkpoint-reentrant",
+    "siamese", "stochastic-depth", "half-frozen", "input-gradient-penalty", "two-losses", "two-graphs", "gan",
+    "structured-outputs", "inplace-residual-on-view", "weight-on-ctx", "maml", "spectral-norm-old",
+    "spectral-norm-parametrization", "module-hooks", "layer-mixture", "embedding-max-norm",
 ]  # fmt: skip
 
 
@@ -138,22 +133,6 @@ def test_what_backward_begins_with_is_not_recomputed(
     assert_same_story(story, lambda: chain(3), activations="recompute")
 
 
-def test_nothing_runs_twice_where_no_graph_is_built() -> None:
-    model = Chain(CountedBlock() for _ in range(3))
-    with attached(model, activations="recompute") as pipe:
-        for mode in (torch.no_grad, torch.inference_mode):
-            calls.clear()
-            with mode(), pipe.step():
-                model(Run.rows(0))
-            assert calls == {"mlp": 3}
-        model.requires_grad_(False)
-        calls.clear()
-        with pipe.step():
-            model(Run.rows(0))
-        assert calls == {"mlp": 3}
-        assert pipe.stats.activation_bytes == 0
-
-
 def test_a_unit_that_saves_only_its_input_is_left_alone() -> None:
     """A linear layer would run again for nothing."""
     model = Chain(nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -229,41 +208,31 @@ def test_buffers_move_once_and_random_numbers_are_the_same(kind: type[nn.Module]
     assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations=policy)
 
 
-class DependsOnSettings(Block):
-    """Attends, and makes a tensor."""
-
+class Attends(Block):
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x)[None, None].chunk(3, -1)
-        x = nn.functional.scaled_dot_product_attention(q, k, v)[0, 0]
-        x = x * torch.full((), 1 / 3, device="cpu") * (1 + torch.empty(0).is_meta)
-        return super().forward(x.to(self.project.weight.dtype))
+        return super().forward(nn.functional.scaled_dot_product_attention(q, k, v)[0, 0])
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [lambda: sdpa_kernel(SDPBackend.MATH), lambda: DoublePrecision().forward_context(), lambda: torch.device("meta")],
-)
-def test_settings_that_hold_in_the_models_forward_only(setting: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Which kernel attends, and torch's defaults: the dtype (Lightning's double precision) and the device."""
+def test_which_kernel_attends_in_the_models_forward_only() -> None:
 
     def story(run: Run) -> None:
         for step in range(2):
             with run.step():
                 x = run.rows(step)
-                with setting():
+                with sdpa_kernel(SDPBackend.MATH):
                     output = run.model(x)
                 output.square().mean().backward()
             note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
         if run.pipe is not None:
             assert run.pipe.stats.recomputed == 3 + 2
-        assert torch.get_default_dtype() == torch.float32
         assert torch.backends.cuda.flash_sdp_enabled()
 
-    assert_same_story(story, lambda: Chain(DependsOnSettings() for _ in range(3)), activations="recompute")
+    assert_same_story(story, lambda: Chain(Attends() for _ in range(3)), activations="recompute")
 
 
 # ------------------------------------------------------------------------------------------- what does not run twice
@@ -291,36 +260,9 @@ class ChangesALargeBuffer(Block):
         return super().forward(x) * self.table[0]
 
 
-class CountsItsCalls(Block):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * self.calls
-
-
-class Appends(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: dict[str, list[Tensor]] = {"means": []}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.notes["means"].append(x.detach().mean())
-        return super().forward(x) + sum(self.notes["means"])
-
-
 class Draws(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (random.random() + numpy.random.rand())
-
-
-class DrawsItsOwn(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.rand(1, generator=self.generator)
 
 
 class KeepsALoss(Block):
@@ -376,10 +318,7 @@ class Starting(Chain):
         (ChangesItsInput, "changes its input in place"),
         (ChangesItsWeight, "changes its weights in place"),
         (ChangesALargeBuffer, "changes a large buffer in place"),
-        (CountsItsCalls, "changes its attribute 'calls'"),
-        (Appends, "changes its attribute 'notes'"),
         (Draws, "draws random numbers that are not torch's"),
-        (DrawsItsOwn, "changes its attribute 'generator'"),
         (KeepsALoss, "changes its attribute 'balance'"),
         (Hooked, "has forward hooks"),
         (GrowsACache, "'Cache', which may change.*set `use_cache=False`"),
@@ -414,21 +353,6 @@ switch = {"value": 0}  # a global variable
 class DependsOnAGlobal(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if switch["value"] == 0 else x * 2
-
-
-def test_a_second_forward_that_computes_something_else_raises() -> None:
-    model = Chain([Block(), DependsOnAGlobal(), Block()])
-    with attached(model, activations="recompute") as pipe:
-        with pipe.step():
-            loss = model(Run.rows(0)).square().mean()
-            switch["value"] = 1
-            with pytest.raises(RuntimeError, match=r"'blocks.1' has computed something else .* `activations='keep'`"):
-                loss.backward()
-        switch["value"] = 0
-        pipe.stats.clear()
-        with pipe.step():
-            model(Run.rows(0)).square().mean().backward()
-        assert pipe.stats.recomputed == 1, "it is not tried again"
 
 
 def change_the_input(model: nn.Module, x: Tensor) -> None:
@@ -545,26 +469,6 @@ def test_an_output_that_is_kept_on_its_block_does_not_keep_it(place: str) -> Non
     assert not any(reference() for reference in gone)
 
 
-def test_a_call_that_cannot_begin_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has no memory for what is to leave; who catches that goes on with the step."""
-    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
-
-    def story(run: Run) -> None:
-        for step in range(3):
-            with run.step():
-                if run.pipe is not None and step == 1:
-                    run.pipe._engine.offloader.pool.close()  # so that it needs some
-                    full = patch.object(pool, "available_host_memory", return_value=0)
-                    with full, pytest.raises(RuntimeError, match="Host memory is too small"):
-                        run.model(run.rows(step))
-                run.model(run.rows(step)).square().mean().backward()
-            note_gradients(run.trace, str(step), dict(run.model.named_parameters()))
-        if run.pipe is not None:
-            assert run.pipe.summary().device_bytes < 0.3 * run.pipe.summary().model_bytes, "its unit held its place"
-
-    assert_same_story(story, lambda: chain(5), k=1, activations="offload", debug=False)
-
-
 # ---------------------------------------------------------------------------------------------------------------- auto
 
 
@@ -574,9 +478,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 100_000, 10**9])
-@pytest.mark.parametrize(
-    "name", ["gpt2-tied", "vit", "siamese", "stochastic-depth", "two-graphs", "checkpoint-inside-plain"]
-)
+@pytest.mark.parametrize("name", ["gpt2-tied", "stochastic-depth", "two-graphs"])
 @pytest.mark.filterwarnings("ignore:Superpipeline. .* is too little")
 def test_choosing_is_exact(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While units are measured, and whatever is chosen then."""
@@ -626,22 +528,6 @@ def test_without_a_planner_everything_recomputes(monkeypatch: pytest.MonkeyPatch
         for _ in range(4):
             pipe.module(Run.rows(0)).square().mean().backward()
         assert pipe.stats.recomputed == 4 * 12
-
-
-def test_the_peak_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every step, the first ones included; with more room, less is recomputed, and nothing without a limit."""
-    (everything, *_), recomputed, _ = train_with_room(monkeypatch, None)
-    assert recomputed == [0, 0, 0, 0, 0], "as in plain training"
-    least = train_with_room(monkeypatch, 10**9)[0][0]
-    counts = []
-    for share in (0.5, 0.7, 0.9):
-        room = int((least + share * (everything - least)) / 0.9)
-        peaks, recomputed, _ = train_with_room(monkeypatch, room)
-        assert max(peaks) <= 0.9 * room
-        assert recomputed[:3] == [12, 12, 12]
-        assert recomputed[3] == recomputed[4]
-        counts.append(12 - recomputed[4])
-    assert 0 < counts[0] <= counts[1] <= counts[2] <= 12
 
 
 def test_several_backward_passes_of_a_step_do_not_add_up() -> None:

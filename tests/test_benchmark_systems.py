@@ -1,205 +1,37 @@
-"""The bench's systems: rivals that run here give plain training's numbers, and others say why they do not run."""
+"""The bench's systems: rivals that run here give plain training's numbers."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import lightning as L
 import pytest
 import torch
-from suite.module import Batches, BenchModule
-from suite.networks import Network
 from suite.runner import Processes
 from suite.sets import WORKLOADS
-from suite.systems import SYSTEMS, base, make_system
-from suite.systems.base import System
-from suite.systems.device import Device
-from suite.systems.paper import Paper
-from suite.systems.trainstream import TrainStream
 from suite.worker import Job, measure, run
-from suite.workloads import Window, Workload
-from torch import Tensor, nn
+from suite.workloads import Window
 
-BLOCKS = 5
-STEPS = 3
+STEPS = 2
 
 
-class Block(nn.Module):
-    """What is hard to move: a weight of its own, a layer that others use, a weight that forward changes, buffers."""
-
-    def __init__(self, shared: nn.Linear) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.linear = nn.Linear(8, 8)
-        self.shared = shared
-        self.scale = nn.Parameter(torch.full((8,), 0.5))
-        self.seen = nn.Parameter(torch.zeros(8), requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.seen += inputs.mean(0)
-        return inputs + self.scale * self.shared(torch.tanh(self.linear(self.norm(inputs))))
+def job(workload: str, system: str, window: Window | None = None, budget: int | None = None) -> Job:
+    return Job(workload, system, window, WORKLOADS[workload].samples, round=0, warm_up=1, steps=STEPS, budget=budget)
 
 
-class Chain(Network):
-    """Blocks in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 8)
-        shared = nn.Linear(8, 8)
-        self.body = nn.ModuleList(Block(shared) for _ in range(BLOCKS))
-        self.head = nn.Linear(8, 1)
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.body)
-
-    def forward(self, **batch: Tensor) -> Tensor:
-        hidden = self.stem(batch["inputs"])
-        for block in self.body:
-            hidden = block(hidden)
-        return self.head(hidden).square().mean()
-
-
-CHAIN = Workload(
-    name="chain",
-    kind="train",
-    network=Chain,
-    batch=lambda samples, generator: {"inputs": torch.randn(samples, 4, generator=generator)},
-    samples=6,
-    items="images",
-    items_per_sample=1,
-    precision="32-true",
-    learning_rate=1e-2,
-    clipping=0.1,
-)
-
-
-def train(system: System) -> dict[str, Tensor]:
-    """Train a chain, and return all that is in it."""
-    torch.manual_seed(0)
-    module = system.prepare(BenchModule(Chain(), CHAIN, system), CHAIN, torch.device("cpu"))
-    arguments = {"gradient_clip_val": CHAIN.clipping, **system.trainer_arguments(CHAIN)}
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, barebones=True, **arguments)
-    trainer.fit(module, Batches(CHAIN, STEPS, pinned=False).loader())
-    return module.network.state_dict()
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def job(workload: str, system: str, budget: int | None = None) -> Job:
-    return Job(workload, system, None, WORKLOADS[workload].samples, round=0, warm_up=1, steps=2, budget=budget)
-
-
-def in_a_process(job: Job, folder: Path) -> dict[str, Any]:
-    """Run a job as the bench does: what it leaves in its process is gone with it."""
-    written, why = Processes(folder, on_gpu=False).run(run, job, 240)
-    return written or {"error": why}
-
-
-class TestReasons:
-    @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.packages])
-    def test_a_missing_package_is_named(self, name, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: None)
-        reason = make_system(name).why_not(CHAIN)
-        assert reason == f"{SYSTEMS[name].packages[0]} is not installed"
-
-    @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.needs_cuda])
-    def test_a_missing_gpu_is_named(self, name, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert make_system(name).why_not(CHAIN) == "needs a GPU"
-
-    @pytest.mark.parametrize("name", ["accelerate", "diffusers"])
-    def test_an_inference_system_refuses_to_train(self, name, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        assert make_system(name).why_not(CHAIN) == "does not do training"
-
-
-class TestPaper:
-    @pytest.mark.parametrize("window", [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (BLOCKS, 1)], ids=str)
-    def test_weights_are_those_of_plain_training(self, window: Window):
-        assert_same(train(Paper(window)), train(Device()))
-
-    @pytest.mark.parametrize(("k", "loads"), [(1, 9), (2, 8), (4, 6)])
-    def test_every_step_loads_what_the_window_lacks(self, k: int, loads: int):
-        system = Paper((k, 1))
-        train(system)
-        assert system.facts() == {"k": k, "k_prime": 1, "units": BLOCKS, "loads": STEPS * loads}
-
-    def test_predicts_as_plain_lightning(self):
-        plain, paper = (measure(job("toy-lm-inference", name)) for name in ("device", "paper"))
-        assert paper["values"] == plain["values"]
-
-
-class ClippingAdamW(torch.optim.AdamW):
-    """Clips in its step, as TrainStream's optimizer does."""
-
-    def step(self, closure=None):
-        loss = closure()
-        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], CHAIN.clipping)
-        super().step()
-        return loss
-
-
-class TestTrainStream:
-    @pytest.fixture
-    def wrapped(self, monkeypatch):
-        """Put a module in the place of trainstream, and return what its `wrap` was called with."""
-        wrapped: list[dict[str, Any]] = []
-
-        def wrap(model, optimizer, **options):
-            wrapped.append(options)
-            return model, ClippingAdamW([{**group, "fused": True} for group in optimizer.param_groups])
-
-        monkeypatch.setitem(sys.modules, "trainstream", SimpleNamespace(wrap=wrap))
-        return wrapped
-
-    def test_it_alone_clips_and_places_the_weights(self, wrapped):
-        assert_same(train(TrainStream()), train(Device()))
-        (options,) = wrapped
-        assert len(options.pop("blocks")) == BLOCKS
-        assert options == {"device": torch.device("cpu"), "max_grad_norm": CHAIN.clipping, "quantize": "none"}
-
-    @pytest.mark.parametrize(("budget", "paged"), [(250_000, 1.0), (500_000, 0.5)])
-    def test_with_a_budget_memory_is_limited_and_activations_are_paged(self, wrapped, budget, paged):
-        workload = WORKLOADS["toy-lm"]
-        system = make_system("trainstream", budget=budget)
-        system.prepare(BenchModule(Chain(), workload, system), workload, torch.device("cpu"))
-        system.make_optimizer([nn.Parameter(torch.ones(1))], workload)
-        assert system.device_limit(workload) == budget
-        assert (wrapped[0]["activation_offload"], wrapped[0]["offload"]) == (paged, True)
-
-    def test_bf16_parameters_are_for_workloads_with_masters(self, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        reasons = [make_system("trainstream-bf16").why_not(WORKLOADS[f"toy-lm-{end}"]) for end in ("mixed", "bf16")]
-        assert reasons == [None, "is the same as trainstream, except under bf16-mixed"]
-
-
-def test_zero3_leaves_a_share_of_model_and_optimizer_on_the_device():
-    workload = WORKLOADS["toy-lm"]
-    numbers = sum(parameter.numel() for parameter in Chain().parameters())
-    configs = []
-    for budget in workload.budgets:
-        system = make_system("deepspeed-zero3", budget=budget)
-        system.prepare(BenchModule(Chain(), workload, system), workload, torch.device("cpu"))
-        configs.append(system.config(workload)["zero_optimization"])
-    assert configs[0] == make_system("deepspeed-zero3").config(CHAIN)["zero_optimization"]
-    assert [config["offload_optimizer"]["ratio"] for config in configs[1:]] == [0.5, 0.0]
-    assert [config["stage3_model_persistence_threshold"] for config in configs[1:]] == [numbers // 2, numbers]
+@pytest.mark.parametrize("window", [(1, 1), (2, 1), (3, 2), (4, 3)], ids=str)
+def test_the_paper_has_the_losses_of_plain_training(window: Window):
+    """And its steps load what the window lacks."""
+    paper = measure(job("toy-lm", "paper", window))
+    assert paper["values"] == measure(job("toy-lm", "device"))["values"]
+    facts = paper["facts"]
+    assert (facts["k"], facts["k_prime"]) == window
+    if window[1] == 1:
+        assert facts["loads"] == (1 + STEPS + 1) * (2 * facts["units"] - window[0])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch needs a GPU")
-@pytest.mark.parametrize(("workload", "budget"), [("toy-lm-bf16", None), ("toy-lm", 500_000)])
-def test_fsdp2_reaches_the_losses_of_plain_training(tmp_path, workload, budget):
-    fsdp2 = in_a_process(job(workload, "fsdp2", budget), tmp_path)
-    assert fsdp2["error"] is None
-    assert fsdp2["values"] == pytest.approx(measure(job(workload, "device"))["values"], abs=1e-5)
+def test_fsdp2_reaches_the_losses_of_plain_training(tmp_path):
+    """In a process of its own, as the bench does: what it leaves there is gone with it."""
+    written, why = Processes(tmp_path, on_gpu=False).run(run, job("toy-lm", "fsdp2", budget=500_000), 240)
+    assert written is not None, why
+    assert written["error"] is None
+    assert written["values"] == pytest.approx(measure(job("toy-lm", "device"))["values"], abs=1e-5)

@@ -6,18 +6,15 @@ import json
 import logging
 import math
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
-from lightning.pytorch.tuner import Tuner
 
 from sp_lightning import SuperpipelineCallback
 from sp_lightning.callback import PREFIX
 from sp_lightning.pipeline import Stats, Summary, WindowPlan
-from sp_lightning.planning import choose
 from sp_lightning.trainer.narrator import outcome, planned
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
@@ -176,21 +173,6 @@ def test_the_chosen_window_is_printed_once(messages):
     assert re.match(r"Superpipeline: chosen .*: k=\d.*\. A step should take .* of the device\.", said)
 
 
-def test_the_reason_for_a_small_window_is_warned_of_once(monkeypatch):
-    """It explains a slow run."""
-
-    def with_nothing(workload, machine, budget, **options):
-        return choose(workload, machine, 1 if budget == 1 << 30 else budget, **options)
-
-    monkeypatch.setattr("sp_lightning.planning.planner.choose", with_nothing)
-    ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
-    with pytest.warns(UserWarning, match="1 B of device memory is too little"):
-        fit(ours, module)
-    with warnings.catch_warnings(record=True) as later:
-        ours.predict(module, loader())
-    assert not [warning for warning in later if "is too little" in str(warning.message)]
-
-
 # ------------------------------------------------------------------------------------------------ timeline, diagnosis
 
 
@@ -242,48 +224,6 @@ def test_a_timeline_that_cannot_be_written_is_an_error_before_the_run_and_none_i
     for path in ("file/a.html", "new/a.html"):
         with pytest.raises(ValueError, match=rf"`timeline='.*{path}'` cannot be written: .*"):
             fit(trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / path)), Base())
-
-
-@pytest.mark.parametrize("batch", [0, 4, 5])
-def test_an_exception_in_a_recorded_step(tmp_path, batch):
-    """The user's own comes out, and the same Trainer's callback serves the next run."""
-
-    class Fails(Base):
-        fails = True
-
-        def training_step(self, *args):
-            if self.fails and args[1] == batch:
-                raise RuntimeError("the user's")
-            return super().training_step(*args)
-
-    callback, module = SuperpipelineCallback(tmp_path / "a.html"), Fails()
-    with pytest.raises(RuntimeError, match="the user's"):
-        fit(trainer(streamed(), callbacks=callback), module)
-    Fails.fails = False
-    fit(trainer(streamed(), callbacks=callback), module)
-    assert (tmp_path / "a.html").is_file()
-
-
-def test_tuners_leave_callbacks_as_they_were(messages):
-    class Tunable(Base):
-        batch_size = 2
-        lr = 1e-3
-
-        def train_dataloader(self):
-            return loader(12, self.batch_size)
-
-        def val_dataloader(self):
-            return loader(1)
-
-    run = trainer(streamed(), max_epochs=1, enable_model_summary=True, callbacks=ModelSummary())
-    module, before = Tunable(), list(run.callbacks)
-    Tuner(run).scale_batch_size(module, max_trials=2, steps_per_trial=2)
-    assert module.batch_size > 2
-    Tuner(run).lr_find(module, num_training=8, min_lr=1e-5)
-    assert run.callbacks == before
-    assert not [text for text in messages() if "weights on the host" in text]
-    run.fit(module)
-    assert len([text for text in messages() if "weights on the host" in text]) == 1
 
 
 def test_bad_arguments():

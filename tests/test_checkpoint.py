@@ -174,21 +174,6 @@ def test_saving_in_the_middle_of_a_step(tmp_path):
         assert_same_files(*(tmp_path / folder / name for folder in STRATEGIES))
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.ckpt"
-    io = SuperpipelineCheckpointIO()
-    io.save_checkpoint({"a": torch.ones(2)}, path)
-
-    class Unpicklable:
-        def __reduce__(self) -> Any:
-            raise RuntimeError("not this one")
-
-    with pytest.raises(RuntimeError, match="not this one"):
-        io.save_checkpoint({"a": torch.zeros(2), "b": Unpicklable()}, path)
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-    assert torch.equal(io.load_checkpoint(path)["a"], torch.ones(2))
-
-
 def test_hazard_22_no_second_copy_on_save(tmp_path, monkeypatch):
     def serialize(*_: Any) -> None:
         raise AssertionError("serialized into memory")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 from torch import Tensor, nn
 
 from .class_shapes import SHAPES, Counting, shaped
 from .helpers import Run, assert_same_story, note_outputs, sgd
-from .lightning_modules import Base, Block, assert_same_training, loader, trainer
 from .zoo import blocks
 
 
@@ -30,14 +26,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class Module(Base):
-    block: type[nn.Module] = Block
-
-    def __init__(self) -> None:
-        super().__init__(blocks=0)
-        self.blocks = nn.ModuleList(self.block() for _ in range(3))
 
 
 def of_shape(base: type, block: type, shape: str) -> nn.Module:
@@ -95,24 +83,3 @@ def test_in_a_loop(shape: str) -> None:
     assert [type(part) for part in made[-1].modules()] == classes
     assert not Counting.heard
     assert not getattr(type(made[-1]), "registry", [])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_in_a_trainer(shape: str, tmp_path: Path) -> None:
-    """A LightningModule of this class, and its checkpoint, which plain training resumes."""
-
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.save_checkpoint(tmp_path / "last.ckpt")
-
-    def drive(ours: L.Trainer, module: Base) -> None:
-        ours.fit(module, loader(3), loader(1))
-        resumed = trainer("auto", max_epochs=2)
-        resumed.fit(of_shape(Module, Block, shape), loader(3), loader(1), ckpt_path=tmp_path / "last.ckpt")
-        for name, weight in resumed.lightning_module.named_parameters():
-            module.trace[f"resumed / {name}"] = weight.detach().clone()
-
-    assert_same_training(
-        lambda: of_shape(Module, Block, shape), drive, lambda: {"max_epochs": 1, "callbacks": [Saves()]}
-    )

@@ -23,7 +23,6 @@ import pytorch_lightning.demos.boring_classes
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
@@ -50,11 +49,6 @@ def cli(*arguments: str, **options: Any) -> SuperpipelineStrategy:
 def config(path: Path, trainer: dict[str, Any]) -> str:
     path.write_text(yaml.safe_dump({"trainer": trainer}))
     return f"--config={path}"
-
-
-@pytest.mark.parametrize("name", ["superpipeline", "Superpipeline", "superpipeline_recompute"])
-def test_name(name):
-    assert cli(f"--trainer.strategy={name}").options.k == "auto"
 
 
 @pytest.mark.parametrize(
@@ -133,17 +127,6 @@ def test_the_default_is_our_strategy(command, trainers):
     assert type(trainer.strategy) is SuperpipelineStrategy
     assert trainer.strategy.options.k == 4
     assert type(kwargs["model"]) is BoringModel
-
-
-@pytest.mark.parametrize("strategy", ["superpipeline", {"class_path": CLASS, "init_args": {"k": 4}}, "auto"], ids=str)
-def test_configurations(strategy, trainers, tmp_path):
-    trainer = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "strategy": strategy}
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": BORING}}))
-    assert main(["fit", "--config", str(path)]) == 0
-    made = trainers[0][1].strategy
-    assert type(made) is (SingleDeviceStrategy if strategy == "auto" else SuperpipelineStrategy)
-    assert strategy == "auto" or made.options.k == (4 if isinstance(strategy, dict) else "auto")
 
 
 def test_modules_of_pytorch_lightning(trainers):

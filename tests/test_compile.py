@@ -141,16 +141,6 @@ class Limited(Block):
         return super().forward(x + self.table(torch.arange(5)))
 
 
-class Hooked(Block):
-    """Hooks of the user, which are compiled with the block or around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-        self.register_forward_hook(lambda module, args, output: output * 1.5)
-        self.up.register_forward_hook(lambda module, args, output: output * 1.1)
-
-
 class Inside(Block):
     """Checkpoints a part of itself, in the graph."""
 
@@ -170,35 +160,17 @@ class Peeking(Block):
 class Checkpointed(Chain):
     """Checkpoints its blocks."""
 
-    reentrant = False
-
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_(torch.is_grad_enabled())
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, use_reentrant=False)
         return x
-
-
-class CheckpointedReentrant(Checkpointed):
-    reentrant = True
 
 
 def peeking() -> Chain:
     model = Chain(Peeking() for _ in range(4))
     model.blocks[2].before = (model.blocks[0],)
     return model
-
-
-class CompiledInside(Block):
-    """Is not compiled itself; a layer, and a function that is given weights, are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.compile()
-        self.function = torch.compile(lambda x, weight, bias: nn.functional.linear(torch.tanh(x), weight, bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.function(self.up(self.norm(x)), self.down.weight, self.down.bias)
 
 
 class CompiledFunction(Block):
@@ -214,13 +186,10 @@ class CompiledFunction(Block):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "buffers-and-weights-change": lambda: Chain([Normed(), Limited(), Normed(), Limited()]),
-    "hooks": lambda: Chain(Hooked() for _ in range(3)),
     "checkpoint-inside": lambda: Chain(Inside() for _ in range(3)),
     "checkpoint-around": lambda: Checkpointed(Block(dropout=0.2) for _ in range(3)),
-    "checkpoint-around-reentrant": lambda: CheckpointedReentrant(Block(dropout=0.2) for _ in range(3)),
     "weights-of-others": peeking,
     "dropout": lambda: chain(3, dropout=0.2),
-    "functions": lambda: Chain(CompiledInside() for _ in range(3)),
     "functions-of-weights": lambda: Chain(CompiledFunction() for _ in range(3)),
 }
 
@@ -229,15 +198,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ("model", "autocast", "activations"),
     [
         ("buffers-and-weights-change", False, "auto"),
-        ("hooks", False, "auto"),
         # a checkpoint compares what it has saved with what is computed again: both are compiled, or both are not
         ("checkpoint-inside", False, "auto"),
         ("checkpoint-around", True, "auto"),
-        ("checkpoint-around-reentrant", True, "auto"),
         ("weights-of-others", False, "auto"),
         ("dropout", True, "recompute"),
         ("dropout", False, "offload"),
-        ("functions", True, "auto"),
         ("functions-of-weights", True, "auto"),  # which get them as they are
     ],
 )
@@ -245,10 +211,10 @@ def test_models_are_exact(model: str, autocast: bool, activations: str, graphs: 
     def story(run: Run) -> None:
         train(run, 3, autocast, evaluate=False)
 
-    way = "nothing" if model.startswith("functions") else "compile=True"
+    way = "nothing" if model == "functions-of-weights" else "compile=True"
     plain, streamed = compare(way, MODELS[model], story, graphs, k=1, activations=activations)
     assert streamed > 0 or model == "functions-of-weights", "nothing was compiled"
-    assert streamed == plain or model in ("hooks", "weights-of-others", "functions-of-weights")
+    assert streamed == plain or model in ("weights-of-others", "functions-of-weights")
 
 
 def test_a_whole_graph_of_such_a_function_is_refused() -> None:
@@ -365,15 +331,6 @@ def test_flipping_requires_grad_and_batch_sizes(graphs: CompileCounterWithBacken
     assert plain in (2, 4)
 
 
-def test_each_kind_has_a_limit_of_its_own(graphs: CompileCounterWithBackend) -> None:
-    """More kinds of one class than torch compiles for one function."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4 + i), nn.ReLU(), nn.Linear(4 + i, 4)) for i in range(3)])
-    options = {"units": lambda name, module: name.isdigit(), "compile": True, "debug": False}
-    with torch._dynamo.config.patch(cache_size_limit=1), attached(model, **options):
-        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
-    assert graphs.frame_count == 3
-
-
 # --------------------------------------------------------------------------------------------------------- autocast
 
 
@@ -436,16 +393,6 @@ def test_the_option_leaves_no_trace(graphs: CompileCounterWithBackend) -> None:
     del pipe
     gc.collect()
     assert not any(map(len, twins))
-
-
-def test_blocks_that_are_compiled_while_attached(graphs: CompileCounterWithBackend) -> None:
-    """In a hook of Lightning's, say."""
-    model = chain(3)
-    with attached(model, debug=False) as pipe:
-        each(model)
-        model(Run.rows(0)).sum().backward()
-        assert graphs.frame_count == 2
-        assert pipe.stats.loads > 0
 
 
 def about_compiling(told: list[warnings.WarningMessage]) -> list[str]:

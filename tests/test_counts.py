@@ -26,17 +26,7 @@ from .zoo.blocks import Block, Chain, LoRALinear, chain
 from .zoo.oddities import Fused
 
 BLOCKS, WIDTH, HIDDEN = 12, 32, 64  # large enough that alignment in flat buffers hardly counts
-WINDOWS = [(1, 1), (2, 1), (3, 1), (5, 1), (11, 1), (2, 2), (4, 2)]  # (k, k_prime)
-
-
-class AddressBlock(Block):
-    """A block that notes the address of its weight while its forward runs."""
-
-    seen: set[int]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add(self.up.weight.data_ptr())
-        return super().forward(x)
+WINDOWS = [(1, 1), (2, 1), (5, 1), (11, 1), (4, 2)]  # (k, k_prime)
 
 
 def blocks() -> Chain:
@@ -302,39 +292,6 @@ def test_tensors_are_found_in_whatever_a_unit_returns(
     assert_announced(Returns(wrap, unwrap))
 
 
-class Skipping(Block):
-    """A block that does nothing (LayerDrop, stochastic depth)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def test_a_unit_that_hands_its_input_through_has_no_backward() -> None:
-    """Its forward is noticed, its weights are loaded once, and backward does without them."""
-    kinds = [Block, Block, Skipping, Skipping, Block, Block]
-    with streaming(Chain(kind(WIDTH, HIDDEN) for kind in kinds), 1) as (pipe, optimizer):
-        for step in range(1, 4):
-            train_step(pipe, optimizer)
-            assert pipe.stats.loads == step * (6 + 4 - 1)
-        assert pipe.stats.heals == 0
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_no_host_synchronization_inside_of_a_step(k: int) -> None:
-    """Forward waits for nothing; backward once, at its end, for the last gradients."""
-    with streaming(blocks(), k) as (pipe, optimizer):
-        for _ in range(3):
-            pipe.stats.clear()
-            with pipe.step():
-                loss = pipe.module(torch.randn(5, WIDTH)).square().mean()
-                assert pipe.stats.host_syncs == 0
-                loss.backward()
-                assert pipe.stats.host_syncs <= 1
-            optimizer.step()
-            optimizer.zero_grad()
-            assert pipe.stats.host_syncs <= 1
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast: bool, monkeypatch: Any) -> None:
@@ -392,42 +349,6 @@ def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
         assert pipe.stats.heals == 0
         assert pipe.stats.misses == 0
         assert pipe.stats.arrangements == 0
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_the_gradient_of_a_gradient_is_foreseen(k: int) -> None:
-    """Its nodes announce no unit, and still no load is late: backward shows itself by the weights that it unpacks."""
-    with streaming(blocks(), k) as (pipe, optimizer):
-        for step in range(4):
-            if step == 2:
-                pipe.stats.clear()
-            with pipe.step():
-                x = torch.randn(5, WIDTH, requires_grad=True)
-                (gradient,) = torch.autograd.grad(pipe.module(x).square().mean(), x, create_graph=True)
-                gradient.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert pipe.stats.heals == 0
-        assert pipe.stats.misses == 0
-
-
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (4, 2)])
-def test_device_memory_never_exceeds_the_slots(k: int, k_prime: int) -> None:
-    """All blocks compute with weights that lie at k addresses, and k slots and resident weights is all there is."""
-    model = Chain(AddressBlock(WIDTH, HIDDEN) for _ in range(BLOCKS))
-    seen: set[int] = set()
-    for block in model.blocks:
-        block.seen = seen
-    with streaming(model, k, k_prime) as (pipe, _):
-        seen.clear()
-        for _ in range(3):
-            forward_backward(pipe)
-        assert len(seen) == k
-        summary = pipe.summary()
-        assert summary.model_bytes == weight_bytes(model)
-        resident = sum(weight.compute_bytes for weight in pipe._engine.arrangement.resident.weights)
-        slots = summary.device_bytes - resident
-        assert k * weight_bytes(model.blocks[0]) <= slots < 1.1 * k * weight_bytes(model.blocks[0])
 
 
 def calls_of_a_unit(units: int, k: int, kind: str = "training") -> float:

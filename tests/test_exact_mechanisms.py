@@ -8,7 +8,6 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from threading import Thread, current_thread, main_thread
 from typing import Any
@@ -30,7 +29,7 @@ from .zoo.blocks import WIDTH, Block, Chain, chain
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_torchs_defaults_change_nothing(dtype: torch.dtype, device: str, mixed: bool, activations: Any) -> None:
     """While a model is attached, and in its steps, whether its weights are of the default dtype or under autocast."""
 
@@ -130,25 +129,6 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
             assert run.pipe.stats.resets >= 3
 
     assert_same_story(story, bombs, k=k)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_an_exception_in_an_optimizers_step(inside: bool) -> None:
-    """The optimizer has all of its weights then: they are in its state, and its `zero_grad` reaches their gradients."""
-
-    def story(run: Run) -> None:
-        extra = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.AdamW([*run.model.parameters(), extra])
-        run.normal_step("before", optimizer)
-        run.model(run.rows(1)).square().mean().backward()
-        extra.grad = torch.ones(2).to_sparse()
-        with run.step() if inside else nullcontext(), pytest.raises(RuntimeError, match="sparse"):
-            optimizer.step()
-        note_state(run.trace, "failed", run.model, [optimizer])
-        optimizer.zero_grad()
-        run.normal_step("after", optimizer, seed=2)
-
-    assert_same_story(story, lambda: chain(4))
 
 
 @pytest.mark.parametrize("activations", ["auto", "offload"])

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import HostPool
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
-from sp_lightning.planning.ways import ways_of
 
 from .helpers import (
-    LiveBytes,
     Plan,
     Run,
     assert_exact,
@@ -29,17 +27,16 @@ from .helpers import (
     attached,
     sgd,
 )
-from .pipeline.parts import RecordingBackend
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 
 # one way or another, what these save is special: views, masks, buffers, several graphs, changes in place, checkpoints
 ENTRIES = [
-    "gpt2-tied", "bert", "t5", "mixtral", "lstm", "nn-transformer-encoder", "gpt2-checkpoint-plain", "vit", "swin",
-    "resnet50", "channels-last", "unet", "siamese", "input-gradient-penalty", "lora", "stochastic-depth",
-    "frozen-encoder", "checkpoint-inside-reentrant", "two-graphs", "two-losses", "gan", "inplace-residual-on-view",
-    "inplace-on-input", "weight-on-ctx-and-inplace-view", "structured-outputs", "maml",
-    "spectral-norm-parametrization", "embedding-max-norm", "complex-and-float64",
+    "gpt2-tied", "t5", "lstm", "nn-transformer-encoder", "gpt2-checkpoint-plain", "swin", "resnet50", "channels-last",
+    "siamese", "input-gradient-penalty", "stochastic-depth", "frozen-encoder", "checkpoint-inside-reentrant",
+    "two-graphs", "two-losses", "gan", "inplace-residual-on-view", "inplace-on-input",
+    "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "spectral-norm-parametrization",
+    "embedding-max-norm", "complex-and-float64",
 ]  # fmt: skip
 
 USUAL = offload_module.MIN_OFFLOAD_BYTES
@@ -85,7 +82,7 @@ def test_zoo_is_exact(name: str, k: int) -> None:
     assert_exact(CASES[name], offloading(k), Plan.of(CASES[name], steps=2))
 
 
-@pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("vgg", True), ("lstm", True)])
+@pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("unet", True), ("lstm", True)])
 def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
     assert_exact(CASES[name], offloading(2), plan)
@@ -111,60 +108,31 @@ def tokens() -> Tensor:
 
 
 @cache
-def peaks(activations: str) -> tuple[list[int], int]:
-    """The peaks of three steps as the engine counts them, and of all memory alive on the device in the last one."""
+def peaks(activations: str) -> list[int]:
+    """Of three steps, as the engine counts them; what torch counts is in tests/gpu."""
     torch.manual_seed(0)
     counted = []
     with attached(transformer(), units=None, k=2, activations=activations, debug=False) as pipe:
         for _ in range(3):
             pipe.stats.clear()
-            with pipe.step(), (alive := LiveBytes(pipe)):
-                pipe.module(tokens()).square().mean().backward()
+            pipe.module(tokens()).square().mean().backward()
             counted.append(pipe.stats.activation_peak_bytes)
             assert pipe.stats.activation_bytes == 0
-        return counted, alive.peak
+        return counted
 
 
 @pytest.mark.usefixtures("usual_sizes")
 @pytest.mark.parametrize("activations", ["offload", "recompute"])
 def test_peak_memory_of_a_transformer(activations: str) -> None:
-    """A quarter of what is kept otherwise, from the first step on, gradients and temporary tensors included."""
-    kept, kept_alive = peaks("keep")
-    peak, alive = peaks(activations)
+    """A quarter of what is kept otherwise, from the first step on."""
+    kept = peaks("keep")
     assert min(kept) >= sum(saved_by_each_block()), "the measurement misses something"
-    assert max(kept) <= kept_alive <= 1.1 * min(kept), "both count the same things"
-    assert max(peak) <= 0.25 * min(kept)
-    assert alive <= 0.25 * kept_alive
-
-
-@pytest.mark.usefixtures("usual_sizes")
-def test_what_is_said_to_leave_leaves() -> None:
-    """All but the last unit's, and the batch: it is the first unit's input, and its user holds it."""
-    batch = torch.randn(2048, 64)
-    with attached(Chain(Block(64, 128) for _ in range(6)), k=2, activations="auto", memory_budget="1GiB") as pipe:
-        for _ in range(3):
-            pipe.module(batch).square().mean().backward()
-        auto = pipe._engine.activations.auto
-        said = {}
-        for name, call in auto.footprints().items():
-            (way,) = ways_of([call], 1.0, ["offload"], name == "blocks.0")
-            said[name] = way.leaving
-        pipe.stats.clear()
-        auto.policies = dict.fromkeys(said, "offload")
-        pipe.module(batch).square().mean().backward()
-    assert pipe.stats.offloaded_bytes == sum([*said.values()][:-1]) + batch.nbytes
+    assert max(peaks(activations)) <= 0.25 * min(kept)
 
 
 def three_steps(run: Run) -> None:
     for step in range(3):
         run.normal_step(f"step {step}", None, seed=step)
-
-
-class Tripled(Block):
-    """What it saves is not its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(3 * x)
 
 
 class Keeps(torch.autograd.Function):
@@ -284,24 +252,6 @@ def test_tensors_kept_by_user_hooks_are_left_alone(activations: Policy) -> None:
 # ------------------------------------------------------------------------------------- what else becomes of host memory
 
 
-def test_parts_of_a_large_memory_and_buffers_stay() -> None:
-    """They would take all of it along, or are there anyway."""
-
-    class Column(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-            self.register_buffer("table", torch.randn(1, 200))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight * (0.1 * x).exp() * matrix[:, 3] * self.table[0]
-
-    matrix = torch.randn(200, 100)
-    with attached(nn.Sequential(*[Column() for _ in range(4)]), units=Column, activations="offload") as pipe:
-        pipe.module(torch.randn(200)).sum().backward()
-        assert pipe.stats.offloaded_bytes == 3 * 200 * 4, "those of `exp`"
-
-
 def test_growing_batches_do_not_pile_up() -> None:
     """Other sizes each step, as with sentences of any length: what has become useless makes room."""
     with attached(chain(6), activations="offload") as pipe:
@@ -322,28 +272,3 @@ def test_a_graph_may_be_dropped_by_any_thread() -> None:
         pipe.stats.clear()
         pipe.module(Run.rows(0)).sum().backward()
         assert pipe._engine.offloader.pool.held <= 2 * 4096 * pipe.stats.offloaded_bytes
-
-
-@pytest.mark.parametrize("where", ["download", "upload"])
-def test_a_copy_that_fails_raises_and_is_never_used(where: str) -> None:
-    """On its way out, or back: its step fails, and the next one is right."""
-    model, backend = chain(4), RecordingBackend(pins=True)
-    options = PipelineOptions(k=4, units=Block, activations="offload")
-    pipe = Pipeline(model, "cpu", options=options, backend=backend)
-
-    def gradients(fails: bool = False) -> list[Tensor]:
-        model.zero_grad()
-        with pipe.step():
-            if fails and where == "download":
-                backend.fail_next(where, OSError("on purpose"))
-            loss = model(Run.rows(0)).square().mean()
-            if fails:  # all weights are there, so what is asked for first is an activation
-                backend.fail_next(where, OSError("on purpose"))
-            loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    expected = gradients()
-    with pytest.raises(OSError, match="on purpose"):
-        gradients(fails=True)
-    assert all(map(torch.equal, gradients(), expected))
-    pipe.detach()

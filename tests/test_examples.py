@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-import host_step
 import plot_k
 import pytest
 import sweep_k
@@ -77,24 +76,22 @@ def losses(output: str) -> tuple[float, float]:
 
 
 def test_finetune_lm_learns_and_says_what_it_streamed(call):
-    output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1", "--optimizer-on=host")
+    output = run("finetune_lm.py", *SMALL, "--steps=20", "--k=2", "--k-prime=1", "--optimizer-on=host")
     first, last = losses(output)
-    assert last < 0.8 * first
+    assert last < 0.9 * first
     loads = int(re.search(r"(\d+) unit loads", output)[1])
-    assert loads > 6 * 30  # six blocks go up in each forward, and most of them again in the backward
+    assert loads > 6 * 20  # six blocks go up in each forward, and most of them again in the backward
     # The same run without streaming gives the same numbers.
-    assert losses(call("finetune_lm", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
+    assert losses(call("finetune_lm", *SMALL, "--steps=20", "--strategy=auto")) == (first, last)
 
 
-@pytest.mark.parametrize("optimizer", ["split", "int8"])
-def test_finetune_lm_learns_with_compact_optimizers(call, optimizer):
+def test_finetune_lm_learns_with_a_compact_optimizer(call):
     """With the same numbers whether units live on the device, as memory to spare has them, or nothing streams."""
-    arguments = *SMALL, "--steps=30", "--precision=bf16-true", f"--optimizer={optimizer}"
+    arguments = *SMALL, "--steps=20", "--precision=bf16-true", "--optimizer=int8"
     first, last = losses(call("finetune_lm", *arguments))
-    assert last < 0.8 * first
-    if optimizer == "int8":
-        assert losses(call("finetune_lm", *arguments, "--memory-budget=1GB")) == (first, last)
-        assert losses(call("finetune_lm", *arguments, "--strategy=auto")) == (first, last)
+    assert last < 0.9 * first
+    assert losses(call("finetune_lm", *arguments, "--memory-budget=1GB")) == (first, last)
+    assert losses(call("finetune_lm", *arguments, "--strategy=auto")) == (first, last)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +102,6 @@ def test_finetune_lm_learns_with_compact_optimizers(call, optimizer):
         (["--text=nowhere.txt"], "--text: nowhere.txt: no such file"),
         (["--k=0"], "--k: 0 is neither 'auto' nor an integer of at least 1"),
         (["--k=2", "--k-prime=3"], "k_prime"),
-        (["--memory-budget=plenty"], "memory_budget"),
-        (["--optimizer-on=moon"], "--optimizer-on: invalid choice: 'moon'"),
         (["--save=/proc/mine/lm.ckpt"], "--save: /proc/mine: nothing can be written there"),
         (["--save=.."], "--save: ..: a folder, not a file"),
         (["--optimizer=int8"], "--optimizer int8 is for bf16 weights: add --precision bf16-true"),
@@ -118,6 +113,21 @@ def test_finetune_lm_refuses(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         parse(arguments)
     assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("pretrain", ["--hours=0"], "--hours: a budget of 0.0 hours leaves no time to train: it must be above 0"),
+        ("pretrain", ["--text=."], "--text: .: no .txt file in this folder"),
+        ("pseudo_to_real", ["--delink=70"], "--delink 70 comes after the last of --steps 60"),
+        ("several_models", ["--devices=2"], "this plain loop is for one device"),
+    ],
+)
+def test_recipes_refuse(capsys, script, arguments, message):
+    with pytest.raises(SystemExit):
+        import_module(script).main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -188,8 +198,7 @@ def test_generate_continues_a_learned_text(call, monkeypatch):
     assert "'Explicit is better' -> ' than implicit.\\n'" in output
 
 
-@pytest.mark.parametrize("stream", ["--k=1", "--k=3", "--k-prime=2"])
-def test_generate_finds_the_tokens_of_the_plain_model(tmp_path, call, stream):
+def test_generate_finds_the_tokens_of_the_plain_model(tmp_path, call):
     checkpoint = tmp_path / "lm.ckpt"
     call("finetune_lm", *SMALL, "--steps=3", f"--save={checkpoint}")
     prompts = tmp_path / "prompts.txt"
@@ -199,7 +208,7 @@ def test_generate_finds_the_tokens_of_the_plain_model(tmp_path, call, stream):
     def texts(output: str) -> list[str]:
         return [line for line in output.splitlines() if "->" in line]
 
-    streamed = texts(call("generate", *arguments, stream))
+    streamed = texts(call("generate", *arguments, "--k-prime=2"))
     assert len(streamed) == 3
     assert streamed == texts(call("generate", *arguments, "--strategy=auto"))
 
@@ -296,16 +305,3 @@ def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path, monkeypatch):
     drawn = (tmp_path / "k.svg").read_text(encoding="utf-8")
     assert drawn.count('rx="5"') == 2 * 3 + 1, "a dot for each point, and one in the legend"
     assert result["title"] in drawn
-
-
-def test_the_step_on_the_host_is_measured(tmp_path, monkeypatch):
-    small = ["--parameters=1e4", "--tensors=2", "--threads=1", "--rounds=1", f"--json={tmp_path / 'step.json'}"]
-    monkeypatch.setattr(sys, "argv", ["host_step.py", *small])
-    threads = torch.get_num_threads()
-    host_step.main()
-    torch.set_num_threads(threads)
-    results = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
-    rows, moved = results["rows"], {row["kind"]: row["bytes for each parameter"] for row in results["fewer bytes"]}
-    assert [row["work"] for row in rows] == ["update", "clip", "mixed"]
-    assert all(milliseconds > 0 for row in rows for milliseconds in row["ms"].values())
-    assert moved["int8 moments"] < 0.55 * moved["fp32 moments"] < 0.3 * moved["torch"]

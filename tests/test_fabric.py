@@ -21,10 +21,8 @@ from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import sp_lightning.fabric
@@ -32,7 +30,6 @@ import sp_lightning.lightning_fabric
 from sp_lightning import optim
 from sp_lightning.fabric import SuperpipelineStrategy
 
-from .class_shapes import SHAPES, shaped
 from .helpers import (
     Bomb,
     Run,
@@ -43,7 +40,6 @@ from .helpers import (
     note_outputs,
     note_state,
     overwrite,
-    torchs_defaults,
 )
 from .lightning_modules import assert_plain
 from .zoo import CASES
@@ -104,7 +100,7 @@ def of_zoo(name: str, fabric: Fabric, trace: Trace) -> None:
 
 
 ZOO = [
-    "vit", "llama-untied", "llava", "unet", "chain", "gan", "two-losses", "two-graphs",
+    "vit", "llama-untied", "llava", "unet", "chain", "gan", "two-losses", "two-graphs", "maml",
     "input-gradient-penalty", "weight-gradient-penalty", "checkpointed-blocks-plain",
 ]  # fmt: skip
 
@@ -131,87 +127,6 @@ def learn(fabric: Fabric, trace: Trace, built: nn.Module, optimizer: Any, losses
         optimizer.step()
         trace[f"{number} / loss"] = frozen(loss)
     note_state(trace, "end", built, [optimizer.optimizer])
-
-
-def dcgan(fabric: Fabric, trace: Trace) -> None:
-    """Two networks with convolutions, each with an optimizer."""
-
-    def block(cls: type[nn.Module], *sizes: int) -> nn.Module:
-        return nn.Sequential(cls(*sizes, 4, 2, 1, bias=False), nn.BatchNorm2d(sizes[1]), nn.LeakyReLU(0.2))
-
-    made = nn.Sequential(block(nn.ConvTranspose2d, 4, 8), block(nn.ConvTranspose2d, 8, 3), nn.Tanh())
-    judge = nn.Sequential(block(nn.Conv2d, 3, 8), block(nn.Conv2d, 8, 4), nn.Flatten(), nn.Linear(16, 1))
-    generator, generates = fabric.setup(made, Adam(made.parameters(), lr=2e-3, betas=(0.5, 0.999)))
-    critic, decides = fabric.setup(judge, Adam(judge.parameters(), lr=2e-3, betas=(0.5, 0.999)))
-    for step in range(3):
-        decides.zero_grad()
-        fabric.backward(F.softplus(-critic(torch.randn(4, 3, 8, 8))).mean())
-        fake = generator(torch.randn(4, 4, 2, 2))
-        fabric.backward(F.softplus(critic(fake.detach())).mean())
-        decides.step()
-        generates.zero_grad()
-        fooled = F.softplus(-critic(fake)).mean()
-        fabric.backward(fooled)
-        generates.step()
-        with torch.no_grad():
-            note_outputs(trace, f"{step}", [fooled, generator(torch.ones(2, 4, 2, 2))])
-    note_state(trace, "generator", made, [generates.optimizer])
-    note_state(trace, "critic", judge, [decides.optimizer])
-
-
-def penalized(fabric: Fabric, trace: Trace) -> None:
-    """A distance to a teacher's weights (L2-SP), an average of weights (EMA), gradients that the loop changes."""
-    built, teaching = chain(4), chain(4).requires_grad_(False)
-    model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
-    teacher = fabric.setup_module(teaching)
-    average = [parameter.detach().clone() for parameter in built.parameters()]
-    for step in range(4):
-        x = Run.rows(step)
-        pairs = zip(built.parameters(), teaching.parameters(), strict=True)
-        loss = F.mse_loss(model(x), teacher(x)) + sum((own - other).square().sum() for own, other in pairs)
-        loss.backward() if step % 2 else fabric.backward(loss)
-        with torch.no_grad():
-            for parameter in built.parameters():
-                parameter.grad.add_(parameter.detach(), alpha=0.1)
-            optimizer.step()
-            for mean, parameter in zip(average, built.parameters(), strict=True):
-                mean.lerp_(parameter, 0.1)
-        optimizer.zero_grad()
-        note_outputs(trace, f"{step}", [loss, *average])
-    pickled = pickle.loads(pickle.dumps(model))
-    assert type(pickled._forward_module) is Chain
-    note_outputs(trace, "pickled", pickled(Run.rows(0)))
-    note_state(trace, "end", built, [optimizer.optimizer])
-
-
-def meta_learning(fabric: Fabric, trace: Trace) -> None:
-    """MAML of two inner steps: gradients by weights, and gradients of those."""
-    built = chain(3)
-    model, optimizer = fabric.setup(built, Adam(built.parameters(), lr=1e-2))
-
-    def error(step: int) -> Tensor:
-        fast = dict(built.named_parameters())
-        error = model(Run.rows(step)).square().mean()
-        for inner in range(2):
-            gradients = torch.autograd.grad(error, list(fast.values()), create_graph=True)
-            fast = {name: w - 0.1 * g for (name, w), g in zip(fast.items(), gradients, strict=True)}
-            error = functional_call(built, fast, (Run.rows(step + inner),)).square().mean()
-        return error
-
-    learn(fabric, trace, built, optimizer, map(error, range(3)))
-
-
-def k_fold(fabric: Fabric, trace: Trace) -> None:
-    """A new model for each fold, which goes when its fold is over, and data that Fabric's loaders shuffle."""
-    data = TensorDataset(torch.randn(12, WIDTH), torch.randn(12, WIDTH))
-    fabric.seed_everything(3, verbose=False)
-    for fold in range(3):
-        built = Chain([Block() for _ in range(3)])
-        model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
-        loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4, shuffle=True))
-        found: Trace = {}
-        learn(fabric, found, built, optimizer, (F.mse_loss(model(x), y) for x, y in loader))
-        trace.update({f"{fold} / {label}": value for label, value in found.items()})
 
 
 def clipped(fabric: Fabric, trace: Trace, models: int = 1) -> None:
@@ -278,7 +193,9 @@ def methods(fabric: Fabric, trace: Trace) -> None:
     steps = (model.encode(Run.rows(step)) + model.training_step(Run.rows(step)) for step in range(3))
     learn(fabric, trace, built, optimizer, steps)
     assert next(model.named_parameters())[0] == "_forward_module.scale"
-    note_outputs(trace, "copy", copy.deepcopy(model)(Run.rows(0)))
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(duplicate._forward_module) is Called
+        note_outputs(trace, f"copy {len(trace)}", duplicate(Run.rows(0)))
 
 
 def told_apart(fabric: Fabric, trace: Trace) -> None:
@@ -313,32 +230,8 @@ def compiled(fabric: Fabric, trace: Trace) -> None:
     learn(fabric, trace, built, optimizer, (model(Run.rows(step)).square().mean() for step in range(3)))
 
 
-class Reading(Dataset):
-    """Reads a weight where the batches are made."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Tensor:
-        return Run.rows(index)[0] + 0 * float(self.module.blocks[-1].up.weight.detach().sum())
-
-
-def surrounded(fabric: Fabric, trace: Trace) -> None:
-    """Blocks of classes of all shapes, a forked worker, and a compact optimizer under another default dtype."""
-    built = Chain([*(shaped(Block, shape)() for shape in sorted(SHAPES)), Block()])
-    model, optimizer = fabric.setup(built, optim.AdamW(built.parameters(), lr=1e-2))
-    data = DataLoader(Reading(built), batch_size=4, num_workers=1, multiprocessing_context="fork")
-    batches = fabric.setup_dataloaders(data)
-    with torchs_defaults(torch.bfloat16):
-        learn(fabric, trace, built, optimizer, (model(x.float()).square().mean() for x in batches))
-
-
 PROGRAMS = [
-    dcgan, penalized, meta_learning, k_fold, partial(clipped, models=2), surprised, methods, in_parts, compiled,
-    surrounded,
+    partial(clipped, models=2), surprised, methods, in_parts, compiled,
 ]  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -20,9 +19,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
-from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.trainer import host_memory
 
 from .planning.parts import Fixed, Mapped, mapped_without_collector
@@ -185,31 +182,3 @@ def test_a_run_that_will_not_fit_is_refused(
     says = f"AdamW would keep 520.0 KiB of state in host memory, beside {gradients} KiB of gradients.*{advice}"
     with pytest.raises(MisconfigurationException, match=says):
         trainer.fit(Blocks(), DataLoader(torch.randn(2, WIDTH), batch_size=2))
-
-
-@pytest.mark.parametrize(("at", "clip", "most"), [("on_train_batch_end", 1.0, 4), ("on_train_batch_start", None, 2.5)])
-def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are arranged when it is attached, and for two windows: torch's layers are known to be lowered before.
-
-    Memory is page-locked once, so many bytes per parameter: copies and gradients in bf16, or, where gradients pass, a
-    few landing buffers for them. Those that a callback may read are dropped, and not copied.
-    """
-    windows = [None] * 3 + [WindowPlan(4, 2)] * 2 + [WindowPlan(3, 1)] * 3
-    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Mock(before_step=Mock(side_effect=windows)))
-    pinned, unpinned, settled, counts, module = [], [], [], {}, Blocks(16, 128)
-    monkeypatch.setattr(HostBackend, "pins", property(lambda _: True, lambda *_: None), raising=False)
-    monkeypatch.setattr(HostBackend, "pin", lambda _, memory: pinned.append(memory.nbytes) or True)
-    monkeypatch.setattr(HostBackend, "unpin", lambda _, memory: unpinned.append(memory.nbytes))
-    monkeypatch.setattr(GradientStream, "show_all", lambda stream: settled.append(stream.settled))
-
-    def count(*_: Any) -> None:
-        counts[trainer.global_step] = trainer.strategy.pipeline.stats.arrangements
-        assert not unpinned
-
-    options = {"precision": "bf16-mixed", "gradient_clip_val": clip, "strategy": SuperpipelineStrategy(k=2)}
-    callback = L.pytorch.callbacks.LambdaCallback(**{at: count})
-    trainer = L.Trainer(accelerator="cpu", max_steps=8, barebones=True, callbacks=[callback], **options)
-    trainer.fit(module, DataLoader(torch.randn(16, 128), batch_size=2))
-    assert [counts[steps] for steps in range(1, 8)] == [1, 1, 1, 2, 2, 3, 3]
-    assert settled[:2] == [True] * 2
-    assert sum(pinned) < (most + 0.05) * sum(parameter.numel() for parameter in module.parameters())

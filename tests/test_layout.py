@@ -132,8 +132,8 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 29,
     "files": 114,
     "imports that lead back": 13,
-    "lines of tests": 26_231,
-    "tokens": 119_140,
+    "lines of tests": 23_316,
+    "tokens": 119_138,
     "tokens of optim": 8_520,
     "tokens of pipeline": 9_024,
     "tokens of pipeline/activations": 9_321,
@@ -148,7 +148,7 @@ AT_MOST = {
     "tokens of planning": 14_359,
     "tokens of the top": 9_970,
     "tokens of timeline": 1_558,
-    "tokens of trainer": 7_555,
+    "tokens of trainer": 7_553,
 }
 
 

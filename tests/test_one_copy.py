@@ -185,7 +185,6 @@ def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], he
     [
         ("forward", 1, "kill"),
         ("backward", 0, "kill"),
-        ("step", 0, "kill"),
         ("save", 0, "kill"),
         ("step", 1, "raise"),
         ("forward", 0, "hang"),

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.precision import HostGradScaler
 
-from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, note_state, slow_host
+from .helpers import Trace, assert_same_trace, attached, note_state, slow_host
 from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain
 
@@ -64,52 +64,6 @@ def test_units_whose_step_ends_while_they_are_called_run_again_in_backward(autoc
             loss.backward()
             assert pipeline.stats.recomputed == number * (BLOCKS - 1) + 1, "the last one runs again in the first step"
             optimizer.step()
-
-
-class Nests(Block):
-    """Calls another block inside of its own call, once that is switched on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: list[nn.Module] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return sum((inner(x) for inner in self.inner), y)
-
-
-@pytest.mark.parametrize("overlap", ["auto", False])
-def test_weights_that_become_resident_while_they_are_stepped(overlap: Any) -> None:
-    def story(run: Run) -> None:
-        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-        for number in range(4):
-            optimizer.zero_grad()
-            run.model(run.rows(number)).sum().backward()
-            optimizer.step()
-        run.model.blocks[0].inner.append(run.model.blocks[4])  # in the same place on the device
-        with torch.no_grad(), run.step():
-            run.note("changed", run.model(run.rows(0)))
-
-    with slow_host():
-        assert_same_story(story, lambda: Chain([Nests() for _ in range(6)]), overlap_optimizer=overlap, debug=False)
-
-
-def test_resident_weights_that_are_stepped_several_times_in_a_step() -> None:
-    """They have become resident in that step, through a use outside of their unit."""
-
-    def story(run: Run) -> None:
-        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-        with run.step():
-            for number in range(4):
-                optimizer.zero_grad()
-                x = run.rows(number)
-                loss = run.model(x).sum() + (x * run.model.blocks[4].norm.weight).sum()
-                loss.backward()
-                optimizer.step()
-                run.note(f"loss {number}", loss)
-
-    with slow_host():
-        assert_same_story(story, lambda: Chain([Block() for _ in range(6)]), debug=False)
 
 
 # --------------------------------------------------------------------------------------------------------- Lightning
@@ -367,34 +321,6 @@ def test_an_exception_in_the_step_leaves_a_whole_checkpoint(tmp_path: Path) -> N
     assert_same_trace(*traces)
 
 
-class GoesOn(Fails):
-    """Catches it: after units were stepped in backward, or inside of a step, in manual optimization."""
-
-    def __init__(self, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        if self.automatic_optimization:
-            return loss
-        self.manual_backward(loss)
-        self.optimizer_step(0, 0, self.optimizers())
-        return loss + (batch * self.model[3].norm.weight).sum()  # of a unit that is not there
-
-    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
-        try:
-            optimizer.step(closure=closure)
-        except RuntimeError:
-            optimizer.zero_grad()
-
-
-def test_an_exception_in_the_step_that_the_user_catches() -> None:
-    assert_same_fit(lambda: GoesOn(automatic=False))
-    with pytest.warns(UserWarning, match="weights have taken this step, .* have not"):
-        fit(GoesOn(automatic=True), strategy_for(streamed=True))
-
-
 class Reading(Module):
     """Looks at the gradients of the first step in the second one, before `zero_grad`."""
 
@@ -521,26 +447,13 @@ class HalvesInBackward:
         return loss
 
 
-class HalvesAfterBackward:
-    def post_backward(self, loss: Tensor) -> None:
-        halve(self)
-
-
 class RunsBackwardItself:
     def backward(self, loss: Tensor, *args: Any) -> Tensor:
         (0.5 * loss).backward()
         return loss
 
 
-class LooksInItsStep:
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
-        module: Any = self.lightning_module  # type: ignore[attr-defined]
-        module.losses.append(torch.stack([parameter.grad.norm() for parameter in module.parameters()]))
-        return result
-
-
-@pytest.mark.parametrize("changes", [HalvesInBackward, HalvesAfterBackward, RunsBackwardItself, LooksInItsStep])
+@pytest.mark.parametrize("changes", [HalvesInBackward, RunsBackwardItself])
 def test_strategies_of_users(changes: type) -> None:
     traces = []
     options = {"k": 2, "units": [Block], "memory_budget": "1GiB"}  # steps are watched, and may run again

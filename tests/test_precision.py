@@ -43,16 +43,6 @@ def test_scalers_of_a_users_own_class():
         host_precision(MixedPrecision("16-mixed", "cpu", Own("cpu")), LIGHTNING)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_settings_of_scalers_are_kept(enabled):
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=3, enabled=enabled))
-    state = plugin.scaler.state_dict()
-    host_precision(plugin, LIGHTNING)
-    assert isinstance(plugin.scaler, HostGradScaler)
-    assert plugin.scaler.is_enabled() is enabled
-    assert plugin.scaler.state_dict() == state
-
-
 def test_the_scale_is_saved_and_restored(tmp_path):
     def fitted(**arguments: Any) -> Any:
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pretrain
@@ -65,18 +64,3 @@ def test_time_is_the_budget_and_a_run_goes_on(call, monkeypatch):
     assert float(re.search(NUMBERS, resumed)[1]) < 0.95 * float(re.search(NUMBERS, output)[1])
     assert same(saved, call(hours, "--resume=lm.ckpt", "--strategy=auto", save="plain.ckpt")[1])
     assert "no step was taken" in call(hours, "--resume=more.ckpt", save="spent.ckpt")[0]
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--hours=0", "--hours: a budget of 0.0 hours leaves no time to train: it must be above 0"),
-        ("--text=empty", "--text: empty: no .txt file in this folder"),
-        ("--text=nowhere", "--text: nowhere: no such file or folder"),
-    ],
-)
-def test_it_refuses(capsys, argument, message):
-    Path("empty").mkdir()
-    with pytest.raises(SystemExit):
-        pretrain.parse([argument])
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -42,19 +42,6 @@ def test_the_first_phase_can_be_a_run_of_its_own(capsys):
         pseudo_to_real.Delink().load_state_dict({"shares": False})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--delink=70"], "--delink 70 comes after the last of --steps 60"),
-        (["--strategy=auto", "--devices=2"], "--strategy auto is DDP on several devices"),
-    ],
-)
-def test_what_is_refused(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        pseudo_to_real.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_a_model_without_layers_that_are_alike_is_refused():
     with pytest.raises(SystemExit, match="error: LlamaForCausalLM has no list of layers that are alike"):
         pseudo_to_real.main(["--layers=1"])

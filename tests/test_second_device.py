@@ -60,33 +60,6 @@ def test_what_needs_an_accelerator(environment: dict[str, str]) -> None:
     assert int(passed[1]) > 100
 
 
-FREEING = """
-import threading
-import torch
-
-values = torch.zeros(1 << 16, device="cuda")
-ended = False
-
-def free():
-    while not ended:
-        torch.empty(64, device="cuda")
-
-other = threading.Thread(target=free)
-other.start()
-for _ in range(500):
-    values.cpu()
-ended = True
-other.join()
-"""
-
-
-@pytest.mark.slow
-def test_who_waits_for_a_stream_waits_for_what_it_was_given_before(fork: Fork) -> None:
-    """Other threads give it more meanwhile, as they free memory."""
-    status, _, said = fork(FREEING)
-    assert status == 0, said[-2_000:]
-
-
 UNORDERED = """
 import torch
 from sp_lightning.pipeline import Pipeline, PipelineOptions

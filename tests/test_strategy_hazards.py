@@ -23,19 +23,17 @@ import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .helpers import assert_same_trace, slow_host
+from .helpers import slow_host
 from .lightning_modules import (
     WIDTH,
     Base,
@@ -44,8 +42,6 @@ from .lightning_modules import (
     assert_same_training,
     fit,
     loader,
-    nobody_looks,
-    plain,
     streamed,
     trainer,
 )
@@ -118,19 +114,6 @@ def test_hazard_03_models_are_built_on_the_host(module):
     uniform.assert_not_called()
 
 
-def test_hazard_03_init_module():
-    ours = trainer(streamed())
-    with ours.init_module(empty_init=True):
-        empty = Base()
-    torch.manual_seed(1)
-    empty.load_state_dict(Base().state_dict())
-    fit(ours, empty)
-    torch.manual_seed(1)
-    module = Base()
-    fit(trainer(plain()), module)
-    assert_same_trace(module.trace, empty.trace)
-
-
 class Early(Base):
     """05: parameters are the same objects. LightningCLI builds the optimizer before `fit`."""
 
@@ -155,7 +138,7 @@ class Zeroing(Base):
 
 @pytest.mark.parametrize(
     ("make", "arguments"),
-    [(Early, {}), (Zeroing, {}), (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")})],  # 16
+    [(Early, {}), (Zeroing, {})],
 )
 def test_training_is_the_same(make, arguments):
     assert_same_training(make, arguments=lambda: arguments)
@@ -236,9 +219,9 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place, monkeypatch
 # Hazards 05, 08 and 13, weights that are assigned, written to or loaded, and 19, requires_grad, are in
 # test_exact_random_stories.py; 06, gradients that are looked at, and 12, exceptions, in test_overlap.py; 18, hooks on
 # parameters, there and in the zoo; 10, copies, in test_exact_mechanisms.py; 07, inference tensors, and 21, clipping,
-# are among the Trainer's arguments in test_strategy.py; 22, the memory that checkpoints take, is in
-# test_checkpoint.py; 24, more than one process, in test_processes.py; 25, a compiled LightningModule, in
-# test_strategy.py.
+# are among the Trainer's arguments in test_strategy.py; 16, mixed precision, is in test_precision.py; 22, the memory
+# that checkpoints take, in test_checkpoint.py; 24, more than one process, in test_processes.py; 25, a compiled
+# LightningModule, in test_strategy.py.
 
 
 def test_hazard_26_ranks_without_a_question_to_the_cluster(monkeypatch):
@@ -360,29 +343,6 @@ def test_a_logger_that_draws_the_graph_of_the_model():
         fit(trainer(streamed(), logger=Draws()), Base())
 
 
-class Sums(Dataset):
-    """Sums of the model's weights, which a loader's worker computes."""
-
-    def __init__(self, module: L.LightningModule) -> None:
-        self.module = module
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.stack([p.detach().sum() for p in self.module.parameters()])[:WIDTH] + index, index % 2
-
-
-def fit_on_sums(trainer: L.Trainer, module: L.LightningModule) -> None:
-    trainer.fit(module, DataLoader(Sums(module), 2, num_workers=1, multiprocessing_context="fork", timeout=30))
-
-
-def test_a_forked_worker_reads_weights_or_raises():
-    assert_same_training(drive=fit_on_sums, overlap_optimizer=False)
-    with slow_host(0.2), nobody_looks(), pytest.raises(RuntimeError, match=r"forked from.*`copy\.deepcopy\(module\)`"):
-        fit_on_sums(trainer(streamed()), Base())
-
-
 @pytest.mark.parametrize("hook", ["training_step", "on_after_backward"])
 def test_a_fork_that_ends_in_a_hook(hook):
     class Forks(Base):
@@ -407,12 +367,3 @@ def test_a_fork_that_ends_in_a_hook(hook):
     has_ended, _, _ = select.select([os.pidfd_open(module.child)], [], [], 20)
     os.kill(module.child, signal.SIGKILL)
     assert (bool(has_ended), os.waitstatus_to_exitcode(os.waitpid(module.child, 0)[1])) == (True, 7)
-
-
-@pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])
-def test_ranks_may_be_set(name):
-    """Lightning's strategy for one device lets them be set, and tests of what several processes do count on it."""
-    strategy = streamed()
-    setattr(strategy, name, 2)
-    assert getattr(strategy, name) == 2
-    assert strategy.is_distributed == (name == "world_size")

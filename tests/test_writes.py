@@ -130,18 +130,6 @@ def test_weights_under_autocast(name: str, calls_before: int) -> None:
     assert_same_story(partial(train, autocast=True), partial(writers, WRITES[name], calls_before=calls_before))
 
 
-@pytest.mark.parametrize("look", [lambda weight: weight.data.norm(), lambda weight: weight.data.clamp_(-100, 100)])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_data_that_is_only_read_or_within_its_limits(look: Write, activations: str) -> None:
-    """Costs no copy."""
-
-    def story(run: Run) -> None:
-        train(run)
-        assert run.pipe is None or run.pipe.stats.write_backs == 0
-
-    assert_same_story(story, partial(writers, look), activations=activations)
-
-
 def test_a_forward_gives_no_weight_other_memory() -> None:
     """`weight.data = ...`; a conversion that has nothing to convert is none."""
 

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adamax
-from torch.utils.data import DataLoader
 
 from sp_lightning import Pipeline, plan, superpipeline
 
-from ..lightning_modules import trainer
 from ..zoo.blocks import WIDTH, Block, chain
 
 pytestmark = pytest.mark.gpu
@@ -100,36 +97,6 @@ def test_they_are_taken_over_in_the_middle_of_training(kind: Any, device: torch.
             assert torch.equal(plain, ours)
         else:  # the same formula, rounded by another kernel
             torch.testing.assert_close(plain, ours)
-
-
-class Chain(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = chain(4)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return SGD(self.parameters(), **EXACT)
-
-
-def test_a_module_that_was_trained_there_without_us(accelerator: str, device: torch.device, tmp_path: Any) -> None:
-    """Its checkpoint has tensors of the device, where `load_from_checkpoint` leaves the module."""
-    data = DataLoader(torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(2)), batch_size=3)
-    settings: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "max_epochs": 1}
-    torch.manual_seed(0)
-    first = trainer("auto", **settings)
-    first.fit(Chain(), data)
-    first.save_checkpoint(tmp_path / "plain.ckpt")
-    results = []
-    for strategy in ("auto", "superpipeline"):
-        module = Chain.load_from_checkpoint(tmp_path / "plain.ckpt", map_location=device, weights_only=False)
-        assert module.device.type == device.type
-        trainer(strategy, **settings).fit(module, data)
-        results.append(host_values(module))
-    for plain, ours in zip(*results, strict=True):
-        assert torch.equal(plain, ours)
 
 
 def test_they_can_be_planned_for(device: torch.device) -> None:

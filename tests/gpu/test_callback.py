@@ -14,7 +14,6 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.callback import PREFIX
 
 from ..lightning_modules import Notes
-from .test_memory_limits import room
 
 pytestmark = pytest.mark.gpu
 
@@ -73,25 +72,3 @@ def test_metrics_and_timeline_of_a_device(accelerator, device, peaks, tmp_path):
     assert timed[PREFIX + "to_device_gb_per_s"] > 0
     events = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {"forward", "backward", "load", "gradients"} <= {event["cat"] for event in events if event["ph"] == "X"}
-
-
-class Crowded(Net):
-    """Takes most of the memory twice in a step, for two streams, of which neither uses what the other has freed."""
-
-    def on_train_start(self):
-        self.api = torch.get_device_module(self.device)
-        self.other = self.api.Stream()
-
-    def training_step(self, batch, batch_idx):
-        for stream in (self.other, self.api.current_stream()):
-            with self.api.stream(stream):
-                torch.empty(MOST, dtype=torch.uint8, device=self.device)
-        return super().training_step(batch, batch_idx)
-
-
-def test_times_that_memory_ran_short_are_counted(accelerator, device):
-    notes = Notes()
-    with room(device, MOST * 3 // 2):
-        fit(Crowded(), accelerator, notes, SuperpipelineCallback())
-    counted = [values[PREFIX + "allocation_retries"] for _, values in notes.ours()]
-    assert min(counted) >= 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrizations, prune
-from torch.nn.utils.parametrize import remove_parametrizations
+from torch.nn.utils import prune
 from torch.optim import SGD
 
 from ..zoo.blocks import WIDTH, Block, chain
@@ -40,17 +39,6 @@ def test_modules_that_are_added_stream(where: str, device: torch.device) -> None
         optimizer.step()
         assert any(each.master is weight for each in pipe.arrangement.weights)
         assert optimizer.state[weight]["momentum_buffer"].device.type == "cpu"
-
-
-def test_weights_that_are_no_longer_parametrized_stream(device: torch.device) -> None:
-    """Their modules have new parameters then, and those before are still in modules that nobody calls."""
-    model = chain(3)
-    parametrizations.weight_norm(model.blocks[1].up)
-    with on_device(model, device) as pipe:
-        micro_step(pipe, rows(device))
-        remove_parametrizations(model.blocks[1].up, "weight")
-        micro_step(pipe, rows(device))
-        assert any(each.master is model.blocks[1].up.weight for each in pipe.arrangement.weights)
 
 
 def test_modules_that_are_added_on_the_device_are_given_back_on_the_host(device: torch.device) -> None:

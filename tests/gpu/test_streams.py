@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 from sp_lightning import superpipeline
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend, make_backend
+from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.planning import AutoPlanner
 
@@ -27,7 +27,6 @@ from .parts import (
     HIDDEN,
     ROWS,
     WIDTH,
-    LazyBlock,
     big_chain,
     micro_step,
     on_device,
@@ -86,33 +85,6 @@ def test_steps_are_measured_and_recorded_while_the_host_lags(device: torch.devic
         assert pipe.summary().plan is not None
     assert len(recording.steps) == 1
     assert {Kind.LOAD, Kind.STEP, Kind.GRADIENTS} <= {span.kind for span in recording.spans}
-
-
-def test_the_thread_of_the_host_sleeps_until_gradients_are_there(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would spin otherwise, beside the thread that launches kernels."""
-    slept: list[bool] = []
-
-    class Event(torch.cuda.Event):
-        def __new__(cls, blocking: bool = False, **flags: Any) -> Event:
-            made = super().__new__(cls, blocking=blocking, **flags)
-            made.sleeps = blocking
-            return made
-
-        def synchronize(self) -> None:
-            if threading.current_thread().name == "superpipeline-host":
-                slept.append(self.sleeps)
-            super().synchronize()
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    with on_device(big_chain(cycles=2_000_000), cuda, k=BLOCKS) as pipe:
-        optimizer = SGD(pipe.module.parameters(), lr=0.1)
-        for _ in range(3):
-            micro_step(pipe, torch.randn(ROWS, WIDTH, device=cuda))
-            optimizer.step()
-    assert slept
-    assert all(slept)
 
 
 def test_a_copy_that_waits_for_the_host_holds_up_no_other(cuda: torch.device) -> None:
@@ -206,40 +178,6 @@ def test_copies_run_on_other_streams_beside_the_computing(cuda: torch.device, tm
         return any(k["ts"] < copy["ts"] + copy["dur"] and copy["ts"] < k["ts"] + k["dur"] for k in kernels)
 
     assert sum(map(beside, copies)) > len(copies) / 2
-
-
-def test_out_of_memory_in_a_step(device: torch.device) -> None:
-    """A real OutOfMemoryError in mid-forward leaves the pipeline ready, and the next step is right."""
-
-    class Greedy(LazyBlock):
-        greedy = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.greedy:
-                torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
-            return super().forward(x)
-
-    expected, _ = train(big_chain(), device, steps=1)
-    model = big_chain()
-    model.blocks[6].__class__ = Greedy
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
-    with on_device(model, device) as pipe:
-        model.blocks[6].greedy = True
-        with pytest.raises(torch.OutOfMemoryError):
-            micro_step(pipe, x)
-        model.blocks[6].greedy = False
-        model.zero_grad()
-        assert torch.equal(micro_step(pipe, x).cpu(), expected[0])
-
-
-def test_what_waits_for_no_computing_can_be_recorded_alone(device: torch.device) -> None:
-    """It may be over before computing has come to where the recording begins."""
-    backend = make_backend(device, "auto", processes=1, debug=False)
-    for _ in range(200):
-        with backend.trace.record() as recording:
-            backend.trace.beside(Kind.STATE_UP, "0", lambda: None, [], nbytes=1)
-        assert [span.kind for span in recording.spans] == [Kind.STATE_UP]
-    backend.close()
 
 
 def test_a_place_is_not_poisoned_while_it_is_copied_to(device: torch.device) -> None:

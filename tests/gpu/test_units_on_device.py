@@ -99,19 +99,6 @@ def test_they_come_and_go_one_after_another(device: torch.device) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
 
 
-def test_an_optimizer_that_looks_at_weights_together_since_lately(device: torch.device) -> None:
-    """Some weights live on the device, others do not: it finds all of them on the host."""
-    model, planner = chain(6, 16, 32), Fixed((2, 1), (2, 1, (1, 4)))
-    pipeline = Pipeline(model, device, options=PipelineOptions(units=is_block), planner=planner)
-    for optimizer in [AdamW(model.parameters()), LBFGS(model.parameters(), max_iter=1)]:
-        for _ in range(2):
-            model(torch.ones(8, 16, device=device)).square().mean().backward()
-            optimizer.step(lambda: 0.0)
-        assert {parameter.device.type for parameter in model.parameters()} == {"cpu", device.type}
-    assert pipeline.summary().pinned == (device.type == "cuda"), "all that is still sent"
-    pipeline.detach()
-
-
 @pytest.mark.parametrize("kind", BY_ELEMENT)
 def test_what_torchs_own_step_takes_is_counted(kind: type[Optimizer], device: torch.device) -> None:
     weights = [nn.Parameter(torch.randn(512, 512, device=device)) for _ in range(8)]

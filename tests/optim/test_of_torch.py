@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from sp_lightning import optim
-from sp_lightning.optim import passes
 from sp_lightning.optim.of_torch import OnePass, has_torchs_bits, scaling_of
 from sp_lightning.optim.passes import Work
 from sp_lightning.optim.rules import Update
@@ -92,22 +91,6 @@ def test_it_is_left_to_torch_where_it_is_something_else():
         {"weight": nn.Parameter(torch.randn(4, 12)[:, ::2])},
     ):
         assert not takes(**other), other
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_gradients_add_up(dtype, threads, monkeypatch):
-    """In any dtype, in parts and in memory of any order, with torch's bits; NaN and infinities, too."""
-    monkeypatch.setattr(passes, "_RANGE", 128)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    torch.manual_seed(0)
-    for total in (torch.randn(31, 37), torch.randn(37, 31).t(), torch.randn(31, 74)[:, ::2], torch.randn(())):
-        gradient = torch.empty_like(total, dtype=dtype).copy_(torch.randn(total.shape))
-        if total.dim():
-            gradient[0, :2] = torch.tensor([float("nan"), float("inf")])
-        expected = total + gradient
-        passes.add(total, gradient)
-        assert torch.equal(total.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_a_cpu_on_which_torch_rounds_otherwise_is_noticed(monkeypatch):

@@ -72,24 +72,6 @@ def test_masters_and_moments_have_the_bits_of_torch_over_fp32_weights(name, dtyp
         assert torch.equal(theirs.state[p]["exp_avg_sq"], second.abs())  # its sign is that of a tie
 
 
-def test_small_moments_learn_as_well():
-    def loss_of(make, dtype):
-        torch.manual_seed(1)
-        x, target = torch.randn(256, 32), torch.randn(32, 8)
-        p = torch.nn.Parameter(torch.zeros(32, 8, dtype=dtype))
-        own = make([p])
-        for _ in range(300):
-            loss = ((x @ p.float() - x @ target) ** 2).mean()
-            loss.backward()
-            own.step()
-            own.zero_grad()
-        return loss.item()
-
-    exact = loss_of(lambda params: torch.optim.AdamW(params, lr=1e-2), torch.float32)
-    near = loss_of(lambda params: optim.AdamW(params, lr=1e-2, moments="int8"), torch.bfloat16)
-    assert near < exact * 1.1 + 0.05
-
-
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_small_updates_do_not_vanish(moments):
     """As they would in bf16 weights alone."""

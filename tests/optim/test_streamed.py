@@ -117,8 +117,6 @@ class Counting(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     "make",
     [
-        torch.optim.ASGD,
-        partial(torch.optim.Adam, eps=1e-3),
         partial(torch.optim.NAdam, eps=1e-3),
         partial(Counting, defaults={"lr": 0.01}),
     ],

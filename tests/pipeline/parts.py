@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
-from sp_lightning.pipeline.progress import Progress
-from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.segment import HostMemory
-from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 class DoneTicket(Ticket):
@@ -131,47 +125,6 @@ class RecordingBackend(Backend):
     def said(self, *what: str) -> list[str]:
         """The names of the calls, in order; only those asked for."""
         return [name for name, _ in self.calls if name in what]
-
-
-@dataclass
-class Placed:
-    """Weights with masters on the host and twins over "device" memory that is other host memory."""
-
-    unit: Unit
-    weights: list[Weight]
-    backend: Backend
-
-    @property
-    def twins(self) -> list[Twin]:
-        return [weight.twin for weight in self.weights]
-
-    @property
-    def by_memory(self) -> dict[int, Twin]:
-        return {twin.key: twin for twin in self.twins}
-
-
-def place(
-    tensors: Sequence[Tensor], backend: Backend | None = None, lowered: torch.dtype | None = None, name: str = "unit"
-) -> Placed:
-    """One unit whose weights are these tensors, loaded."""
-    backend = backend or RecordingBackend()
-    unit = Unit(name)
-    for index, tensor in enumerate(tensors):
-        weight = Weight(f"{name}.{index}", tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
-        weight.unit = unit
-        weight.compute_dtype = lowered or weight.compute_dtype
-        unit.weights.append(weight)
-    segment = HostMemory(backend, None, Progress()).segment(unit.weights)
-    unit.index = 0
-    unit.send([segment])
-    unit.lie_in(backend.allocate(unit.nbytes))
-    segment.refresh_copies()
-    unit.place.copy_(segment.source.bytes)
-    for weight, offset in zip(unit.weights, segment.offsets, strict=True):
-        data = tensor_in(unit.place, offset, weight.host, weight.compute_dtype)
-        weight.twin = Twin(weight, unit, data)
-        weight.twin.parameter.requires_grad_(weight.master.requires_grad)
-    return Placed(unit, unit.weights, backend)
 
 
 @contextmanager

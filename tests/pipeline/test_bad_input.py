@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from ..helpers import CAPTURES, unit_bytes
+from ..helpers import CAPTURES
 from ..zoo.blocks import WIDTH, Block, chain
 
 
@@ -167,19 +167,6 @@ def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.
             Pipeline(module, "cpu")
         module.requires_grad_(False)
     Pipeline(module, "cpu", options=PipelineOptions(units=Block)).detach()
-
-
-def test_what_lies_in_host_memory_already_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of weights that autocast lowers, and gradients, stay where they are when units are arranged anew."""
-    pipeline = superpipeline(model(), "cpu", k=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(3):
-            run_a_step(pipeline)
-        free = max(unit_bytes(pipeline)) + 1024
-        monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: free)
-        pipeline._engine.rearrange(torch.bfloat16)
-    assert pipeline.summary().lowered
-    pipeline.detach()
 
 
 @pytest.mark.parametrize("units", [Block, nn.Linear])

@@ -19,7 +19,6 @@ from torch.distributions import Normal
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 
 from .. import helpers
 from .parts import RecordingBackend
@@ -30,40 +29,6 @@ def layers(count: int = 4) -> nn.Sequential:
 
 
 attached = partial(helpers.attached, units=nn.Linear)  # each linear layer is a unit
-
-
-class FailingOptimizer(SGD):
-    """An optimizer whose step is interrupted."""
-
-    def step(self, closure: Any = None) -> Any:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["in-a-step", "between-steps"])
-def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
-    """Masters are guarded again in the next step, whatever came out of the optimizer."""
-
-    def story(model: nn.Module, scope: Callable[[], Any]) -> list[Tensor]:
-        optimizer = FailingOptimizer(model.parameters(), lr=0.1)
-        if inside:
-            with pytest.raises(KeyboardInterrupt), scope():
-                optimizer.step()
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-        with scope():
-            assert scope is nullcontext or not optimizer_steps.depth
-            loss = model(torch.ones(1, 8)).square().mean() + sum(p.square().sum() for p in model.parameters())
-            loss.backward()
-        assert scope is nullcontext or not optimizer_steps.depth
-        return [p.grad for p in model.parameters()]
-
-    torch.manual_seed(0)
-    expected = story(layers(), nullcontext)
-    torch.manual_seed(0)
-    model = layers()
-    with attached(model) as pipeline:
-        assert all(map(torch.equal, story(model, pipeline.step), expected))
 
 
 def gradients_of_one_step(pipeline: Pipeline) -> list[Tensor]:

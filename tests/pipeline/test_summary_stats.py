@@ -32,36 +32,6 @@ def test_clearing_counters() -> None:
     assert left == {"activation_bytes": held, "activation_peak_bytes": held}
 
 
-def test_nothing_is_decided_by_counters_that_users_may_clear() -> None:
-    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-    pipeline = superpipeline(module, "cpu", k=2)
-    optimizer = Adam(module.parameters())
-    for _ in range(3):
-        module(torch.ones(1, 16)).sum().backward()
-        optimizer.step()
-    assert pipeline.optimizers.steps_taken == 3
-    pipeline.stats.clear()
-    assert pipeline.optimizers.steps_taken == 3
-    pipeline.detach()
-
-
-class OwnAdam(Adam):
-    """What it does is not known, so it steps all weights at once."""
-
-
-@pytest.mark.parametrize("make", [Adam, OwnAdam])
-def test_optimizer_state_is_counted_however_weights_are_stepped(make: type[Adam]) -> None:
-    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-    pipeline = superpipeline(module, "cpu", k=2)
-    optimizer = make(module.parameters())
-    module(torch.ones(1, 16)).sum().backward()
-    optimizer.step()
-    pipeline._engine.settle()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    assert pipeline.summary().optimizer_bytes == sum(value.nbytes for value in states) > 0
-    pipeline.detach()
-
-
 def test_the_summary_of_a_model() -> None:
     """Numbers that can be worked out by hand: blocks of 5 weights, sizes rounded up to 256 bytes each."""
     model = chain(6, 16, 32)

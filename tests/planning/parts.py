@@ -27,7 +27,7 @@ from sp_lightning.planning.measure import bytes_on_device
 
 from .. import simulated
 from ..helpers import is_block
-from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, SimulatedProcesses, TimedBlock
+from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, TimedBlock
 from ..zoo.blocks import Chain, Gated
 from ..zoo.case import Batch
 from ..zoo.vision import CLASSES, resnet50
@@ -240,23 +240,19 @@ class Blocks(simulated.Machine):
         accumulate: int = 1,
         frozen: bool = False,
         clip: bool = False,
-        devices: int = 1,
         **options: Any,
     ) -> Trained:
         """Train them; what is trained for has one step of the optimizer for every few backwards."""
         backend = SimulatedBackend(UNIT_BYTES / self.up, UNIT_BYTES / self.down, STEP_BYTES / self.step)
         model = Chain(TimedBlock(WIDTH, backend, self.forward, self.backward) for _ in range(self.units))
         options = {"units": [TimedBlock], "activations": "keep", **options}
-        processes = SimulatedProcesses(devices, backend) if devices > 1 else None
-        chosen = PipelineOptions(**options)
-        pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner, processes=processes)
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
         optimizer = SGD(model.parameters(), 1e-3)
         if frozen:
             model.requires_grad_(False)
         seconds = []
         for _ in range(steps):
             begin = backend.now
-            pipeline.meet_processes()
             for micro in range(accumulate):
                 loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
                 last = in_backward and micro == accumulate - 1

@@ -239,22 +239,3 @@ def test_state_of_optimizers(name):
     with_it, without = (each.best for each in plans)
     assert with_it.host_bytes - without.host_bytes == kept
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"device_memory": 0.5}, "`device_memory=0.5` must be an amount"),
-        ({"device_memory": "0GB"}, "`device_memory='0GB'` must be an amount"),
-        ({"moments": "int4"}, "`moments='int4'` must be one of None, fp32, int8"),
-        ({"optimizer_on": "disk"}, "`optimizer_on='disk'` must be one of auto, host"),
-        ({"gradient_clip_val": -1.0}, "`gradient_clip_val=-1.0` must be above zero"),
-        ({"to_device": 0.0}, "`to_device=0.0` must be above zero"),
-        ({"precision": "8-true"}, "`precision='8-true'` must be one of 32-true"),
-        ({"activations": "drop"}, "`activations='drop'` must be one of keep"),
-        ({"optimizer": "LAMB"}, "`optimizer='LAMB'` is not one of SGD"),
-    ],
-)
-def test_wrong_assumptions(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        Assumptions(**wrong)

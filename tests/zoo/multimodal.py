@@ -1,4 +1,4 @@
-"""Models with two towers or two kinds of input: CLIP, LLaVA."""
+"""A model with two kinds of input: LLaVA, whose CLIP tower feeds a Llama."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from .case import Batch, Case, own_loss
 from .language import LAYERS, SMALL, tokens
 
 IMAGE_TOKEN, PATCHES = 1, 4
-
-
-def clip() -> nn.Module:
-    text = {**SMALL, "eos_token_id": 2, "bos_token_id": 0}
-    vision = {**LAYERS, "image_size": 8, "patch_size": 4}
-    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).train()
-
-
-def clip_batch() -> Batch:
-    return {"input_ids": tokens(3), "pixel_values": torch.randn(3, 3, 8, 8)}
 
 
 def llava() -> nn.Module:
@@ -40,15 +30,5 @@ def llava_batch() -> Batch:
 
 
 CASES = [
-    Case(
-        "clip",
-        clip,
-        clip_batch,
-        own_loss,
-        lambda model, batch: model(**batch, return_loss=True),
-        heavy=True,
-        lightning=True,
-        autocast=True,
-    ),
     Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True, lightning=True),
 ]

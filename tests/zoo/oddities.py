@@ -188,29 +188,6 @@ def maml(model: nn.Module, batch: Batch) -> list[Tensor]:
     return [inner, outer]
 
 
-class Holder(nn.Module):
-    """Owns a weight and layers, and is never called: its parent uses what is in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.norm = nn.LayerNorm(WIDTH)
-
-
-class ParentCallsChildren(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders = nn.ModuleList(Holder() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for holder in self.holders:
-            for layer in holder.layers:
-                x = layer(x)
-            x = holder.norm(x) * holder.scale
-        return x
-
-
 # ---------------------------------------------------------------------------------------------------------- odd weights
 
 
@@ -401,7 +378,6 @@ CASES = [
     Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows, autocast=True),
     Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
-    Case("parent-calls-children", ParentCallsChildren, rows),
     *(
         Case(
             f"{wrap.__name__.replace('_', '-')}-{'old' if old else 'parametrization'}",

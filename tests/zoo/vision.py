@@ -60,28 +60,6 @@ def resnet50(bottlenecks: Sequence[int] = (3, 4, 6, 3)) -> nn.Module:
     return model
 
 
-def vgg() -> nn.Module:
-    """VGG's form: one flat Sequential of convolutions, in-place ReLUs and pools, and a Sequential classifier."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in (8, 8, 0, 16, 16, 0, 24, 24, 0):
-        if width == 0:
-            layers.append(nn.MaxPool2d(2))
-        else:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-    classifier = nn.Sequential(
-        nn.Linear(24, 32),
-        nn.ReLU(inplace=True),
-        nn.Dropout(),
-        nn.Linear(32, 32),
-        nn.ReLU(inplace=True),
-        nn.Dropout(),
-        nn.Linear(32, CLASSES),
-    )
-    return nn.Sequential(*layers, nn.Flatten(), *classifier)
-
-
 class DoubleConv(nn.Sequential):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(
@@ -137,7 +115,6 @@ CASES = [
         lightning=True,
         autocast=True,
     ),
-    Case("vgg", vgg, lambda: images(8, rows=4), class_loss, image_call, autocast=True, lightning=True),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
     Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True, lightning=True),
 ]

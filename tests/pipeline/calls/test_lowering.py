@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import SGD
-from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Summary
 from sp_lightning.pipeline.options import Policy
 
-from ...helpers import Run, assert_same_story, attached, note_gradients, note_outputs, unit_bytes
+from ...helpers import attached, unit_bytes
 from ...zoo.blocks import Product
 
 
@@ -138,23 +137,6 @@ def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> 
             assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], debug: bool) -> None:
-    """`nn.TransformerEncoder` looks at its first layer's weights; then that layer's call arranges all for autocast."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3).eval()
-    x = torch.randn(2, 3, 8)
-    with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        expected = model(x)
-        with attached(model, k=1, units=None, debug=debug) as pipeline:
-            for _ in range(2):
-                with pipeline.step():
-                    actual = model(x)
-                assert actual.dtype is expected.dtype
-                assert torch.equal(actual, expected)
-
-
 @pytest.mark.parametrize("units", [None, nn.Linear])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
@@ -176,161 +158,6 @@ def test_what_may_be_a_single_operation_is_not_divided(kind: str, masked: bool, 
                 with pipeline.step():
                     torch.testing.assert_close(model(**inputs), expected, rtol=0, atol=0, equal_nan=True)
             assert pipeline.summary().units == 1
-
-
-class AsksForTheDtype(nn.Linear):
-    """As adapters do, and T5: what comes between the cast and the layer depends on it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype) * 1.001)
-
-
-class Checkpoints(AsksForTheDtype):
-    """A checkpoint compares what is saved the first time with what is saved the second time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("layer", [AsksForTheDtype, Checkpoints])
-@pytest.mark.parametrize("cache", [True, False])
-def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[nn.Linear]) -> None:
-    def story(model: nn.Module) -> list[Tensor]:
-        result = []
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-                output = model(x)
-            output.float().square().sum().backward()
-            result.append(output.detach())
-        return [*result, *(parameter.grad for parameter in model.parameters())]
-
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*[layer(8, 8, bias=False) for _ in range(3)]), torch.randn(4, 8)
-    assert assert_same_results(story, model, units=layer).lowered == 3
-
-
-class Normalizes(nn.Module):
-    """Normalizes the weight of its last layer before it computes, and calls its layers several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.last.weight.div_(self.last.weight.norm())
-        return torch.stack([self.last(self.layers(x * number)) for number in range(1, 4)])
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
-    """Autocast's cache goes on with its casts, of them and of others, as in plain training."""
-
-    def story(run: Run) -> None:
-        with run.step():
-            with torch.autocast("cpu", torch.bfloat16):
-                outputs = [run.model(x) for _ in range(calls)]
-            torch.stack(outputs).float().square().sum().backward()
-        note_outputs(run.trace, "outputs", outputs)
-        note_gradients(run.trace, "gradients", dict(run.model.named_parameters()))
-
-    x = torch.randn(4, 8)
-    assert_same_story(story, Normalizes, k=2, units=nn.Linear, debug=False)
-
-
-class CallsTwice(nn.Module):
-    """A unit that calls one of its layers twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(self.layer(x).sin())
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-def test_frozen_layers_are_lowered_however_often_they_are_called(calls: int) -> None:
-    """Nothing adds up their gradients, until they are trained."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 12), CallsTwice(), CallsTwice(), CallsTwice())
-    model[1:].requires_grad_(False)
-    plain = copy.deepcopy(model)
-    lowered = []
-    with attached(model, k=1, units=lambda name, _: name.isdigit()) as pipeline:
-        for step in range(6):
-            if step == 3:
-                plain.requires_grad_(True)
-                model.requires_grad_(True)
-            x = torch.randn(4, 12)
-            for runner in (plain, model):
-                runner.zero_grad()
-                with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                    outputs = [runner(x + number).float() for number in range(calls)]
-                    loss = sum(output.square().mean() for output in outputs)
-                loss.backward()
-            lowered.append(pipeline.summary().lowered)
-            grads = zip(plain.parameters(), model.parameters(), strict=True)
-            assert all(torch.equal(p.grad, q.grad) for p, q in grads if p.grad is not None)
-    trained = 2 if calls == 1 else 0
-    assert lowered[2] == 6 + trained
-    assert lowered[5] == trained
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_a_penalty_on_weights_that_were_lowered_before_their_forward_runs_again(first: int) -> None:
-    """Frozen ones since a sanity check, others since earlier steps; the second forward gets them as the first one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)])
-    model[1:3].requires_grad_(False)
-    plain, x = copy.deepcopy(model), torch.randn(4, 8)
-    with attached(model, k=1, units=lambda name, _: name.isdigit(), activations="recompute") as pipeline:
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-            model(x)
-        for step in range(4):
-            for runner in (plain, model):
-                runner.zero_grad()
-                with pipeline.step(), torch.autocast("cpu", torch.bfloat16):
-                    loss = runner(x).float().square().mean()
-                    if step >= first:
-                        loss = loss + sum(weight.square().sum() for weight in runner.parameters())
-                loss.backward()
-            grads = zip(plain[0].parameters(), model[0].parameters(), strict=True)
-            assert all(torch.equal(p.grad, q.grad) for p, q in grads)
-        assert pipeline.stats.recomputed >= 4 * (first + 1)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize(
-    "unit",
-    [
-        lambda: Raw(lambda x, w: torch.einsum("ab,bc->ac", x, w)),
-        lambda: Raw(lambda x, w: torch.tensordot(x, w, 1)),
-        lambda: Raw(lambda x, w: torch.cdist(x, w)),  # autocast has a rule for it, which says fp32
-        lambda: Raw(lambda x, w: F.linear(x, w)),
-        lambda: nn.GRUCell(8, 8),
-        lambda: nn.RNN(8, 8),
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
-    ],
-)
-def test_the_first_evaluation_computes_as_the_others(
-    unit: Callable[[], nn.Module], cache: bool, mode: Callable[[], Any]
-) -> None:
-    """While it was watched in inference mode, autocast did not see what `einsum`, `lstm` and others are made of."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([unit() for _ in range(3)]).eval()
-    x = torch.randn(4, 8)
-
-    def evaluate_twice(model: nn.Module) -> list[Tensor]:
-        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            outputs = [layer(x) for layer in model]
-        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            outputs += [layer(x) for layer in model]
-        return [output[0] if isinstance(output, tuple) else output for output in outputs]
-
-    assert_same_results(evaluate_twice, model, units=None)
 
 
 class Normed(nn.Module):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import collect_until
 from tests.helpers import Run, assert_same_story, attached, note_gradients
 from tests.zoo.blocks import chain
 
@@ -89,16 +87,3 @@ def test_a_weight_that_was_frozen_since() -> None:
         note_gradients(run.trace, "after", dict(run.model.named_parameters()))
 
     assert_same_story(story, lambda: chain(2))
-
-
-def test_nothing_is_held_once_the_engine_is_gone() -> None:
-    model = chain(2)
-    with attached(model) as pipe, pipe.step():
-        model(Run.rows(0)).sum().backward()
-    model.zero_grad()
-    penalty(model).backward()
-    assert all(torch.equal(weight.grad, 0.02 * weight.detach()) for weight in model.parameters())
-    gone = weakref.ref(next(iter(model.parameters())))
-    del model, pipe
-    collect_until(lambda: gone() is None)
-    assert gone() is None

@@ -49,13 +49,6 @@ def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     assert done == ["something else"]
 
 
-def test_visits_come_before_computing(pretended: MagicMock) -> None:
-    """Small kernels would wait behind large ones; everything else has the usual priority."""
-    AcceleratorBackend(torch.device("cpu")).close()
-    asked = [call.kwargs for call in pretended.Stream.call_args_list if call.kwargs]
-    assert asked == [{"priority": -1}]
-
-
 def test_device_memory(pretended: MagicMock) -> None:
     """A fraction as `memory_budget` is of all of it; a process may be limited to a fraction of its own."""
     backend = AcceleratorBackend(torch.device("cpu"))
@@ -69,18 +62,6 @@ def test_device_memory(pretended: MagicMock) -> None:
     assert backend.memory().free == 0, "torch holds more than the process may take"
     del pretended.get_per_process_memory_fraction  # as on devices of other makers
     assert backend.memory().total == 7 << 20
-    backend.close()
-
-
-def test_the_peak_is_that_of_the_run(pretended: MagicMock) -> None:
-    """And not since the engine has last counted it anew."""
-    backend = AcceleratorBackend(torch.device("cpu"))
-    pretended.max_memory_allocated.return_value = 9 << 10
-    backend.count_peak_anew()
-    pretended.max_memory_allocated.return_value = 1 << 10
-    assert backend.memory()[3:5] == (1 << 10, 9 << 10)
-    pretended.max_memory_allocated.return_value = 10 << 10
-    assert backend.memory()[3:5] == (10 << 10, 10 << 10)
     backend.close()
 
 
@@ -104,17 +85,6 @@ def test_what_is_sent_is_page_locked_and_released(fails: bool) -> None:
     assert backend.pinned
     pipe.detach()
     assert not backend.pinned
-
-
-def test_after_some_refusals_nothing_is_page_locked(pretended: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them costs time, and WSL refuses all that comes after its limit."""
-    runtime = MagicMock()
-    runtime.cudaHostRegister.return_value = 2
-    monkeypatch.setattr(devices, "_cudart", lambda: runtime)
-    backend = AcceleratorBackend(torch.device("cpu"))
-    assert not any(backend.pin(torch.zeros(8)) for _ in range(50))
-    assert runtime.cudaHostRegister.call_count < 5
-    backend.close()
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -36,21 +35,6 @@ def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
     assert done == ["urgent", "as urgent", "before it", "not ready", "given first"]
 
 
-def test_the_job_that_is_ready_first_runs_first() -> None:
-    """Also if nothing was possible when the thread looked for work."""
-    worker, done = Worker("test-thread"), list[str]()
-    early, late = PendingTicket(), PendingTicket()
-    first = worker.submit(Job(lambda: done.append("given first"), [early], rank=9))
-    second = worker.submit(Job(lambda: done.append("more urgent"), [late], rank=1))
-    time.sleep(0.05)
-    early.finish()
-    first.join()
-    late.finish()
-    second.join()
-    worker.close()
-    assert done == ["given first", "more urgent"]
-
-
 def test_an_error_surfaces_where_it_is_waited_for() -> None:
     """What comes after it is not run, and fails, too; cleanups are. The thread goes on with the next job."""
     done: list[str] = []
@@ -68,28 +52,6 @@ def test_an_error_surfaces_where_it_is_waited_for() -> None:
     worker.close()
     assert done == ["first cleanup", "second cleanup", "another"]
     assert names() == set()
-
-
-def test_a_thread_that_cannot_start_raises_in_every_join() -> None:
-    def fail() -> None:
-        raise OSError("no such cores")
-
-    worker = Worker("worker", fail)
-    for ticket in [worker.submit(Job(pytest.fail)), worker.submit(Job(pytest.fail))]:
-        with pytest.raises(OSError, match="no such cores"):
-            ticket.join()
-    worker.close()
-
-
-@pytest.mark.parametrize("direction", ["upload", "download"])
-def test_copies_of_one_direction_keep_their_order(direction: str) -> None:
-    """A slot that is given away twice holds what came last, whatever the delays; a ticket means what it says."""
-    with host_backend(max_delay=0.003) as backend:
-        target = filled(0)
-        tickets = [getattr(backend, direction)(target, filled(value)) for value in range(6)]
-        tickets[-1].join()
-        assert set(target.tolist()) == {5}
-        assert all(ticket.done for ticket in tickets)
 
 
 def test_copies_hold_up_no_others() -> None:

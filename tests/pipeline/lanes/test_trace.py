@@ -51,20 +51,6 @@ def scene() -> Iterator[Scene]:
     made.pipeline.detach()
 
 
-def test_a_recording_that_cannot_begin_does_not_go_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the device surfaces there, where the host waits for it."""
-
-    def fail() -> Any:
-        raise RuntimeError("device error")
-
-    monkeypatch.setattr(scene.backend, "origin", fail)
-    with pytest.raises(RuntimeError, match="device error"), scene.pipeline.record():
-        pass
-    assert not scene.backend.timed
-    scene.step()
-    assert scene.backend.trace._entries is None
-
-
 def of(recording: Recording, kind: Kind) -> list[Any]:
     return [span for span in recording.spans if span.kind is kind]
 

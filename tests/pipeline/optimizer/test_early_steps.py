@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
-from sp_lightning.pipeline.optimizer import state as states
 
-from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step, same
+from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step
 
 
 def train_in_backward(
@@ -317,24 +315,6 @@ def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]
             optimizer.step()
 
 
-def test_an_optimizer_that_cannot_step_by_unit_any_more() -> None:
-    """It would step all weights once more."""
-    expected = chain()
-    optimizer = adam(expected)
-    plain_step(expected, optimizer)
-    optimizer.zero_grad()
-    plain_step(expected, optimizer)
-    with attached(model := chain()) as pipeline:
-        optimizer = adam(model)
-        stepped_early(pipeline, model, optimizer)
-        handle = optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match="Units were stepped in backward, but now a step hook"):
-            optimizer.step()
-        handle.remove()
-        optimizer.step()
-        assert same(everything(expected), everything(model)), "once, and not twice"
-
-
 def test_another_optimizer_of_the_same_weights() -> None:
     with attached(model := chain()) as pipeline:
         optimizer, other = adam(model), momentum(model)
@@ -375,29 +355,3 @@ def test_state_that_is_forgotten_is_made_anew() -> None:
         return before + after
 
     assert check_story(story).steps_in_backward == (3 + 4) * 5
-
-
-def test_weights_that_got_no_gradient_have_no_state() -> None:
-    """Not even an empty entry, also if no unit could be stepped in backward."""
-    for layer in (model := partly()):
-        layer.whole = False
-    with attached(model, units=Partly) as pipeline:
-        optimizer = adam(model)
-        train_in_backward(model, optimizer, pipeline, first=0)
-        assert list(map(id, optimizer.state)) == [id(layer.weight) for layer in model]
-        assert pipeline.stats.steps_in_backward == 0
-
-
-def test_state_that_is_made_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in backward may wait for other processes, and be made as the optimizer's own begins."""
-    weight, new = nn.Parameter(torch.ones(2)), torch.ones(2)
-    optimizer = SGD([weight], lr=0.1)
-    state = optimizer.state[weight] = {"momentum_buffer": None}
-
-    def make(kind: type, function: Any, value: Any) -> Any:
-        state.update(momentum_buffer=new, step=new)
-        return tree_map_only(kind, function, value)
-
-    monkeypatch.setattr(states, "tree_map_only", make)
-    states.move_state(optimizer, [weight], torch.device("cpu"))
-    assert state["momentum_buffer"] is new

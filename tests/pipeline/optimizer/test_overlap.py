@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adam, Optimizer
+from torch.optim import ASGD, Adam, Optimizer
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
@@ -29,11 +29,9 @@ from .parts import (
     adam,
     attached,
     autocast_step,
-    by_kind,
     chain,
     check_story,
     everything,
-    momentum,
     plain_step,
 )
 
@@ -106,26 +104,6 @@ def test_the_bits_of_each_optimizer(
     with torchs_defaults(torch.float16):
         stats = check_story(story, lambda: chain().float())
     assert stats.overlapped_steps >= 4 * 4  # where nothing in a unit has a gradient there is no step
-
-
-def test_state_that_is_loaded_forgotten_or_odd() -> None:
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = by_kind(model)
-        plain_step(model, optimizer)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        plain_step(model, optimizer)
-        if pipeline is not None:
-            pipeline._engine.settle()
-        kept = optimizer.state.pop(model[1].weight)
-        before = copy.deepcopy(kept)
-        plain_step(model, optimizer)
-        assert all(torch.equal(before[key], kept[key]) for key in before), "what somebody holds is not written to"
-        optimizer.state[model[1].weight] = kept
-        optimizer.state[model[3].weight]["note"] = "the user's"
-        plain_step(model, optimizer)
-        return everything(model, optimizer)
-
-    check_story(story)
 
 
 @pytest.mark.parametrize("cls", BY_WEIGHT)
@@ -203,79 +181,6 @@ def test_every_access_sees_a_finished_step(step: Step, look: Callable[[nn.Module
             return look(model, optimizer)
 
     check_story(story)
-
-
-def test_a_step_whose_optimizer_is_dropped_is_finished() -> None:
-    """The step keeps it alive."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        plain_step(model, optimizer)  # makes the state
-        with held_up(pipeline) as gate:
-            plain_step(model, optimizer)
-            alive = weakref.ref(optimizer)
-            del optimizer
-            gc.collect()
-            assert pipeline is None or alive() is not None
-            open_soon(gate)
-            return everything(model)
-
-    check_story(story)
-
-
-def test_clipping_again_does_not_read_a_factor_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decided by what was in fresh memory, here a power of two, whether it can have torch's bits."""
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer, parameters = momentum(model), list(model.parameters())
-        for step in range(8):
-            loss = model(X).square().mean()
-            if pipeline is None:
-                loss.backward()
-                nn.utils.clip_grad_norm_(parameters, 0.01 / (step + 1))
-                nn.utils.clip_grad_norm_(parameters, 1e-4)
-            else:
-                with pipeline.optimizers.clipping.measuring_norms():
-                    loss.backward()
-                with held_up(pipeline) as gate:
-                    with monkeypatch.context() as patch:
-                        patch.setattr(torch, "empty", torch.ones)
-                        pipeline.optimizers.clipping.clip_grad_norm(parameters, 0.01 / (step + 1))
-                    open_soon(gate)
-                    pipeline.optimizers.clipping.clip_grad_norm(parameters, 1e-4)
-            optimizer.step()
-            optimizer.zero_grad()
-        return everything(model, optimizer)
-
-    check_story(story)
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_settling_waits_for_all(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if an interrupt has ended the wait before: the step was forgotten, and counted as done before it began."""
-
-    def interrupt(_: Job) -> None:
-        raise KeyboardInterrupt
-
-    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
-        optimizer = adam(model)
-        plain_step(model, optimizer)
-        with held_up(pipeline) as gate:
-            plain_step(model, optimizer)
-            if pipeline is not None and interrupted:
-                with monkeypatch.context() as patch:
-                    patch.setattr(Job, "join", interrupt)
-                    with pytest.raises(KeyboardInterrupt):
-                        pipeline._engine.settle()
-                assert not nothing_is_stepped(pipeline)
-            open_soon(gate)
-            if pipeline is not None:
-                pipeline._engine.settle()
-                assert gate.is_set()
-                assert nothing_is_stepped(pipeline)
-        return everything(model, optimizer)
-
-    check_story(story, lambda: chain(1))
 
 
 @pytest.mark.skipif(
@@ -360,19 +265,6 @@ def test_weights_that_are_not_streamed_are_stepped_by_torch() -> None:
         return everything(model, optimizer) + everything(other)
 
     assert check_story(story).overlapped_steps == 3 * 5
-
-
-def test_an_optimizer_of_something_else_is_none_of_our_business() -> None:
-    """It makes nobody wait."""
-    model, other = chain(), nn.Linear(2, 2)
-    with attached(model) as pipeline:
-        optimizer = adam(model)
-        plain_step(model, optimizer)
-        with held_up(pipeline):
-            plain_step(model, optimizer)
-            other(torch.ones(1, 2)).sum().backward()
-            SGD(other.parameters(), lr=0.1).step()
-            assert not nothing_is_stepped(pipeline)
 
 
 # --------------------------------------------------------------------------------------------------------- param groups

@@ -175,20 +175,6 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
         assert pipeline.stats.visits == 2
 
 
-@pytest.mark.parametrize("clips", [True, False])
-def test_an_evaluation_begins_visits(clips: bool) -> None:
-    with visiting(range(BLOCKS), k=1) as (model, pipeline, optimizer):
-        for _ in range(3):
-            if clips:
-                clipped_backward(model, pipeline)
-            else:
-                model(torch.ones(4, 16)).square().mean().backward()
-            optimizer.step()
-            with torch.inference_mode():
-                model(torch.ones(4, 16))
-        assert pipeline.stats.visits == 2 * BLOCKS
-
-
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
     model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0, 1]))
     backend = HostBackend(poison=True, max_delay=0.002)

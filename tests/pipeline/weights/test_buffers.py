@@ -1,8 +1,7 @@
-"""Memory for tensors that travel together: exact, page-aligned, and hidden from forked processes."""
+"""Memory for tensors that travel together, hidden from forked processes."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 from types import SimpleNamespace
@@ -15,17 +14,6 @@ from torch import Tensor
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 from ...processes import in_processes
-from ..parts import RecordingBackend
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 255, 4096, 4097, 100_000])
-def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
-    """cudaHostRegister takes whole pages; torch's own pinned allocator would take up to twice the bytes."""
-    buffer = HostBuffer(nbytes, RecordingBackend(), pin=False)
-    assert buffer.bytes.nbytes == nbytes
-    assert buffer.bytes.untyped_storage().nbytes() <= max(nbytes, 1)
-    if nbytes:
-        assert buffer.bytes.data_ptr() % mmap.PAGESIZE == 0
 
 
 def shares_nothing_with_a_device() -> None:

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import has_torch_function
 
 from sp_lightning.pipeline.weights.leaf import TwinParameter
 from tests.helpers import Run, assert_same_story, attached, sgd
@@ -17,16 +16,6 @@ from tests.zoo.blocks import WIDTH, Chain, chain
 @pytest.fixture
 def leaf() -> TwinParameter:
     return TwinParameter(torch.ones(4, 4))
-
-
-def test_torch_treats_it_like_any_parameter(leaf: TwinParameter) -> None:
-    """No operation takes a detour."""
-    assert isinstance(leaf, nn.Parameter)
-    assert not has_torch_function((leaf,))
-    assert type(leaf * 1) is Tensor
-    module = nn.Module()
-    module.weight = leaf
-    assert list(module.parameters()) == [leaf]
 
 
 def test_compiled_code_counts_as_well(leaf: TwinParameter) -> None:

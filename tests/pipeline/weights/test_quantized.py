@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.weights.quantized import move_parameter
 
 from ...helpers import attached
 from ...zoo.blocks import WIDTH, Block, Chain, LoRALinear, chain
-from ...zoo.quantized import Int8Linear, Int8Weight, PackedLinear
+from ...zoo.quantized import Int8Linear, PackedLinear
 
 Quantize = Callable[[nn.Linear], nn.Linear]
 Change = Callable[[Chain, Chain], None]
@@ -130,29 +129,6 @@ def test_one_that_is_unfrozen_moves_to_the_device() -> None:
     assert weight_of(model).grad is not None
 
 
-class Keeps(nn.Module):
-    """A block that keeps the weight it has computed with."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.block = block
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.append(self.block.up.base.weight)
-        return self.block(x)
-
-
-def test_whoever_keeps_one_finds_its_values() -> None:
-    """The place on the device holds another unit's weights by then."""
-    model = quantized(Int8Linear)
-    keeps = model.blocks[0] = Keeps(model.blocks[0])
-    before = keeps.block.up.base.weight.dequantize()
-    with attached(model, k=1):
-        gradient(model)
-        assert torch.equal(keeps.kept[0].dequantize(), before)
-
-
 @BOTH_KINDS
 def test_a_forward_that_writes_to_one_is_refused(quantize: Quantize) -> None:
     def halve(block: nn.Module, _: Any) -> None:
@@ -177,23 +153,3 @@ def test_other_memory_is_refused() -> None:
     model.blocks[1].register_forward_pre_hook(replace)
     with attached(model), pytest.raises(RuntimeError, match=r"'blocks.1.up.base.weight', or gave it other memory"):
         gradient(model)
-
-
-def test_other_memory_in_a_step_is_an_error() -> None:
-    """It would have to be copied back into ours, or the weight would have to move."""
-    model = quantized(PackedLinear)
-    with attached(model, k=1) as pipeline, pipeline.step():
-        model(inputs())
-        weight_of(model).data = weight_of(model).data.clone()
-        pipeline.weights_changed()
-        with pytest.raises(RuntimeError, match=r"'blocks.1.up.base.weight' was converted, or given other memory"):
-            model(inputs())
-
-
-def test_all_that_a_weight_consists_of_moves() -> None:
-    """`parameter.data = parameter.data.to(...)` would leave the parts where they are."""
-    weight = nn.Parameter(Int8Weight.of(torch.randn(3, 4)), requires_grad=False)
-    identity = id(weight)
-    move_parameter(weight, torch.device("meta"))
-    assert id(weight) == identity
-    assert {part.device.type for part in (weight, *parts_of(weight))} == {"meta"}

@@ -200,18 +200,3 @@ def test_a_step_comes_after_the_copies_of_a_forward_before_it(
         got = train(model)
         assert pipeline.stats.optimizer_steps == 4
         assert all(map(torch.equal, got, expected))
-
-
-def test_ordinary_steps_do_not_wait_for_copies() -> None:
-    """Forwards alone, and training as usual, leave the host ahead."""
-    model = make_model()
-    with lagging(model) as pipeline:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
-            with torch.no_grad():
-                model(X)
-        for _ in range(3):
-            model(X).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert pipeline.stats.host_syncs == 0

@@ -24,14 +24,6 @@ def test_neighbors_never_overlap(sizes: list[int], window: int) -> None:
     assert max(ends, default=0) <= arena <= window * max(sizes, default=0)
 
 
-@given(st.integers(0, 30), st.integers(1, 10), st.integers(1, 9))
-def test_equal_pieces_have_slots(count: int, window: int, size: int) -> None:
-    """With equal sizes, piece g lies in slot g mod window."""
-    offsets, arena = place_in_arena([size] * count, window)
-    assert offsets == [index % window * size for index in range(count)]
-    assert arena == min(count, window) * size
-
-
 def test_a_large_piece_does_not_inflate_every_slot() -> None:
     """An embedding of ten blocks and twelve blocks, k = 2: eleven blocks' bytes, not twenty."""
     _, arena = place_in_arena([10] + [1] * 12, 2)
@@ -45,15 +37,3 @@ def test_the_first_piece_may_come_after_the_last(window: int, blocks: int) -> No
     offsets, arena = place_in_arena([10] + [1] * blocks, window)
     assert min(offsets[1 - window :]) >= offsets[0] + 10
     assert arena == 10 + window - 1
-
-
-def test_but_not_for_more_memory() -> None:
-    """An embedding and a head of its own, as large, are not both there."""
-    assert place_in_arena([10, 1, 1, 1, 10], 2)[1] == 12
-
-
-def test_all_fit_where_the_window_is_wide_enough() -> None:
-    """k >= number of units: each piece has memory of its own, and no more than all bytes are taken."""
-    offsets, arena = place_in_arena([3, 1, 2], 3)
-    assert arena == 6
-    assert len(set(offsets)) == 3
