@@ -98,7 +98,7 @@ def test_other_errors_are_left_alone(error):
         ({"memory_budget": "100MiB"}, WindowPlan(3, 1), f"Set `memory_budget={int(0.85 * (100 << 20))}`, so that"),
         ({"memory_budget": "100MiB"}, WindowPlan(3, 1, on_device=("0",)), "is planned, and fewer units live there."),
         ({}, None, "Set `k=1`."),
-        ({"k": 1}, None, "Use smaller batches, or `chunked_cross_entropy`"),
+        ({"k": 1}, None, "Use smaller batches, or `loss_in_slices`"),
     ],
     ids=str,
 )
