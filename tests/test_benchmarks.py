@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import bench
-import plot_memory
 import pytest
 import torch
 from suite.demand import describe
@@ -182,21 +181,6 @@ def ran(workload: str, system: str, seconds: list[float], device: int = 100, **m
         facts={},
         limit=options.get("limit"),
     )
-
-
-def test_what_is_planned_is_drawn_from_measured_rates_and_says_so(tmp_path, monkeypatch):
-    """With more memory no step is slower, and the last is about as fast as plain training."""
-    file, output, curves = BENCHMARKS / "results" / "h200-small-2026-11-27.json", tmp_path / "memory.svg", []
-    plot = plot_memory.plot
-    monkeypatch.setattr(plot_memory, "_BUDGETS", (2, 8, 24, 64))
-    monkeypatch.setattr(plot_memory, "plot", lambda *given: curves.extend(given[-1]) or plot(*given))
-    monkeypatch.setattr(sys, "argv", ["plot_memory.py", str(file), "--plan", f"--output={output}"])
-    plot_memory.main()
-    memory, seconds = zip(*curves[0].points, strict=True)
-    assert 5 < memory[0] < 8 < memory[1] < 24 < memory[2] < 64, "2 GiB are too little"
-    assert 0.6 > seconds[0] > seconds[1] > seconds[2] > 0.25
-    assert [len(curve.points) for curve in curves] == [3, 1, 1]
-    assert output.read_text(encoding="utf-8").count('rx="2.5"') == 3 + 1, "a ring for each planned point, and a legend"
 
 
 def test_a_system_that_computes_something_else_is_marked():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,9 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-import plot_k
 import pytest
-import sweep_k
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
@@ -287,21 +284,3 @@ def test_configuration(config, capsys):
     steps = ["--trainer.max_steps=2", *(["--trainer.val_check_interval=2"] if "vision" in config.stem else [])]
     cli.main(["fit", f"--config={config}", "--trainer.accelerator=cpu", *steps, *TINY[config.stem]])
     assert "train_loss" in capsys.readouterr().out
-
-
-def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path, monkeypatch):
-    """The more units are on the device, the more memory they take; and the picture has every point."""
-    small = ["--device=cpu", "--blocks=4", "--width=8", "--rows=2", "--steps=1", "--warm-up=2", "--rounds=1"]
-    monkeypatch.setattr(sys, "argv", ["sweep_k.py", *small, f"--output={tmp_path / 'k.json'}"])
-    sweep_k.main()
-    result = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
-    points = result["points"]
-    assert [point["k"] for point in points] == [1, 2, 4]
-    assert all(point["step_seconds"] > 0 for point in points)
-    memory = [point["device_bytes"] for point in points]
-    assert memory == sorted(set(memory))
-    monkeypatch.setattr(sys, "argv", ["plot_k.py", str(tmp_path / "k.json"), f"--output={tmp_path / 'k.svg'}"])
-    plot_k.main()
-    drawn = (tmp_path / "k.svg").read_text(encoding="utf-8")
-    assert drawn.count('rx="5"') == 2 * 3 + 1, "a dot for each point, and one in the legend"
-    assert result["title"] in drawn

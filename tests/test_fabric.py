@@ -100,7 +100,7 @@ def of_zoo(name: str, fabric: Fabric, trace: Trace) -> None:
 
 
 ZOO = [
-    "vit", "llama-untied", "llava", "unet", "chain", "gan", "two-losses", "two-graphs", "maml",
+    "vit", "llama-untied", "llava", "unet", "chain", "gan", "two-losses", "two-graphs",
     "input-gradient-penalty", "weight-gradient-penalty", "checkpointed-blocks-plain",
 ]  # fmt: skip
 
@@ -127,6 +127,23 @@ def learn(fabric: Fabric, trace: Trace, built: nn.Module, optimizer: Any, losses
         optimizer.step()
         trace[f"{number} / loss"] = frozen(loss)
     note_state(trace, "end", built, [optimizer.optimizer])
+
+
+def meta_learning(fabric: Fabric, trace: Trace) -> None:
+    """MAML of two inner steps: gradients by weights, and gradients of those."""
+    built = chain(3)
+    model, optimizer = fabric.setup(built, AdamW(built.parameters(), lr=1e-2))
+
+    def error(step: int) -> Tensor:
+        fast = dict(built.named_parameters())
+        error = model(Run.rows(step)).square().mean()
+        for inner in range(2):
+            gradients = torch.autograd.grad(error, list(fast.values()), create_graph=True)
+            fast = {name: w - 0.1 * g for (name, w), g in zip(fast.items(), gradients, strict=True)}
+            error = functional_call(built, fast, (Run.rows(step + inner),)).square().mean()
+        return error
+
+    learn(fabric, trace, built, optimizer, map(error, range(3)))
 
 
 def clipped(fabric: Fabric, trace: Trace, models: int = 1) -> None:
@@ -164,6 +181,9 @@ def surprised(fabric: Fabric, trace: Trace) -> None:
             trace[f"{step} / output"] = frozen(around(Run.rows(9).requires_grad_()))
     (2 * checkpoint(model, Run.rows(1).requires_grad_(), use_reentrant=False)).sum().backward()
     optimizer.step()
+    pickled = pickle.loads(pickle.dumps(model))
+    assert type(pickled._forward_module) is Chain
+    note_outputs(trace, "pickled", pickled(Run.rows(0)))
     note_state(trace, "end", built, [optimizer.optimizer])
 
 
@@ -193,9 +213,7 @@ def methods(fabric: Fabric, trace: Trace) -> None:
     steps = (model.encode(Run.rows(step)) + model.training_step(Run.rows(step)) for step in range(3))
     learn(fabric, trace, built, optimizer, steps)
     assert next(model.named_parameters())[0] == "_forward_module.scale"
-    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(duplicate._forward_module) is Called
-        note_outputs(trace, f"copy {len(trace)}", duplicate(Run.rows(0)))
+    note_outputs(trace, "copy", copy.deepcopy(model)(Run.rows(0)))
 
 
 def told_apart(fabric: Fabric, trace: Trace) -> None:
@@ -231,7 +249,7 @@ def compiled(fabric: Fabric, trace: Trace) -> None:
 
 
 PROGRAMS = [
-    partial(clipped, models=2), surprised, methods, in_parts, compiled,
+    meta_learning, partial(clipped, models=2), surprised, methods, in_parts, compiled,
 ]  # fmt: skip
 
 

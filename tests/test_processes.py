@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.data import DistributedSampler
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 from sp_lightning.pipeline.lanes.devices import make_backend
@@ -367,27 +366,6 @@ def averaged_weights() -> None:
         fit(again, WithoutDropout())
 
 
-def collectives() -> None:
-    strategy, rank = trainer(streamed(), devices=2).strategy, dist.get_rank()
-    strategy.setup_environment()
-    assert (strategy.world_size, strategy.global_rank, strategy.local_rank) == (2, rank, rank)
-    assert strategy.is_distributed
-    assert strategy.is_global_zero is (rank == 0)
-    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank}
-    assert strategy.reduce(torch.tensor(1.0 + rank)).item() == 1.5
-    assert strategy.reduce(torch.tensor(1 + rank), reduce_op="sum").item() == 3
-    assert strategy.reduce("text") == "text"
-    assert strategy.broadcast(f"from {rank}") == "from 0"
-    assert strategy.all_gather(torch.tensor(rank)).tolist() == [0, 1]
-    assert strategy.reduce_boolean_decision(rank == 0) is False
-    assert strategy.reduce_boolean_decision(rank == 0, all=False) is True
-    strategy.barrier()
-    ours = trainer(streamed(), devices=2)
-    fit(ours, Base())
-    assert isinstance(ours.train_dataloader.sampler, DistributedSampler)
-    assert ours.num_training_batches == 3
-
-
 def checkpoints() -> None:
     """The first process writes them, all resume from them, and so does plain training in one process."""
     folder = [str(Path.cwd() / "shared")]
@@ -442,7 +420,6 @@ def test_trainer() -> None:
             evaluation,
             backward_in_evaluation_steps,
             averaged_weights,
-            collectives,
             checkpoints,
             timeline_and_table,
             the_machine_is_shared,

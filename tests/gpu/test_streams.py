@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,31 +84,6 @@ def test_steps_are_measured_and_recorded_while_the_host_lags(device: torch.devic
         assert pipe.summary().plan is not None
     assert len(recording.steps) == 1
     assert {Kind.LOAD, Kind.STEP, Kind.GRADIENTS} <= {span.kind for span in recording.spans}
-
-
-def test_a_copy_that_waits_for_the_host_holds_up_no_other(cuda: torch.device) -> None:
-    """It is sent when the work before it is done, and an error of that work surfaces where it is waited for."""
-    backend, gate = AcceleratorBackend(cuda), threading.Event()
-    memories = [torch.full((4,), value, dtype=torch.uint8).pin_memory() for value in (1, 2)]
-    late, early = (torch.zeros(4, dtype=torch.uint8, device=cuda) for _ in memories)
-    step = backend.work(lambda: (gate.wait(10), memories[0].fill_(5), None)[-1])
-    behind = backend.upload(late, memories[0], step)
-    backend.upload(early, memories[1]).join()
-    assert not behind.done
-    gate.set()
-    backend.wait(behind)
-    assert (late + early).tolist() == [7] * 4
-
-    def fail() -> None:
-        gate.wait(10)
-        raise ArithmeticError("the optimizer is lost")
-
-    gate.clear()
-    failed = backend.upload(late, memories[0], backend.work(fail))
-    gate.set()
-    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
-        backend.wait(failed)
-    backend.close()
 
 
 @pytest.mark.parametrize("pin", [True, False])
