@@ -23,12 +23,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
-from sp_lightning.pipeline.lanes.devices import make_backend
 from sp_lightning.trainer.narrator import outcome
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
@@ -402,18 +400,6 @@ def timeline_and_table() -> None:
     assert said.called is (dist.get_rank() == 0)
 
 
-def the_machine_is_shared() -> None:
-    """Each process has its part of the cores, and what they need together must fit."""
-    with mock.patch("sp_lightning.pipeline.pipeline.make_backend", wraps=make_backend) as made:
-        fit(trainer(streamed(), devices=2), Base())
-    assert made.call_args.args[2] == (2 if dist.get_rank() else 1), "the one that steps for both has all cores"
-    with (
-        mock.patch("sp_lightning.pipeline.window.places.available_host_memory", return_value=8_000),
-        pytest.raises(ValueError, match=r"Host memory is too small: .* are needed on top of the model \("),
-    ):
-        fit(trainer(streamed(), devices=2), Base())
-
-
 def test_trainer() -> None:
     in_processes(
         [
@@ -422,7 +408,6 @@ def test_trainer() -> None:
             averaged_weights,
             checkpoints,
             timeline_and_table,
-            the_machine_is_shared,
         ]
     )
 
@@ -496,12 +481,3 @@ def test_slurm_tasks_that_the_trainer_does_not_ask_for(monkeypatch: pytest.Monke
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     with pytest.raises(MisconfigurationException, match="SLURMEnvironment says that 4"):
         trainer("superpipeline")
-
-
-def test_ranks_are_assigned_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 0)  # is put back, too
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    strategy = trainer(SuperpipelineStrategy(k=2), devices=2, num_nodes=2).strategy
-    assert (strategy.world_size, strategy.local_rank, strategy.global_rank) == (4, 1, 1)
-    assert strategy.broadcast("alone still") == "alone still"
-    assert strategy.reduce(torch.tensor(3.0)).item() == 3

@@ -14,7 +14,6 @@ import sp_lightning
 import sp_lightning.fabric
 import sp_lightning.lightning_fabric
 import sp_lightning.pytorch_lightning as twin
-from sp_lightning.strategy import SuperpipelineMixin
 
 from .processes import forks
 
@@ -138,15 +137,6 @@ def test_the_twins_are_the_same(twins):
 
     first, second = map(text, twins)
     assert first == second
-
-
-def test_public_names():
-    for name in sp_lightning.__all__:
-        assert getattr(sp_lightning, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = sp_lightning.nonsense
-    assert issubclass(sp_lightning.SuperpipelineStrategy, SuperpipelineMixin)
-    assert sp_lightning.SuperpipelineStrategy is not twin.SuperpipelineStrategy
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])

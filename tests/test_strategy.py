@@ -186,11 +186,6 @@ def test_weights_outside_of_their_unit(use):
     assert_same_training(lambda: Outside(use))
 
 
-@pytest.mark.parametrize("k", [1, 100])
-def test_any_k(k):
-    assert_same_training(k=k)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedulers(name):
     assert_same_training(configured(OPTIMIZERS[name]))

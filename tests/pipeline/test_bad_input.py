@@ -201,22 +201,6 @@ def run_a_step(pipeline: Pipeline) -> None:
         pipeline.module.head(x).square().mean().backward()
 
 
-def test_new_parameters_belong_to_the_pipeline() -> None:
-    """After `load_state_dict(assign=True)` the new objects are refused to others, and the old ones are free."""
-    module = model()
-    pipeline = superpipeline(module, "cpu", units=Block)
-    old = module.blocks[0].up
-    try:
-        module.blocks[0].up = nn.Linear(16, 64)
-        with pipeline.step():
-            pass
-        with pytest.raises(ValueError, match="already belongs"):
-            superpipeline(module.blocks[0].up, "cpu")
-        superpipeline(old, "cpu").detach()
-    finally:
-        pipeline.detach()
-
-
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 def test_capturing_a_module_as_a_graph(capture: Callable[[nn.Module, Tensor], Any]) -> None:
     module, x = chain(3), torch.ones(2, WIDTH)

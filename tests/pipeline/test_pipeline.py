@@ -246,22 +246,3 @@ def test_a_backward_inside_of_a_forward_that_needs_its_place_says_what_to_do() -
         model[2].register_forward_hook(lambda *_: loss.backward())
         with pytest.raises(RuntimeError, match=r"larger `k`.*`resident`"):
             model[2](torch.ones(1, 8))
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: int) -> None:
-    """A validation step may switch autograd on, for forces or a Laplacian."""
-
-    def laplacian(model: nn.Module) -> Tensor:
-        x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
-        energy = model(x).sin().sum()
-        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
-        return torch.stack([torch.autograd.grad(slope[:, i].sum(), x, retain_graph=True)[0][:, i] for i in range(8)])
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())])
-    expected = laplacian(model)
-    with attached(model, k=k) as pipeline:
-        for _ in range(2):
-            with torch.no_grad(), pipeline.step(), torch.enable_grad():
-                assert torch.equal(laplacian(model), expected)

@@ -125,30 +125,6 @@ def test_units_that_cannot_be_stepped_in_backward_are_stepped_after_it(why: str,
     assert stats.steps_in_backward == steps or (k_prime > 1 and stats.steps_in_backward < steps)
 
 
-class Adapted(nn.Module):
-    """A checkpoint inside of a unit, and a weight whose gradient is there before the other weight has been read."""
-
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.base = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=not frozen)
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: nn.functional.linear(x, self.base) * self.scale, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_group_that_an_inner_checkpoint_still_reads_is_stepped_when_backward_leaves_it(frozen: bool, k: int) -> None:
-    """It holds on to weights without a handle: the place of one was free when all trained ones had their gradients."""
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*[Adapted(frozen) for _ in range(5)])
-
-    assert check_in_backward(adam, {}, make, units=Adapted, k=k).steps_in_backward == 3 * 5
-
-
 @pytest.mark.timeout(30)  # landing buffers that are not given back would be waited for, for ever
 @pytest.mark.parametrize("count", [5, 16])
 @pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])

@@ -94,11 +94,6 @@ class LocksPages(HostBackend):
         super().copy(target, source)
 
 
-@pytest.mark.parametrize("name", ["ours", "ours, int8"])
-def test_weights_in_bf16(name: str) -> None:
-    assert assert_same(OPTIMIZERS[name], range(BLOCKS), dtype=torch.bfloat16) == BLOCKS * 6
-
-
 def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
     """What users look at, and write to, between backward and step."""
     block = model.blocks[step % BLOCKS]

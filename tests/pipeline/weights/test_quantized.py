@@ -69,13 +69,6 @@ def test_those_that_share_a_part_live_on_the_device() -> None:
     assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight", "blocks.2.up.base.weight"]
 
 
-def test_one_that_is_named_in_resident_is_all_there() -> None:
-    """For code outside of its module, which nobody notices."""
-    division = find_units(quantized(Int8Linear), Block, resident=["blocks.1.up"])
-    assert list(division.unmanaged) == ["blocks.1.up.base.weight"]
-    assert [weight.name for weight in division.resident.weights] == ["blocks.1.up.a", "blocks.1.up.b"]
-
-
 def load(model: Chain, other: Chain) -> None:
     with torch.no_grad():
         for index, block in enumerate(other.blocks):
