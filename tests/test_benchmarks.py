@@ -7,19 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import bench
 import pytest
 import torch
-from suite.demand import describe
-from suite.report import report
 from suite.sets import SETS, WORKLOADS
-from suite.systems import SYSTEMS
 from suite.weights import build_network
-from suite.worker import Job, measure, record
+from suite.worker import Job, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
@@ -95,11 +91,19 @@ def test_systems_compute_the_same(name):
 
 @whole_bench
 def test_a_report_needs_nothing_but_the_file(toy, tmp_path, capsys):
-    """Systems and workloads that nobody here has heard of are rendered as well."""
+    """Systems and workloads that nobody has heard of are rendered as well; who computes something else is marked."""
     text = json.dumps(toy).replace("toy-", "unheard-of-").replace('"superpipeline"', '"of another planet"')
-    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    results = json.loads(text)
+    for run in results["runs"]:
+        if run["workload"] == "unheard-of-lm" and run["system"] == "of another planet":
+            run["values"] = [1.2 * value for value in run["values"]]
+    (tmp_path / "x.json").write_text(json.dumps(results), encoding="utf-8")
     bench.main(["render", str(tmp_path / "x.json"), "--plots", str(tmp_path / "plots")])
     printed = capsys.readouterr().out
+    differing = [line for line in printed.splitlines() if "**differs**" in line]
+    assert differing
+    assert all("of another planet" in line for line in differing)
+    assert "**differs**" not in printed.partition("## unheard-of-batch\n")[2].partition("\n## ")[0]
     for name in [workload.replace("toy-", "unheard-of-") for workload in WHOLE]:
         assert f"## {name}\n" in printed
         assert (tmp_path / "plots" / f"{name}.svg").exists()
@@ -136,61 +140,3 @@ def test_the_command_refuses_bad_arguments(capsys, arguments, message):
         bench.main(["run", "--output=x.json", *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ what a file says
-
-
-@cache
-def described(name: str) -> dict[str, Any]:
-    return describe(WORKLOADS[name])
-
-
-def result_of(*runs: dict[str, Any]) -> dict[str, Any]:
-    """A file of results for an H200 that nobody has seen."""
-    workloads = {run["workload"]: described(run["workload"]) for run in runs}
-    return {
-        "began": "then",
-        "complete": True,
-        "settings": {"rounds": 1, "warm_up": 1, "steps": 3, "time_limit": 1.0},
-        "machine": {
-            "gpu": "a GPU", "driver": "1", "device_bytes": 2**37, "cpu": "a CPU", "cores": 16, "host_bytes": 2**37,
-            "python": "3", "packages": {}, "revision": None, "modified": None,
-        },
-        "systems": {name: name for name in SYSTEMS},
-        "rooflines": None,
-        "workloads": workloads,
-        "runs": list(runs),
-    }  # fmt: skip
-
-
-def ran(workload: str, system: str, seconds: list[float], device: int = 100, **more: Any) -> dict[str, Any]:
-    """A record of a run."""
-    options = {"window": None, "samples": WORKLOADS[workload].samples, "round": 0, **more}
-    numbers = options["samples"], options["round"], 1, len(seconds), options.get("budget")
-    job = Job(workload, system, options["window"], *numbers)
-    return record(
-        job,
-        "ok",
-        step_seconds=seconds,
-        values=[options.get("value", 1.0)] * (1 + len(seconds)),
-        device_peak_bytes=device,
-        host_peak_bytes=options.get("host", 100),
-        host_taken_bytes=0,
-        waits=None,
-        facts={},
-        limit=options.get("limit"),
-    )
-
-
-def test_a_system_that_computes_something_else_is_marked():
-    text = report(
-        result_of(
-            ran("toy-lm", "device", [1.0], value=2.0),
-            ran("toy-lm", "superpipeline", [1.0], value=2.01),
-            ran("toy-lm", "fsdp2", [1.0], value=2.3),
-            ran("toy-lm", "deepspeed-zero3", [1.0], value=float("nan")),
-        )
-    )
-    marked = {line.split("|")[1].split("(")[0].strip() for line in text.splitlines() if "**differs**" in line}
-    assert marked == {"fsdp2", "deepspeed-zero3"}

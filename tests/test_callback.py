@@ -200,16 +200,6 @@ def test_the_timeline_of_an_evaluation(tmp_path, entry):
     assert "backward" not in kinds
 
 
-def test_a_run_without_steps_says_that_there_is_no_timeline(tmp_path):
-    class Skips(Base):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1
-
-    run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.html"))
-    with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: no step was recorded"):
-        fit(run, Skips())
-
-
 def test_a_timeline_that_cannot_be_written_is_an_error_before_the_run_and_none_in_it(tmp_path):
     class Closes(Base):
         def on_train_start(self):

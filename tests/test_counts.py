@@ -238,13 +238,6 @@ class Results(dict[str, Any]):
         raise TypeError
 
 
-class Rows(list[Any]):
-    """A list of a class that pytree does not know, with a way back to itself."""
-
-    def __init__(self, *rows: Any) -> None:
-        super().__init__([*rows, self])
-
-
 class Returns(Chain):
     """Its blocks return their output in something."""
 
@@ -267,9 +260,8 @@ class Returns(Chain):
         (lambda x: Pair("text", x), lambda output: output.right),
         (lambda x: {"out": Output(None, [Output, Output(x)])}, lambda output: output["out"].rest[1].first),
         (Results, lambda output: output.tensor),
-        (lambda x: Rows(3, Output(x)), lambda output: output[1].first),
     ],
-    ids=["containers", "named tuple", "dataclass", "dictionary with attributes", "list of its own class"],
+    ids=["containers", "named tuple", "dataclass", "dictionary with attributes"],
 )
 def test_tensors_are_found_in_whatever_a_unit_returns(
     wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]

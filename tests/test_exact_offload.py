@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -128,57 +127,6 @@ def test_peak_memory_of_a_transformer(activations: str) -> None:
     kept = peaks("keep")
     assert min(kept) >= sum(saved_by_each_block()), "the measurement misses something"
     assert max(peaks(activations)) <= 0.25 * min(kept)
-
-
-def three_steps(run: Run) -> None:
-    for step in range(3):
-        run.normal_step(f"step {step}", None, seed=step)
-
-
-class Keeps(torch.autograd.Function):
-    """Saves a tensor of some kind, and its backward computes with it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        kept = KINDS[kind]()
-        ctx.save_for_backward(kept)
-        ctx.kind = type(kept)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        assert type(kept) is ctx.kind
-        parts = kept.unbind() if kept.is_nested else [kept]
-        values = [part.dequantize() if part.is_quantized else part.to_dense() for part in parts]
-        return gradient * sum((value * (1 + 2j)).real.sum() for value in values), None
-
-
-class Subclass(Tensor):
-    """Somebody's tensors with a meaning of their own."""
-
-
-KINDS: dict[str, Callable[[], Tensor]] = {
-    "plain": lambda: torch.randn(9),
-    "empty": lambda: torch.randn(9)[:0],
-    "sparse": lambda: torch.eye(9).to_sparse(),
-    "a subclass": lambda: torch.randn(9).as_subclass(Subclass),
-    "conjugate": lambda: torch.randn(9, dtype=torch.complex64).conj(),
-    "negative": lambda: torch.randn(9, dtype=torch.complex64).conj().imag,
-    "quantized": lambda: torch.quantize_per_tensor(torch.randn(9), 0.1, 0, torch.quint8),
-    "nested": lambda: torch.nested.as_nested_tensor([torch.randn(9), torch.randn(3)]),
-    "zeros without memory": lambda: torch._efficientzerotensor((9,)),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore")
-def test_tensors_of_any_kind_may_be_saved(kind: str) -> None:
-    class Saves(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(Keeps.apply(x, kind))
-
-    assert_same_story(three_steps, lambda: Chain(Saves() for _ in range(4)), activations="offload")
 
 
 def saved_by_each_block() -> list[int]:

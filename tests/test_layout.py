@@ -132,7 +132,7 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 29,
     "files": 114,
     "imports that lead back": 13,
-    "lines of tests": 23_092,
+    "lines of tests": 22_897,
     "tokens": 119_138,
     "tokens of optim": 8_520,
     "tokens of pipeline": 9_024,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.trainer.precision import HostGradScaler
 
 from .helpers import Trace, assert_same_trace, attached, note_state, slow_host
@@ -366,18 +366,6 @@ class Leaving(Module):
 )
 def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precision: str) -> None:
     assert_same_fit(Leaving, precision=precision, **arguments)
-
-
-def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    fit(Module(), SuperpipelineStrategy(k=2, units=[Block]), callbacks=SuperpipelineCallback())
-    assert caplog.text.count("AdamW steps each unit in backward") == 1
-    fit(Looking(), SuperpipelineStrategy(k=2, units=[Block]), callbacks=SuperpipelineCallback())
-    assert caplog.text.count("under the next forward: `Looking.on_before_optimizer_step` is overridden") == 1
-    fit(Module(), SuperpipelineStrategy(k=2, units=[Block]), gradient_clip_val=1.0, callbacks=SuperpipelineCallback())
-    assert "under the next forward: `gradient_clip_val=1.0` needs the norm of all gradients" in caplog.text
-    fit(Module(), SuperpipelineStrategy(k=2, units=[Block], overlap_optimizer=False), callbacks=SuperpipelineCallback())
-    assert "AdamW steps all weights after backward: `overlap_optimizer=False`" in caplog.text
 
 
 @pytest.mark.parametrize(

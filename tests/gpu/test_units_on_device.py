@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT
 from sp_lightning.pipeline.optimizer.state import States
 
-from ..helpers import is_block, lightning_run
+from ..helpers import is_block
 from ..planning.parts import Fixed, train_placed
-from ..zoo import CASES
 from ..zoo.blocks import chain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -43,17 +41,6 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
     assert all(parameter.device.type == "cpu" for parameter in seen[0].parameters())
     assert all(value.device.type == "cpu" for state in actual["state"].values() for value in state.values())
     torch.testing.assert_close(actual["losses"], expected["losses"], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_under_lightning(precision: str, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = lightning_run(CASES["vit"], "auto", precision, accelerator=accelerator)
-    planner = Fixed((2, 1), (2, 1, (1, 2)))
-    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
-    actual = lightning_run(CASES["vit"], SuperpipelineStrategy(k="auto"), precision, accelerator=accelerator)
-    assert max(on_device for *_, on_device in planner.seen) > 0
-    for label in [label for label in expected if "/ loss" in label]:
-        torch.testing.assert_close(actual[label], expected[label], rtol=2e-2, atol=1e-3)
 
 
 def test_they_come_and_go_one_after_another(device: torch.device) -> None:

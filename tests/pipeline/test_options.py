@@ -69,8 +69,3 @@ def test_amounts_of_memory(budget: int | float | str, expected: int) -> None:
 
 def test_a_fraction_of_an_unknown_device_is_no_limit() -> None:
     assert parse_bytes(0.5, device_bytes=None) is None
-
-
-def test_options_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        PipelineOptions().k = 3  # type: ignore[misc]

@@ -29,19 +29,6 @@ def test_a_gate_looks_like_the_plain_class() -> None:
             assert type(gate) is nn.Linear
 
 
-def test_super_of_the_class_of_self() -> None:
-    """Instead of `super()`, which works as long as nobody derives from the class."""
-
-    class Derived(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super(self.__class__, self).forward(x)
-
-    module = Derived(2, 2)
-    expected = module(torch.ones(1, 2))
-    with attached(module, units=Derived):
-        assert torch.equal(module(torch.ones(1, 2)), expected)
-
-
 class Doubled(nn.Module):
     """A parametrization."""
 

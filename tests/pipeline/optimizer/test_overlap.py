@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, Adam, Optimizer
+from torch.optim import ASGD, Optimizer
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
@@ -249,22 +249,6 @@ def test_must_overlap_raises_with_the_reason() -> None:
         optimizer = Own(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=r"`overlap_optimizer=True`: Own is not one of torch's.*'auto'"):
             plain_step(model, optimizer)
-
-
-def test_weights_that_are_not_streamed_are_stepped_by_torch() -> None:
-    """An optimizer over two models, of which one has a pipeline."""
-
-    def story(model: nn.Module, _: Pipeline | None) -> list[Any]:
-        torch.manual_seed(1)
-        other = nn.Linear(WIDTH, WIDTH)
-        optimizer = Adam([{"params": [*other.parameters(), *model.parameters()]}], lr=0.01)
-        for _ in range(3):
-            optimizer.zero_grad()
-            other(model(X)).square().mean().backward()
-            optimizer.step()
-        return everything(model, optimizer) + everything(other)
-
-    assert check_story(story).overlapped_steps == 3 * 5
 
 
 # --------------------------------------------------------------------------------------------------------- param groups

@@ -62,13 +62,6 @@ def test_one_with_another_tensor_beside_it_lives_on_the_device() -> None:
     assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
 
 
-def test_those_that_share_a_part_live_on_the_device() -> None:
-    """A part cannot lie in the memory of two units."""
-    model = quantized(Int8Linear)
-    weight_of(model, 2).scale = weight_of(model, 1).scale
-    assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight", "blocks.2.up.base.weight"]
-
-
 def load(model: Chain, other: Chain) -> None:
     with torch.no_grad():
         for index, block in enumerate(other.blocks):
