@@ -169,18 +169,16 @@ class _Course:
                 sent.append(come[number])
             if self._streams[number]:
                 freed.append(self._compute.free)
-        seconds = max(1e-12, self._compute.free)
-        left = self._machine.left(self.up.moved / seconds, self.down.moved / seconds) if visiting else self._machine
         for number in visiting:
-            ready[number] = self._visit(self._units[number], come[number], left)
+            ready[number] = self._visit(self._units[number], come[number])
         return come
 
-    def _visit(self, unit: UnitWork, ready: float, left: Machine) -> float:
-        """Have a unit visit, with what is left of the machine; return when it is over."""
+    def _visit(self, unit: UnitWork, ready: float) -> float:
+        """Have a unit visit; return when it is over."""
         # gradients that were added up lie on the host
         up = unit.visit_up if self._workload.gradients_stay else unit.visit_up + unit.gradient_bytes
         begin = max(ready, self._visited)
-        self._visited = begin + left.visit(up, unit.visit_down)
+        self._visited = begin + self._machine.visit(up, unit.visit_down)
         for lane, nbytes in ((self.up, up), (self.down, unit.visit_down), (self._device, up + unit.visit_down)):
             lane.count(nbytes)
         return self._visited
@@ -226,7 +224,7 @@ class _Course:
             nbytes = 0 if is_there else unit.weight_bytes
             if is_brought:
                 nbytes = max(0, nbytes - unit.bytes_after_step)
-                arrived = self._visit(unit, max(begin, ready[number], self.up.free), self._machine)
+                arrived = self._visit(unit, max(begin, ready[number], self.up.free))
                 self.up.free = arrived
             elif is_there and steps and number not in self._living:
                 nbytes = unit.bytes_after_step

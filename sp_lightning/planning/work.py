@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.lanes.lanes import Lane
@@ -15,7 +15,6 @@ or when all gradients have landed (clipping, a loss scaler)."""
 
 # a host whose memory gives less than its own steps take by this factor has none to spare for visits
 _SPARE_MEMORY = 1.3
-_LEAST_LEFT = 0.1  # of a rate, while others use it
 
 
 @dataclass(frozen=True)
@@ -122,15 +121,6 @@ class Machine:
         meanwhile = sending * max(0.0, shared - self.to_device)
         together = sending + max(0.0, down - meanwhile) / self.to_host
         return max(sending, leaving, stepping, together, (sending + leaving + stepping) / 2)
-
-    def left(self, up: float, down: float) -> Machine:
-        """Return what is left of the machine while so many bytes per second are copied."""
-        return replace(
-            self,
-            to_device=max(_LEAST_LEFT * self.to_device, self.to_device - up),
-            to_host=max(_LEAST_LEFT * self.to_host, self.to_host - down),
-            both=max(_LEAST_LEFT * self.both, self.both - up - down),
-        )
 
 
 @dataclass(frozen=True)
