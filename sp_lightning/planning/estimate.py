@@ -49,8 +49,8 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "moments": (None, *get_args(Moments)),
 }
 _ABOVE_ZERO = (
-    "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "host_bandwidth_int8", "memory_bandwidth",
-    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "devices",
+    "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "memory_bandwidth", "gradient_clip_val",
+    "tokens", "devices",
 )  # fmt: skip
 _HALF = {
     "bf16-mixed": torch.bfloat16,
@@ -82,13 +82,9 @@ class Assumptions:
         to_host: Bandwidth of copies to the host, in GB/s.
         compute: Speed that the device reaches on such a model, in TFLOP/s: about half of what its maker states.
         host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
-        host_bandwidth_int8: The same with int8 moments, which are computed. None is as `host_bandwidth`.
         both_ways: Bandwidth of copies in both directions at once, in GB/s of both together. None takes 85 % of the sum.
         memory_bandwidth: Bandwidth of host memory for all that asks for it at once, cores and copies, in GB/s. None is
             half as much again as `host_bandwidth`.
-        device_step: Bandwidth at which the optimizer steps on the device, in GB/s of what it would read and write on
-            the host. None counts nothing: in plain training this is part of what `compute` says.
-        device_step_int8: The same with int8 moments. None is as `device_step`.
         precision: The Trainer's `precision`.
         gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
         optimizer: Name of the optimizer's class in `torch.optim`, or the bytes of state that it keeps per parameter.
@@ -110,11 +106,8 @@ class Assumptions:
     to_host: float = 25.0
     compute: float = 80.0
     host_bandwidth: float = 60.0
-    host_bandwidth_int8: float | None = None
     both_ways: float | None = None
     memory_bandwidth: float | None = None
-    device_step: float | None = None
-    device_step_int8: float | None = None
     precision: Precision = "bf16-mixed"
     gradient_clip_val: float | None = None
     optimizer: float | str = "AdamW"
@@ -234,16 +227,12 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _machine(given: Assumptions) -> Machine:
     """Return the machine as one of its devices sees it, which share what can be read of its memory in a second."""
     share = given.host_bandwidth * 1e9 / given.devices
-    host, device = given.host_bandwidth, given.device_step
-    if given.moments == "int8":
-        host = given.host_bandwidth_int8 or host
-        device = given.device_step_int8 or device
     up, down = min(given.to_device * 1e9, share), min(given.to_host * 1e9, share)
     both = _BOTH_WAYS * (up + down) if given.both_ways is None else given.both_ways * 1e9
     memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
     if given.devices > 1:  # copies have their share
         both, memory = min(both, share), math.inf
-    return Machine(up, down, host * 1e9, both, math.inf if device is None else device * 1e9, memory)
+    return Machine(up, down, given.host_bandwidth * 1e9, both, memory)
 
 
 def _matrices(unit: Unit) -> list[torch.Size]:
