@@ -45,35 +45,29 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
         lanes={lane: sum(each.lanes[lane].busy for each in passes) for lane in passes[0].lanes},
         device_bytes=device_bytes(workload, choice),
         host_bytes=on_host + landing_bytes(workload, choice) + offloaded,
-        bytes_to_device=sum(each.up.moved for each in passes),
-        bytes_to_host=sum(each.down.moved for each in passes),
+        bytes_to_device=int(sum(each.up.moved for each in passes)),
+        bytes_to_host=int(sum(each.down.moved for each in passes)),
     )
 
 
 class _Lane:
-    """What does one thing after the other, at so many bytes in a second."""
+    """What does one thing after the other, at so much in a second."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self.free = 0.0  # when all is done so far
-        self.busy = 0.0  # seconds
-        self.moved = 0  # bytes
+        self.moved = 0.0  # bytes, or seconds of computing
 
-    def take(self, seconds: float, ready: float = 0.0) -> float:
+    @property
+    def busy(self) -> float:
+        """The seconds that it has worked."""
+        return self.moved / self.rate
+
+    def move(self, amount: float, ready: float = 0.0) -> float:
         """Do something that can begin when it is ready; return when it is done."""
-        self.free = max(self.free, ready) + seconds
-        self.busy += seconds
+        self.free = max(self.free, ready) + amount / self.rate
+        self.moved += amount
         return self.free
-
-    def move(self, nbytes: int, ready: float = 0.0) -> float:
-        """The same, of so many bytes."""
-        self.moved += nbytes
-        return self.take(nbytes / self.rate, ready)
-
-    def count(self, nbytes: int) -> None:
-        """Count bytes that are moved beside all else."""
-        self.moved += nbytes
-        self.busy += nbytes / self.rate
 
 
 class _Pass:
@@ -102,10 +96,8 @@ class _Pass:
         elsewhere = self._living.union(choice.visiting)
         self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]
         self._bytes_on_host = sum(self._units[number].step_bytes for number in self._on_host)
-        is_early = steps and workload.stepping == "in backward"
-        self._bytes_in_backward = self._bytes_on_host if is_early else 0
-        self._visiting_in_backward = sorted(choice.visiting, reverse=True) if is_early else []
-        self._visiting_in_forward = set(choice.visiting) if steps and not is_early else set()
+        self._steps_in_backward = steps and workload.stepping == "in backward"
+        self._visiting = choice.visiting if steps else ()
         self._visited = 0.0  # when the last visit will be over
         self._come = [0.0] * len(self._units)  # when each unit's gradients have
         # when each unit has been stepped, or may be by its visit
@@ -124,9 +116,9 @@ class _Pass:
         """Run through it; return when it is over."""
         if self._workload.trains:
             self._run_backward()
-            self._compute.take(0.0, self._copying_seconds(self._bytes_in_backward))
+            self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
             self._step()
-        self._compute.take(self._workload.rest_seconds)
+        self._compute.move(self._workload.rest_seconds)
         self._run_forward()
         seconds = max(self._compute.free, self._copying_seconds(self._bytes_on_host))
         return seconds if self._steps else max(seconds, self._add_seconds)
@@ -157,15 +149,15 @@ class _Pass:
                 if self._leaving[number]:
                     arrived = self.up.move(self._leaving[number], begun)
                 begun = max(self._compute.free, arrived)
-                self._compute.take(self._ways[number].repeating + unit.backward_seconds, arrived)
+                self._compute.move(self._ways[number].repeating + unit.backward_seconds, arrived)
             self._come[number] = self._compute.free
             if self._gradients[number]:
-                self._compute.take(0.0, sent[-STAGING_BUFFERS])
+                self._compute.move(0.0, sent[-STAGING_BUFFERS])
                 self._come[number] = self.down.move(self._gradients[number], self._compute.free)
                 sent.append(self._come[number])
             if self._streams[number]:
                 freed.append(self._compute.free)
-        for number in self._visiting_in_backward:
+        for number in reversed(self._visiting) if self._steps_in_backward else ():
             self._ready[number] = self._visit(self._units[number], self._come[number])
 
     def _visit(self, unit: UnitWork, ready: float) -> float:
@@ -174,27 +166,27 @@ class _Pass:
         up = unit.visit_up if self._workload.gradients_stay else unit.visit_up + unit.gradient_bytes
         begin = max(ready, self._visited)
         self._visited = begin + self._machine.visit(up, unit.visit_down)
-        self.up.count(up)
-        self.down.count(unit.visit_down)
+        self.up.moved += up
+        self.down.moved += unit.visit_down
         return self._visited
 
     def _step(self) -> None:
         """Have the host step units; of those whose gradients have come the first one that the next forward needs."""
         if self._workload.stepping == "after backward":
             self._come = [max(self._come)] * len(self._come)
-        for number in self._visiting_in_forward:
+        for number in () if self._steps_in_backward else self._visiting:
             self._ready[number] = max(self._come)
         # what is resident is needed first
         coming = sorted((self._come[number], (number + 1) % len(self._come)) for number in self._on_host)
+        adding = self._add_seconds * self._host.rate / max(1, len(self._on_host))
         waiting: list[int] = []
         while coming or waiting:
             if not waiting:
-                self._host.take(0.0, coming[0][0])
+                self._host.move(0.0, coming[0][0])
             while coming and coming[0][0] <= self._host.free:
                 heappush(waiting, coming.pop(0)[1])
             number = (heappop(waiting) - 1) % len(self._come)
-            self._host.move(self._units[number].step_bytes)
-            self._ready[number] = self._host.take(self._add_seconds / len(self._on_host))
+            self._ready[number] = self._host.move(self._units[number].step_bytes + adding)
 
     def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
@@ -212,7 +204,7 @@ class _Pass:
                 begin = max(begin, freed[-self._slots])
             arrived = 0.0
             nbytes = 0 if is_there else unit.weight_bytes
-            if number in self._visiting_in_forward:
+            if number in self._visiting and not self._steps_in_backward:
                 nbytes = max(0, nbytes - unit.bytes_after_step)
                 arrived = self._visit(unit, max(begin, self._ready[number], self.up.free))
                 self.up.free = arrived
@@ -221,8 +213,8 @@ class _Pass:
             if nbytes:
                 loaded = self.up.move(nbytes, begin)
                 arrived = max(arrived, loaded, self._ready[number] + nbytes / self._machine.to_device)
-            self._compute.take(unit.forward_seconds, arrived)
-            self._compute.take(0.0, left)
+            self._compute.move(unit.forward_seconds, arrived)
+            self._compute.move(0.0, left)
             if number < self._resident and self._workload.trains and self._leaving[number]:
                 left = self.down.move(self._leaving[number], self._compute.free)
             if self._streams[number]:
