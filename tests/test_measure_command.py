@@ -41,10 +41,6 @@ def test_what_is_measured_is_what_plan_assumes():
     assert given["assumptions"]["host_bandwidth"] == 1234
     assert given["measured"] == [], "what is given wins"
     assert "measured on this machine: host_bandwidth; all else is assumed" in run(f"sp-lightning plan --model {MODEL}")
-
-
-def test_rates_of_another_machine_are_not_assumed():
-    run("sp-lightning measure")
     rates_file().write_text(json.dumps({"another machine": {"host_bandwidth": 5.0}}))
     assert planned(MODEL)["measured"] == []
 
