@@ -115,8 +115,7 @@ def _plan(arguments: Sequence[str]) -> None:
     parser = _plan_parser()
     options = parser.parse_args(arguments)
     named = rates_of("gpus", options.gpu) | rates_of("hosts", options.host)
-    rates = None if named else kept_rates(full_device(None))
-    measured = {} if rates is None else rates.assumptions
+    measured = {} if named else kept_rates(full_device(None))
     parser.set_defaults(measured | named)
     options = parser.parse_args(arguments)
     name = options.model
@@ -131,8 +130,8 @@ def _plan(arguments: Sequence[str]) -> None:
         print(json.dumps(report.as_dict() | {"measured": used}, indent=2))
         return
     print(report)
-    if rates is not None and used:
-        print(f"measured on {rates.day} on this machine ({rates.machine}): {', '.join(used)}; all else is assumed")
+    if used:
+        print(f"measured on this machine: {', '.join(used)}; all else is assumed")
 
 
 def _plan_parser() -> ArgumentParser:
@@ -173,8 +172,8 @@ def _measure(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(
         prog=f"{PROGRAM} measure",
         exit_on_error=False,
-        description="Measure what this machine reaches, in a minute: copies to and from the device, the optimizer's "
-        f"step on the host and on the device, and computing. `{PROGRAM} plan` assumes these rates from then on.",
+        description="Measure what this machine reaches, in seconds: copies to and from the device, and the "
+        f"optimizer's step on the host. `{PROGRAM} plan` assumes these rates from then on.",
     )
     parser.parse_args(arguments)
     if find_spec("numba") is None:
@@ -185,8 +184,8 @@ def _measure(arguments: Sequence[str]) -> None:
         rates = measure(backend)
     finally:
         backend.close()
-    keep(rates)
-    for name, rate in rates.assumptions.items():
+    keep(rates, device)
+    for name, rate in rates.items():
         print(f"{name:<24}{rate:>8.4g} GB/s")
     if device.type == "cpu":
         print("\nThere is no GPU: the host alone was measured.")

@@ -130,10 +130,10 @@ def test_imports_point_one_way_within_the_engine():
 AT_MOST = {
     "# type: ignore": 27,
     "code lines of more than 100 columns, per mille": 29,
-    "files": 114,
+    "files": 113,
     "imports that lead back": 13,
     "lines of tests": 22_897,
-    "tokens": 119_138,
+    "tokens": 117_659,
     "tokens of optim": 8_520,
     "tokens of pipeline": 9_024,
     "tokens of pipeline/activations": 9_321,
@@ -145,8 +145,8 @@ AT_MOST = {
     "tokens of pipeline/units": 5_667,
     "tokens of pipeline/weights": 6_628,
     "tokens of pipeline/window": 6_230,
-    "tokens of planning": 14_359,
-    "tokens of the top": 9_970,
+    "tokens of planning": 12_896,
+    "tokens of the top": 9_954,
     "tokens of timeline": 1_558,
     "tokens of trainer": 7_553,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -30,17 +32,17 @@ def test_what_is_measured_is_what_plan_assumes():
     printed = run("sp-lightning measure")
     assert "There is no GPU: the host alone was measured." in printed
     assert str(rates_file()) in printed
-    kept = kept_rates(CPU)
-    found = kept.assumptions
-    assert found.keys() == {"host_bandwidth", "host_bandwidth_int8"}
+    found = kept_rates(CPU)
+    assert found.keys() == {"host_bandwidth"}
     report = planned(MODEL)
-    assert {name: report["assumptions"][name] for name in found} == found
-    assert report["measured"] == list(found)
+    assert report["assumptions"]["host_bandwidth"] == found["host_bandwidth"]
+    assert report["measured"] == ["host_bandwidth"]
     given = planned(f"{MODEL} --host_bandwidth 1234")
     assert given["assumptions"]["host_bandwidth"] == 1234
-    assert given["measured"] == ["host_bandwidth_int8"], "what is given wins"
-    says = f"measured on {kept.day} on this machine ({kept.machine}): host_bandwidth_int8; all else"
-    assert says in run(f"sp-lightning plan --host_bandwidth 1234 --model {MODEL}")
+    assert given["measured"] == [], "what is given wins"
+    assert "measured on this machine: host_bandwidth; all else is assumed" in run(f"sp-lightning plan --model {MODEL}")
+    rates_file().write_text(json.dumps({"another machine": {"host_bandwidth": 5.0}}))
+    assert planned(MODEL)["measured"] == []
 
 
 def test_a_device_is_probed():
@@ -50,7 +52,7 @@ def test_a_device_is_probed():
         machine = probe(backend, Machine(0.0, 0.0, 0.0), is_pinned=False)
     finally:
         backend.close()
-    assert min(machine.to_device, machine.to_host, machine.both, machine.device) > 0
+    assert min(machine.to_device, machine.to_host, machine.both) > 0
 
 
 def test_the_host_is_probed_with_far_more_than_caches_hold(monkeypatch):
@@ -75,14 +77,14 @@ def test_the_host_is_probed_with_far_more_than_caches_hold(monkeypatch):
     assert len({part.data_ptr() for part in taken}) == 4
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[]", '{"a": 1}', '{"day": "today"}'])
+@pytest.mark.parametrize("text", ["no JSON", "[]"])
 def test_a_file_that_cannot_be_read(text, capsys):
     rates_file().parent.mkdir(parents=True)
     rates_file().write_text(text)
     assert status(f"sp-lightning plan --model {MODEL}") == 2
     assert f"{rates_file()} is not what `sp-lightning measure` writes" in capsys.readouterr().err
     assert status("sp-lightning measure") == 0
-    assert kept_rates(CPU) is not None
+    assert kept_rates(CPU)
     assert [file.name for file in rates_file().parent.iterdir()] == ["rates.json"]
     rates_file().unlink()
     rates_file().mkdir()

@@ -109,14 +109,12 @@ def test_the_class_of_a_module():
     report = planned(f"{__name__}.Stack --model.width 64 --model.layers=6")
     assert report["parameters"] == 6 * (64 * 64 + 64)
     assert len(report["units"]) == 6
-    (row,) = (row for label, row in report["rows"].items() if label == "AdamW, bf16-mixed")
-    assert report["best"] == row["plain"]
+    assert report["best"] == report["rows"]["AdamW, bf16-mixed"]
     clipped = planned(f"{__name__}.Stack --model.width 64 --model.layers=6 --gradient_clip_val 1")
-    assert clipped["rows"] == report["rows"]
-    assert clipped["best"] == row["clipped"]
-    assert row["clipped"]["seconds"] >= row["plain"]["seconds"]
-    scaled = planned(f"{__name__}.Stack --model.width 64 --precision 16-mixed")["rows"]["AdamW, 16-mixed"]
-    assert scaled["plain"] == scaled["clipped"], "a loss scaler waits for all gradients anyway"
+    assert clipped["best"]["seconds"] >= report["best"]["seconds"]
+    scaled = f"{__name__}.Stack --model.width 64 --precision 16-mixed"
+    waits = planned(scaled)["best"], planned(f"{scaled} --gradient_clip_val 1")["best"]
+    assert waits[0] == waits[1], "a loss scaler waits for all gradients anyway"
 
 
 def test_a_configuration_of_transformers(tmp_path):
@@ -149,14 +147,15 @@ def test_the_ladder_of_host_memory():
         "AdamW(moments='fp32'), bf16-true",
         "AdamW(moments='int8'), bf16-true",
     ]
-    taken = [rung["plain"]["host_bytes"] for rung in rungs]
+    taken = [rung["host_bytes"] for rung in rungs]
     assert taken == sorted(taken, reverse=True)
-    assert rungs[2]["plain"]["seconds"] <= 2.1 < 3.8 <= rungs[0]["plain"]["seconds"]
-    assert all(rung["plain"]["steps"] == {"live": 0, "visit": 0, "host": 34} for rung in rungs)
+    assert rungs[2]["seconds"] <= 2.1 < 3.6 <= rungs[0]["seconds"]
+    assert all(rung["steps"] == {"live": 0, "visit": 0, "host": 34} for rung in rungs)
     alone = planned("Llama-3.1-8B --optimizer_on host --precision bf16-true --moments int8")["rows"]
-    assert [row["plain"]["host_bytes"] for row in alone.values()][0] == taken[2]
+    assert [row["host_bytes"] for row in alone.values()][0] == taken[2]
     assert len(alone) < len(rows)
-    assert all(rung["clipped"]["host_bytes"] - rung["plain"]["host_bytes"] > 8 * 2**30 for rung in rungs)
+    clipped = planned("Llama-3.1-8B --optimizer_on host --gradient_clip_val 1")["rows"]
+    assert all(row["host_bytes"] - rows[label]["host_bytes"] > 8 * 2**30 for label, row in list(clipped.items())[:3])
     assert taken[2] + (6 << 30) < 64 << 30
     assert "AdamW(moments" not in "".join(planned("Llama-3.1-8B --optimizer Muon")["rows"])
 
@@ -165,10 +164,10 @@ def test_devices_share_the_host():
     """Masters, sums of gradients and state are there once, and stepped once; each device adds its gradients."""
     stack = f"{__name__}.Stack --model.width 4096 --model.layers 8 --optimizer_on host"
     one, four = (planned(f"{stack} --devices {devices}") for devices in (1, 4))
-    (row,) = (row for label, row in four["rows"].items() if label == "AdamW, bf16-mixed")
-    taken = row["plain"]["host_bytes"]
+    taken = four["best"]["host_bytes"]
     assert taken == one["best"]["host_bytes"] + 4 * one["parameters"]  # sums in fp32
-    assert taken == row["clipped"]["host_bytes"], "all gradients are there in any case"
+    clipped = planned(f"{stack} --devices 4 --gradient_clip_val 1")
+    assert taken == clipped["best"]["host_bytes"], "all gradients are there in any case"
     assert one["best"]["lanes"]["host"] < four["best"]["lanes"]["host"] < 3 * one["best"]["lanes"]["host"]
     assert four["best"]["lanes"]["to device"] > one["best"]["lanes"]["to device"]
     everywhere = run(f"sp-lightning plan --devices 2 --model {__name__}.Stack --model.width 64")
@@ -196,7 +195,7 @@ def test_devices_share_the_host():
             "`moments` is for AdamW and Adam, not `optimizer='Muon'`",
         ),
         ("--model Llama-3.1-8B --device_memory much", "`device_memory='much'` must be an amount of memory"),
-        ("--model Llama-3.1-8B --device_memory 24", "`device_memory=24` is 24 bytes. Was '24GiB' meant?"),
+        ("--model Llama-3.1-8B --device_memory 24", "`device_memory=24` must be an amount of memory"),
         ("--model Llama-3.1-8B --to_host 0", "`to_host=0.0` must be above zero"),
         ("--model Llama-3.1-8B --devices 0", "`devices=0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "'32-true'"),

@@ -7,6 +7,7 @@ more, with a little more or less of everything.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Literal, NamedTuple
@@ -68,36 +69,41 @@ def choose(
     if not search.found:
         least = min(search.bytes_of(_Draft(places[0], policy)) for policy in _POLICIES)
         raise TooLittleMemory(budget, least + workload.reserve_bytes - budget)
-    best = [search.best(each) for each in {choice.k for choice in search.found}]
-    while best:
-        search.look_at(near for draft in best for near in search.near(draft))
-        best = [better for draft in best if (better := search.best(draft.k)) != draft]
-    return min((prediction for _, prediction in search.found.values()), key=search.cost)
+    for k in {draft.k for draft in search.found}:
+        search.refine(k)
+    return search.found[search.cheapest()]
 
 
 class _Search:
     """Fills drafts up with what fits, and prices them."""
 
     def __init__(self, workload: Workload, machine: Machine, room: int, by_size: bool) -> None:
-        self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
+        self.found: dict[_Draft, Prediction] = {}
         self._workload = workload
         self._machine = machine
         self._room = room
         self._by_size = by_size
-        units = workload.units
+        everything = workload.everything
         may_visit = machine.can_spare_memory and not by_size
-        self._able_to_visit = [number for number, unit in enumerate(units) if unit.visit_up and may_visit]
-        self._able_to_live = [number for number, unit in enumerate(units) if unit.bytes_on_device]
-        self._resident = (len(units),) if workload.resident.bytes_on_device else ()
-        self._ways = {policy: [_way(unit.ways, policy) for unit in units] for policy in _POLICIES}
+        self._able_to_visit = [n for n, unit in enumerate(workload.units) if unit.visit_up and may_visit]
+        # what is resident first
+        in_order = (len(workload.units), *range(len(workload.units)))
+        self._able_to_live = [number for number in in_order if everything[number].bytes_on_device]
+        self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in _POLICIES}
 
-    def best(self, k: int) -> _Draft:
-        """Return the draft with so many places that costs least."""
-        found = [draft for draft in self.found.values() if draft[0].k == k]
-        return min(found, key=lambda each: self.cost(each[1]))[0]
+    def cheapest(self, k: int | None = None) -> _Draft:
+        """Return the best draft, of all or of those with so many places."""
+        return min((draft for draft in self.found if k in (None, draft.k)), key=self._cost)
 
-    def cost(self, prediction: Prediction) -> float:
-        """Return what predictions are compared by."""
+    def refine(self, k: int) -> None:
+        """Look at what is near the best draft with so many places, until that does not help."""
+        best = None
+        while (cheapest := self.cheapest(k)) != best:
+            best = cheapest
+            self.look_at(self.near(best))
+
+    def _cost(self, draft: _Draft) -> float:
+        prediction = self.found[draft]
         if self._by_size:
             repeating = sum(way.repeating > 0 for way in prediction.choice.ways)
             return prediction.bytes_to_device + prediction.bytes_to_host + repeating
@@ -121,14 +127,8 @@ class _Search:
 
     def _filled(self, draft: _Draft) -> _Draft:
         """Have as many units live on the device as fit."""
-        fitting, too_many = 0, len(self._able_to_live) + len(self._resident) + 1
-        while too_many - fitting > 1:
-            middle = (fitting + too_many) // 2
-            if self.bytes_of(draft._replace(living=middle)) <= self._room:
-                fitting = middle
-            else:
-                too_many = middle
-        return draft._replace(living=fitting)
+        more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
+        return draft._replace(living=bisect_right(more, self._room, key=self.bytes_of))
 
     def bytes_of(self, draft: _Draft) -> int:
         """Return the device memory that a draft takes."""
@@ -137,16 +137,14 @@ class _Search:
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""
         for draft in drafts:
-            choice = self._choice(draft)
-            if choice not in self.found and device_bytes(self._workload, choice) <= self._room:
-                self.found[choice] = draft, predict(self._workload, self._machine, choice)
+            if draft not in self.found and self.bytes_of(draft) <= self._room:
+                self.found[draft] = predict(self._workload, self._machine, self._choice(draft))
 
     def _choice(self, draft: _Draft) -> Choice:
-        living: tuple[int, ...] = ()
-        if draft.living:
-            able = self._able_to_live
-            count = len(able) if self._workload.lives_whole else min(len(able), draft.living - len(self._resident))
-            living = self._resident + (_spread(count, able) if draft.is_spread else tuple(able[:count]))
+        living = tuple(self._able_to_live)
+        if not self._workload.lives_whole or not draft.living:
+            count = min(len(living), draft.living)
+            living = _spread(count, living) if draft.is_spread else living[:count]
         able = [number for number in self._able_to_visit if number not in living]
         first = len(self._workload.units) - max(1, draft.keeping)
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])

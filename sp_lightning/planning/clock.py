@@ -33,212 +33,189 @@ from sp_lightning.planning.work import Choice, Machine, Prediction, UnitWork, Wo
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     """Predict what a step takes with a choice."""
-    course = _Course(workload, machine, choice)
-    seconds = course.run(steps=bool(workload.stepping))
-    for _ in range(workload.micro_steps - 1):
-        seconds += max(course.run(steps=False), course.add_seconds)
-    offloaded = sum(way.leaving for way in choice.ways)
+    passes = [_Pass(workload, machine, choice, steps=workload.stepping is not None)]
+    if workload.micro_steps > 1:
+        passes += [_Pass(workload, machine, choice, steps=False)] * (workload.micro_steps - 1)
     living = set(choice.living)
     on_host = sum(unit.host_bytes for number, unit in enumerate(workload.everything) if number not in living)
+    offloaded = sum(way.leaving for way in choice.ways)
     return Prediction(
         choice,
-        seconds,
-        lanes={lane: at_work.busy for lane, at_work in course.lanes.items()},
+        seconds=sum(each.seconds for each in passes),
+        lanes={lane: sum(each.lanes[lane].busy for each in passes) for lane in passes[0].lanes},
         device_bytes=device_bytes(workload, choice),
         host_bytes=on_host + landing_bytes(workload, choice) + offloaded,
-        bytes_to_device=course.up.moved,
-        bytes_to_host=course.down.moved,
+        bytes_to_device=int(sum(each.up.moved for each in passes)),
+        bytes_to_host=int(sum(each.down.moved for each in passes)),
     )
 
 
 class _Lane:
-    """What does one thing after the other, at so many bytes in a second."""
+    """What does one thing after the other, at so much in a second."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self.free = 0.0  # when all is done so far
-        self.busy = 0.0  # seconds
-        self.moved = 0  # bytes
+        self.moved = 0.0  # bytes, or seconds of computing
 
-    def take(self, seconds: float, ready: float = 0.0) -> float:
+    @property
+    def busy(self) -> float:
+        """The seconds that it has worked."""
+        return self.moved / self.rate
+
+    def move(self, amount: float, ready: float = 0.0) -> float:
         """Do something that can begin when it is ready; return when it is done."""
-        self.free = max(self.free, ready) + seconds
-        self.busy += seconds
+        self.free = max(self.free, ready) + amount / self.rate
+        self.moved += amount
         return self.free
 
-    def move(self, nbytes: int, ready: float = 0.0) -> float:
-        """The same, of so many bytes."""
-        self.moved += nbytes
-        return self.take(nbytes / self.rate, ready)
 
-    def count(self, nbytes: int) -> None:
-        """Count bytes that are moved beside all else."""
-        self.moved += nbytes
-        self.busy += nbytes / self.rate
+class _Pass:
+    """A backward and the forward after it, with a step of the optimizer between them or without one.
 
+    See [Note: the time of a step]. What is resident has the number after the last unit.
+    """
 
-class _Course:
-    """A step on a machine; see [Note: the time of a step]. What is resident has the number after the last unit."""
-
-    def __init__(self, workload: Workload, machine: Machine, choice: Choice) -> None:
+    def __init__(self, workload: Workload, machine: Machine, choice: Choice, steps: bool) -> None:
         self._workload = workload
         self._machine = machine
         self._slots = choice.k
+        self._steps = steps
         self._units = workload.everything
-        last = len(workload.units)
-        self._in_order = range(last)
-        self._living, self._visiting = set(choice.living), set(choice.visiting)
-        self._streams = [number < last and number not in self._living for number in range(last + 1)]
+        self._resident = len(workload.units)
+        self._living = set(choice.living)
+        numbers = range(len(self._units))
+        self._streams = [number < self._resident and number not in self._living for number in numbers]
         self._ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0]
-        self._gradients = [workload.gradient_to_host(number, choice) for number in range(last + 1)]
-        self._compute, self._host = _Lane(1.0), _Lane(machine.host)
-        self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
-        self._device = _Lane(machine.device)
-        self._on_host = [
-            number
-            for number, unit in enumerate(self._units)
-            if unit.step_bytes and number not in self._living and number not in self._visiting
-        ]
-        self._visited = 0.0  # when the last visit will be over
+        self._gradients = [workload.gradient_to_host(number, choice) for number in numbers]
         # of adding up gradients on the host
         gradients = sum(unit.gradient_bytes for unit in self._units)
-        self.add_seconds = workload.add_seconds * sum(self._gradients) / max(1, gradients)
+        self._add_seconds = workload.add_seconds * sum(self._gradients) / max(1, gradients)
+        # where units are stepped that do not live on the device
+        elsewhere = self._living.union(choice.visiting)
+        self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]
+        self._bytes_on_host = sum(self._units[number].step_bytes for number in self._on_host)
+        self._steps_in_backward = steps and workload.stepping == "in backward"
+        self._visiting = choice.visiting if steps else ()
+        self._visited = 0.0  # when the last visit will be over
+        self._come = [0.0] * len(self._units)  # when each unit's gradients have
+        # when each unit has been stepped, or may be by its visit
+        self._ready = [0.0 if streams else math.inf for streams in self._streams]
+        self._compute, self._host = _Lane(1.0), _Lane(machine.host)
+        self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
         self.lanes = {
             Lane.COMPUTE: self._compute,
             Lane.TO_DEVICE: self.up,
             Lane.TO_HOST: self.down,
-            Lane.VISIT: self._device,
             Lane.HOST: self._host,
         }
+        self.seconds = self._run()
 
-    def run(self, steps: bool) -> float:
-        """Run through a backward and the forward after it, with a step of the optimizer between them or without."""
-        for lane in self.lanes.values():
-            lane.free = 0.0
-        self._visited = 0.0
-        before = (self.up.moved, self.down.moved)
-        # when each unit has been stepped, or may be by its visit
-        ready = [0.0 if streams else math.inf for streams in self._streams]
-        on_host = sum(self._units[number].step_bytes for number in self._on_host) if steps else 0
+    def _run(self) -> float:
+        """Run through it; return when it is over."""
         if self._workload.trains:
-            come = self._run_backward(steps, ready)
-            steps_meanwhile = steps and self._workload.stepping == "in backward"
-            self._compute.take(0.0, self._copying_seconds(before, on_host if steps_meanwhile else 0))
-            if steps:
-                self._step(come, ready)
-        self._compute.take(self._workload.rest_seconds)
-        self._run_forward(steps, ready)
-        return max(self._compute.free, self._copying_seconds(before, on_host))
+            self._run_backward()
+            self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
+            self._step()
+        self._compute.move(self._workload.rest_seconds)
+        self._run_forward()
+        seconds = max(self._compute.free, self._copying_seconds(self._bytes_on_host))
+        return seconds if self._steps else max(seconds, self._add_seconds)
 
-    def _copying_seconds(self, before: tuple[int, int], stepped: int) -> float:
-        """Return how long copies since then keep what they share busy: the link, and the memory of the host.
+    def _copying_seconds(self, stepped: int) -> float:
+        """Return how long all copies so far keep what they share busy: the link, and the memory of the host.
 
         Its steps, of so many bytes, leave to copies what they do not use of it, or these wait for their end.
         """
         machine = self._machine
-        up, down = self.up.moved - before[0], self.down.moved - before[1]
+        up, down = self.up.moved, self.down.moved
         in_memory = (up + down + stepped) / machine.host_memory
         if stepped and machine.host_memory > machine.host:
             in_memory = min(in_memory, (up + down) / (machine.host_memory - machine.host))
         return max(up / machine.to_device, down / machine.to_host, (up + down) / machine.both, in_memory)
 
-    def _run_backward(self, steps: bool, ready: list[float]) -> list[float]:
-        """Run through a backward, and visits in it; return when each unit's gradients have come."""
-        visiting: list[int] = []
-        if steps and self._workload.stepping == "in backward":
-            visiting = sorted(self._visiting, reverse=True)
+    def _run_backward(self) -> None:
+        """Run through a backward, and visits in it."""
         freed: list[float] = []  # when the places of units were, in the order in which they stream
         sent = [0.0] * STAGING_BUFFERS
         begun = 0.0
-        come = [0.0] * len(self._units)
-        for number in (*reversed(self._in_order), len(self._in_order)):
+        for number in (*reversed(range(self._resident)), self._resident):
             unit = self._units[number]
             arrived = 0.0
             if self._streams[number] and len(freed) >= self._slots:
                 arrived = self.up.move(unit.weight_bytes, freed[-self._slots])
-            if number < len(self._in_order):
+            if number < self._resident:
                 if self._leaving[number]:
                     arrived = self.up.move(self._leaving[number], begun)
                 begun = max(self._compute.free, arrived)
-                self._compute.take(self._ways[number].repeating + unit.backward_seconds, arrived)
-            come[number] = self._compute.free
+                self._compute.move(self._ways[number].repeating + unit.backward_seconds, arrived)
+            self._come[number] = self._compute.free
             if self._gradients[number]:
-                self._compute.take(0.0, sent[-STAGING_BUFFERS])
-                come[number] = self.down.move(self._gradients[number], self._compute.free)
-                sent.append(come[number])
+                self._compute.move(0.0, sent[-STAGING_BUFFERS])
+                self._come[number] = self.down.move(self._gradients[number], self._compute.free)
+                sent.append(self._come[number])
             if self._streams[number]:
                 freed.append(self._compute.free)
-        seconds = max(1e-12, self._compute.free)
-        left = self._machine.left(self.up.moved / seconds, self.down.moved / seconds) if visiting else self._machine
-        for number in visiting:
-            ready[number] = self._visit(self._units[number], come[number], left)
-        return come
+        for number in reversed(self._visiting) if self._steps_in_backward else ():
+            self._ready[number] = self._visit(self._units[number], self._come[number])
 
-    def _visit(self, unit: UnitWork, ready: float, left: Machine) -> float:
-        """Have a unit visit, with what is left of the machine; return when it is over."""
+    def _visit(self, unit: UnitWork, ready: float) -> float:
+        """Have a unit visit; return when it is over."""
         # gradients that were added up lie on the host
         up = unit.visit_up if self._workload.gradients_stay else unit.visit_up + unit.gradient_bytes
         begin = max(ready, self._visited)
-        self._visited = begin + left.visit(up, unit.visit_down)
-        for lane, nbytes in ((self.up, up), (self.down, unit.visit_down), (self._device, up + unit.visit_down)):
-            lane.count(nbytes)
+        self._visited = begin + self._machine.visit(up, unit.visit_down)
+        self.up.moved += up
+        self.down.moved += unit.visit_down
         return self._visited
 
-    def _step(self, come: list[float], ready: list[float]) -> None:
+    def _step(self) -> None:
         """Have the host step units; of those whose gradients have come the first one that the next forward needs."""
         if self._workload.stepping == "after backward":
-            come = [max(come)] * len(come)
-        adding = self.add_seconds / max(1, sum(self._units[number].step_bytes for number in self._on_host))
+            self._come = [max(self._come)] * len(self._come)
+        for number in () if self._steps_in_backward else self._visiting:
+            self._ready[number] = max(self._come)
         # what is resident is needed first
-        coming = sorted((come[number], (number + 1) % len(come)) for number in self._on_host)
+        coming = sorted((self._come[number], (number + 1) % len(self._come)) for number in self._on_host)
+        adding = self._add_seconds * self._host.rate / max(1, len(self._on_host))
         waiting: list[int] = []
         while coming or waiting:
             if not waiting:
-                self._host.take(0.0, coming[0][0])
+                self._host.move(0.0, coming[0][0])
             while coming and coming[0][0] <= self._host.free:
                 heappush(waiting, coming.pop(0)[1])
-            number = (heappop(waiting) - 1) % len(come)
-            self._host.move(self._units[number].step_bytes)
-            ready[number] = self._host.take(adding * self._units[number].step_bytes)
-        for number in self._visiting if self._workload.stepping != "in backward" else ():
-            ready[number] = max(come)
+            number = (heappop(waiting) - 1) % len(self._come)
+            self._ready[number] = self._host.move(self._units[number].step_bytes + adding)
 
-    def _run_forward(self, steps: bool, ready: list[float]) -> None:
+    def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
         streamed = sum(self._streams)
         # of the streamed units, those that forward finds on the device
         staying = range(0 if self._workload.trains else max(0, streamed - self._slots), self._slots)
-        if steps:
-            living = sum(self._units[number].step_bytes for number in self._living)
-            self._compute.take(living / self._machine.device)
         freed: list[float] = []
         left = 0.0
-        for number in (len(self._in_order), *self._in_order):
+        for number in (self._resident, *range(self._resident)):
             unit = self._units[number]
             # the lane has nothing to do before one of those that are left has been stepped; others do not wait for it
-            begin = min(ready[number % len(self._in_order) :])
+            begin = min(self._ready[number % self._resident :])
             is_there = not self._streams[number] or len(freed) in staying
             if not is_there and len(freed) >= self._slots:
                 begin = max(begin, freed[-self._slots])
             arrived = 0.0
-            is_brought = steps and number in self._visiting and self._workload.stepping != "in backward"
             nbytes = 0 if is_there else unit.weight_bytes
-            if is_brought:
+            if number in self._visiting and not self._steps_in_backward:
                 nbytes = max(0, nbytes - unit.bytes_after_step)
-                arrived = self._visit(unit, max(begin, ready[number], self.up.free), self._machine)
+                arrived = self._visit(unit, max(begin, self._ready[number], self.up.free))
                 self.up.free = arrived
-            elif is_there and steps and number not in self._living:
+            elif is_there and self._steps and number not in self._living:
                 nbytes = unit.bytes_after_step
             if nbytes:
                 loaded = self.up.move(nbytes, begin)
-                arrived = max(arrived, loaded, ready[number] + nbytes / self._machine.to_device)
-            if number == len(self._in_order):  # what is resident
-                self._compute.take(0.0, arrived)
-                continue
-            self._compute.take(unit.forward_seconds, arrived)
-            self._compute.take(0.0, left)
-            if self._workload.trains and self._leaving[number]:
+                arrived = max(arrived, loaded, self._ready[number] + nbytes / self._machine.to_device)
+            self._compute.move(unit.forward_seconds, arrived)
+            self._compute.move(0.0, left)
+            if number < self._resident and self._workload.trains and self._leaving[number]:
                 left = self.down.move(self._leaving[number], self._compute.free)
             if self._streams[number]:
                 freed.append(self._compute.free)

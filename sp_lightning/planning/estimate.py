@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.pipeline.activations.memory import Footprint
@@ -22,9 +22,8 @@ from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, Poli
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
-from sp_lightning.planning.measure import bytes_of
-from sp_lightning.planning.memory import bytes_of_pieces
-from sp_lightning.planning.ways import ways_of
+from sp_lightning.planning.measure import work_of
+from sp_lightning.planning.memory import ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Workload
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -48,10 +47,7 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "optimizer_on": get_args(OptimizerPlace),
     "moments": (None, *get_args(Moments)),
 }
-_ABOVE_ZERO = (
-    "to_device", "to_host", "both_ways", "compute", "host_bandwidth", "host_bandwidth_int8", "memory_bandwidth",
-    "device_step", "device_step_int8", "gradient_clip_val", "tokens", "devices",
-)  # fmt: skip
+_MAY_BE_ZERO = ("optimizer", "chunked_loss")
 _HALF = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
@@ -82,13 +78,9 @@ class Assumptions:
         to_host: Bandwidth of copies to the host, in GB/s.
         compute: Speed that the device reaches on such a model, in TFLOP/s: about half of what its maker states.
         host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
-        host_bandwidth_int8: The same with int8 moments, which are computed. None is as `host_bandwidth`.
         both_ways: Bandwidth of copies in both directions at once, in GB/s of both together. None takes 85 % of the sum.
         memory_bandwidth: Bandwidth of host memory for all that asks for it at once, cores and copies, in GB/s. None is
             half as much again as `host_bandwidth`.
-        device_step: Bandwidth at which the optimizer steps on the device, in GB/s of what it would read and write on
-            the host. None counts nothing: in plain training this is part of what `compute` says.
-        device_step_int8: The same with int8 moments. None is as `device_step`.
         precision: The Trainer's `precision`.
         gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
         optimizer: Name of the optimizer's class in `torch.optim`, or the bytes of state that it keeps per parameter.
@@ -110,11 +102,8 @@ class Assumptions:
     to_host: float = 25.0
     compute: float = 80.0
     host_bandwidth: float = 60.0
-    host_bandwidth_int8: float | None = None
     both_ways: float | None = None
     memory_bandwidth: float | None = None
-    device_step: float | None = None
-    device_step_int8: float | None = None
     precision: Precision = "bf16-mixed"
     gradient_clip_val: float | None = None
     optimizer: float | str = "AdamW"
@@ -128,9 +117,8 @@ class Assumptions:
     devices: int = 1
 
     def __post_init__(self) -> None:
-        for name in _ABOVE_ZERO:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+        for name, value in vars(self).items():
+            if name not in _MAY_BE_ZERO and isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"`{name}={value}` must be above zero.")
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
@@ -139,11 +127,8 @@ class Assumptions:
             raise ValueError(f"`optimizer={self.optimizer!r}` is not one of {', '.join(STATE)}, nor a number of bytes.")
         if self.moments is not None and self.optimizer not in COMPACT:
             raise ValueError(f"`moments` is for {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
-        nbytes = self.device_bytes
-        if nbytes <= 0:
+        if self.device_bytes < _LEAST_MEMORY:
             raise ValueError(f"`device_memory={self.device_memory!r}` must be an amount of memory, such as '24GiB'.")
-        if nbytes < _LEAST_MEMORY:
-            raise ValueError(f"`device_memory={self.device_memory!r}` is {nbytes} bytes. Was '{nbytes}GiB' meant?")
 
     @property
     def device_bytes(self) -> int:
@@ -222,28 +207,21 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Copy a module to the meta device, where it takes no memory; shared tensors stay shared."""
-    attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
-    copies: dict[int, Any] = {}
-    for tensor in [*attributes, *module.buffers(), *module.parameters()]:
-        empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(module, copies)
+    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        copies[id(weight)] = nn.Parameter(weight.to("meta"), weight.requires_grad)
+    return copy.deepcopy(module, copies).to(dtype=dtype)
 
 
 def _machine(given: Assumptions) -> Machine:
     """Return the machine as one of its devices sees it, which share what can be read of its memory in a second."""
     share = given.host_bandwidth * 1e9 / given.devices
-    host, device = given.host_bandwidth, given.device_step
-    if given.moments == "int8":
-        host = given.host_bandwidth_int8 or host
-        device = given.device_step_int8 or device
     up, down = min(given.to_device * 1e9, share), min(given.to_host * 1e9, share)
     both = _BOTH_WAYS * (up + down) if given.both_ways is None else given.both_ways * 1e9
     memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
     if given.devices > 1:  # copies have their share
         both, memory = min(both, share), math.inf
-    return Machine(up, down, host * 1e9, both, math.inf if device is None else device * 1e9, memory)
+    return Machine(up, down, given.host_bandwidth * 1e9, both, memory)
 
 
 def _matrices(unit: Unit) -> list[torch.Size]:
@@ -262,8 +240,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
     weights = sum(weight.nbytes for weight in unit.weights)
     masters = sum(weight.nbytes for weight in trained)
-    copies = sum(weight.compute_bytes for weight in unit.weights if weight.lowered)
-    stepped = sum(weight.compute_bytes for weight in trained if weight.lowered)
+    lowered = sum(weight.compute_bytes for weight in trained if weight.lowered)  # written to be sent
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
@@ -277,23 +254,18 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
     call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
-    work = replace(
-        bytes_of(unit),
+    # several devices would have to agree
+    visits = given.devices == 1 and given.optimizer in _VISITING
+    # torch's own steps take as much again as masters
+    meanwhile = masters if hasattr(torch.optim, str(given.optimizer)) and given.moments is None else 0
+    is_free = given.optimizer_on == "auto"
+    work = work_of(unit, state, meanwhile, lives=is_free or not trained, visits=is_free and visits)
+    return replace(
+        work,
         forward_seconds=forward,
         # it multiplies once for the input's gradient, and once more for the gradient of each trained weight
         backward_seconds=forward * (1 + masters / max(1, weights)),
-        step_bytes=2 * (masters + state) + gradients + stepped + added,
+        step_bytes=work.step_bytes + lowered + added,
         ways=ways_of([call], forward, policies),
-        host_bytes=weights + state + copies + sums,
+        host_bytes=work.host_bytes + sums,
     )
-    if given.optimizer_on == "host" and trained:
-        return work
-    # and gradients, as many as masters; torch's own steps take as much again
-    temporary = masters if hasattr(torch.optim, str(given.optimizer)) and given.moments is None else 0
-    work = replace(work, bytes_on_device=weights + masters + state + copies + temporary)
-    # several devices would have to agree
-    if not trained or given.devices > 1 or given.optimizer not in _VISITING:
-        return work
-    up, down = masters + state, masters + state + stepped
-    pieces = bytes_of_pieces(down + work.gradient_bytes, numbers)
-    return replace(work, visit_up=up, visit_down=down, visit_bytes=pieces)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -18,8 +18,7 @@ from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.window.places import sent_bytes
-from sp_lightning.planning.memory import bytes_of_pieces
-from sp_lightning.planning.ways import ways_of
+from sp_lightning.planning.memory import bytes_of_pieces, ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 
 # offload only if the host has this many times as much memory free as would be offloaded
@@ -29,43 +28,51 @@ _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
 
 
-def bytes_of(unit: Unit) -> UnitWork:
-    """Return the bytes of a unit, wherever it lives now."""
+def work_of(
+    unit: Unit, state: int = 0, meanwhile: int = 0, *, trains: bool = True, lives: bool = False, visits: bool = False
+) -> UnitWork:
+    """Return the bytes of a unit, wherever it lives now.
+
+    Its weights have so many bytes of optimizer state, and its step takes so many of the device `meanwhile`.
+    """
     weights = unit.every_weight
-    trained = [weight for weight in weights if weight.master.requires_grad]
-    return UnitWork(
+    trained = [weight for weight in weights if trains and weight.master.requires_grad]
+    masters = sum(weight.nbytes for weight in trained)
+    gradients = gradient_bytes(trained) if trained else 0
+    on_host = state + sum(weight.nbytes + weight.compute_bytes * weight.lowered for weight in weights)
+    work = UnitWork(
         name=unit.name,
         weight_bytes=sent_bytes(weights),
-        gradient_bytes=gradient_bytes(trained) if trained else 0,
-        step_bytes=sum(2 * weight.master.nbytes + weight.compute_bytes for weight in trained),
+        gradient_bytes=gradients,
+        step_bytes=2 * (masters + state) + sum(weight.compute_bytes for weight in trained),
+        bytes_on_device=on_host + masters + meanwhile if lives else 0,  # with gradients, as many as masters
+        host_bytes=on_host,
         bytes_after_step=sent_bytes(trained),
     )
+    if not visits or not trained:
+        return work
+    up = masters + state
+    down = up + sum(weight.compute_bytes for weight in trained if weight.lowered)
+    pieces = bytes_of_pieces(down + gradients, sum(weight.master.numel() for weight in trained))
+    return replace(work, visit_up=up, visit_down=down, visit_bytes=pieces)
 
 
-def bytes_on_device(engine: Engine, unit: Unit, trains: bool = True) -> int:
-    """Return what a unit would take if it lived on the device; 0 if it may not."""
-    states = engine.optimizers.states
-    weights = unit.every_weight
-    masters = [weight.master for weight in weights]
-    # the first process, which has the optimizers' state, chooses for all
-    if engine.processes is not None and not engine.processes.is_first:
-        return 0
+def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
+    """Return the bytes of a unit with the optimizer state that it has, and of where it may be stepped."""
+    states, processes = engine.optimizers.states, engine.processes
+    masters = [weight.master for weight in unit.every_weight]
+    is_free = engine.options.optimizer_on == "auto"
     is_stepped = trains and any(master.requires_grad for master in masters)
-    if is_stepped and not (engine.options.optimizer_on == "auto" and states.may_live_on_device(masters)):
-        return 0
-    values = sum(weight.nbytes for weight in weights)
-    copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
-    nbytes = values + copies + states.most_nbytes(masters)
-    if is_stepped:
-        nbytes += sum(master.nbytes for master in masters if master.requires_grad)
-        nbytes += states.bytes_of_step(masters) if engine.backend.device.type != "cpu" else 0
-    return nbytes
-
-
-def _step_bytes(engine: Engine, unit: Unit) -> int:
-    """Return what a step of a unit reads and writes, its state included."""
-    masters = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
-    return bytes_of(unit).step_bytes + 2 * engine.optimizers.states.nbytes(masters)
+    # the first process, which has the optimizers' state, chooses for all
+    chooses = processes is None or processes.is_first
+    return work_of(
+        unit,
+        states.most_nbytes(masters),
+        states.bytes_of_step(masters) if is_stepped and engine.backend.device.type != "cpu" else 0,
+        trains=trains,
+        lives=chooses and (not is_stepped or is_free and states.may_live_on_device(masters)),
+        visits=is_free and processes is None and any(states.bytes_of_visit(unit, engine.steps.fused)),
+    )
 
 
 class FirstSteps:
@@ -84,24 +91,21 @@ class FirstSteps:
         self._waits = waits
         self._steps = -1  # the first call comes before the first step
         self._scope: ExitStack | None = None
-        self._count_anew()
+        self._before = self._steps_taken()
 
-    def _count_anew(self) -> None:
-        self._optimizer_steps_before = self._engine.optimizers.steps_taken
-        self._steps_in_backward_before = self._engine.stats.steps_in_backward
+    def _steps_taken(self) -> tuple[int, int]:
+        return self._engine.optimizers.steps_taken, self._engine.stats.steps_in_backward
 
     def go_on(self) -> bool:
         """Count the step that ended before this call, and tell whether more steps are needed."""
         self._steps += 1
         engine = self._engine
-        self.optimizer_steps = engine.optimizers.steps_taken - self._optimizer_steps_before
-        self.steps_in_backward = engine.stats.steps_in_backward - self._steps_in_backward_before
-        is_late = self._steps >= _PATIENCE
-        saw_optimizer = self.optimizer_steps > 0 or not self._waits or is_late
+        taken, in_backward = self._steps_taken()
+        self.optimizer_steps = taken - self._before[0]
+        self.steps_in_backward = in_backward - self._before[1]
+        saw_optimizer = self.optimizer_steps > 0 or not self._waits or self._steps >= _PATIENCE
         if self._scope is None:
             if saw_optimizer and self._steps >= _WARM_UP:
-                if is_late:
-                    self._waits = False
                 self._start()
             return True
         self.activation_peak = max(self.activation_peak, engine.meter.step_peak)
@@ -112,7 +116,7 @@ class FirstSteps:
 
     def _start(self) -> None:
         self._steps = 0
-        self._count_anew()
+        self._before = self._steps_taken()
         self._memory = self._engine.backend.count_peak_anew()
         self._scope = ExitStack()
         self.recording = self._scope.enter_context(self._engine.backend.trace.record())
@@ -132,10 +136,19 @@ class FirstSteps:
 
 def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:
     """Return the work of a step, with ways of activations that can be gone on this machine."""
-    auto = engine.activations.auto
+    auto, spans = engine.activations.auto, measured.recording.spans
     in_order = engine.arrangement.units
     steps = _recorded_steps(measured.recording, {unit.name for unit in in_order})
-    units = [_unit_work(engine, unit, measured, steps) for unit in in_order]
+    offers = _ways_of_units(engine, measured.recording, steps, machine)
+    units = [
+        replace(
+            measured_work(engine, unit, measured.trains),
+            forward_seconds=min(step.forward[unit.name] for step in steps),
+            backward_seconds=min(step.backward[unit.name] for step in steps),
+            ways=ways,
+        )
+        for unit, ways in zip(in_order, offers, strict=True)
+    ]
     stepping: Stepping | None = None
     micro_steps = 1
     if measured.optimizer_steps:
@@ -145,19 +158,13 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         elif not any(step.steps_meanwhile for step in steps):
             stepping = "after backward"
         micro_steps = max(1, round(len(steps) / measured.optimizer_steps))
-    adding = _seconds(_of_kind(measured.recording.spans, Kind.ADD))
-    resident = engine.arrangement.resident
     return Workload(
-        units=tuple(units if auto is None else _with_ways(engine, units, steps, machine)),
-        resident=replace(
-            bytes_of(resident),
-            step_bytes=_step_bytes(engine, resident),
-            bytes_on_device=bytes_on_device(engine, resident, measured.trains),
-        ),
+        units=tuple(units),
+        resident=measured_work(engine, engine.arrangement.resident, measured.trains),
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
-        add_seconds=adding / max(1, len(steps) - measured.optimizer_steps),
+        add_seconds=_seconds(_of_kind(spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps),
         rest_seconds=max(0.0, min(step.rest for step in steps)),
         turn_bytes=0 if auto is None else auto.turn_bytes,
         outside_bytes=measured.activation_peak if auto is None else auto.outside_bytes,
@@ -172,8 +179,8 @@ def machine_of(engine: Engine, recording: Recording) -> Machine:
     to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)
     # steps are recorded by what they read and write beside state
     units = engine.arrangement.all_units
-    recorded = sum(bytes_of(unit).step_bytes for unit in units)
-    moved = sum(_step_bytes(engine, unit) for unit in units)
+    recorded = sum(work_of(unit).step_bytes for unit in units)
+    moved = sum(measured_work(engine, unit).step_bytes for unit in units)
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded)
     return Machine(to_device, to_device if math.isinf(to_host) else to_host, host)
 
@@ -185,36 +192,32 @@ class _Step:
         spans = [span for span in spans if begin <= span.begin < end and span.end > begin]
         computing = _of_kind(spans, Kind.FORWARD, Kind.BACKWARD)
         backward = _of_kind(computing, Kind.BACKWARD)
-        self.has_backward = bool(backward)
-        if backward:
-            computing = computing[: computing.index(backward[-1]) + 1]
+        turn = backward[0].begin if backward else end
         stalls = _of_kind(spans, Kind.STALL)
         self.forward, self.backward, self.again = (defaultdict[str, float](float) for _ in range(3))
+        # the device neither computed nor waited for a copy
+        self.rest = end - begin - _seconds(stalls)
         unit = None
         ends = [*(span.begin for span in computing[1:]), *(span.end for span in computing[-1:])]
         for span, until in zip(computing, ends, strict=True):
-            of_kind = self.backward
-            if span.kind is Kind.FORWARD:
-                of_kind = self.again if backward and span.begin > backward[0].begin else self.forward
+            of_kind = self.again if span.begin > turn else self.forward
+            if span.kind is Kind.BACKWARD:
+                of_kind = self.backward
             # time between the calls of two units counts for the earlier one
             unit = span.name if span.name in units else unit
             if unit is not None:
-                waited = [stall for stall in stalls if span.begin <= stall.begin < until]
-                of_kind[unit] += until - span.begin - _seconds(waited)
-        busy = sum(sum(seconds.values()) for seconds in (self.forward, self.backward, self.again))
-        # the device neither computed nor waited for a copy
-        self.rest = end - begin - busy - _seconds(stalls)
+                seconds = until - span.begin - _seconds([each for each in stalls if span.begin <= each.begin < until])
+                of_kind[unit] += seconds
+                self.rest -= seconds
         # whether something is stepped while gradients come
-        self.steps_meanwhile = any(
-            backward and backward[0].begin < span.begin < backward[-1].end for span in _of_kind(spans, Kind.STEP)
-        )
+        last = backward[-1].begin if backward else begin
+        self.steps_meanwhile = any(turn < span.begin < last for span in _of_kind(spans, Kind.STEP))
 
 
 def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]:
     steps = [_Step(recording.spans, begin, end, units) for begin, end in recording.steps]
     # a step that returns no loss has none
-    with_backward = [step for step in steps if step.has_backward]
-    return with_backward or steps
+    return [step for step in steps if step.backward] or steps
 
 
 def _of_kind(spans: Sequence[Span], *kinds: Kind) -> list[Span]:
@@ -232,55 +235,26 @@ def _rate(recording: Recording, *kinds: Kind) -> float:
     return sum(span.nbytes for span in spans) / seconds if seconds else math.inf
 
 
-def _unit_work(engine: Engine, unit: Unit, measured: FirstSteps, steps: Sequence[_Step]) -> UnitWork:
-    """Return what was recorded of a unit; where the user chose what its activations do, what they hold is not known."""
-    name, work = unit.name, bytes_of(unit)
-    states = engine.optimizers.states
-    up = down = 0
-    if engine.processes is None and engine.options.optimizer_on == "auto":
-        up, down = states.bytes_of_visit(unit, engine.steps.fused)
-    numbers = sum(weight.master.numel() for weight in unit.every_weight if weight.master.requires_grad)
-    recording, policy = measured.recording, engine.options.activations
-    copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == name]
-    way = Way(
-        policy="keep" if policy == "auto" else policy,
-        held=0,
-        working=0,
-        leaving=sum(span.nbytes for span in copies) // len(recording.steps),
-        repeating=min(step.again[name] for step in steps),
-    )
-    return replace(
-        work,
-        step_bytes=_step_bytes(engine, unit),
-        forward_seconds=min(step.forward[name] for step in steps),
-        backward_seconds=min(step.backward[name] for step in steps),
-        ways=(way,),
-        bytes_on_device=bytes_on_device(engine, unit, measured.trains),
-        visit_up=up,
-        visit_down=down,
-        visit_bytes=bytes_of_pieces(down + work.gradient_bytes, numbers) if up else 0,
-    )
-
-
-def _with_ways(engine: Engine, units: Sequence[UnitWork], steps: Sequence[_Step], machine: Machine) -> list[UnitWork]:
-    """Return the units with the ways of their activations, where calls of their members were measured."""
-    auto = engine.activations.auto
-    assert auto is not None
-    footprints = auto.footprints()
-    calls = [
-        [footprints[member.name] for member in unit.members if member.name in footprints]
-        for unit in engine.arrangement.units
-    ]
+def _ways_of_units(
+    engine: Engine, recording: Recording, steps: Sequence[_Step], machine: Machine
+) -> Iterator[tuple[Way, ...]]:
+    """Yield the ways of each unit's activations: as recorded, where the user chose or no call was measured."""
+    auto, policy = engine.activations.auto, engine.options.activations
+    footprints = {} if auto is None else auto.footprints()
     room = available_host_memory()
-    large = sum(call.large for of_members in calls for call in of_members)
-    has_room = room is None or room >= _HOST_ROOM * large
-    can_offload = has_room and not math.isinf(machine.to_device)
-    result = []
-    for number, (unit, of_members) in enumerate(zip(units, calls, strict=True)):
-        again = min(step.again[unit.name] for step in steps) or unit.forward_seconds
-        policies: list[Policy] = ["keep"]
-        if number < len(units) - 1:  # backward needs the last one's at once
-            policies += ["recompute", "offload"] if can_offload else ["recompute"]
-        ways = ways_of(of_members, again, policies, inputs_stay=number == 0) if of_members else unit.ways
-        result.append(replace(unit, ways=ways))
-    return result
+    has_room = room is None or room >= _HOST_ROOM * sum(call.large for call in footprints.values())
+    policies: list[Policy] = ["keep", "recompute"]
+    if has_room and not math.isinf(machine.to_device):
+        policies.append("offload")
+    units = engine.arrangement.units
+    for unit in units:
+        again = min(step.again[unit.name] for step in steps)
+        calls = [footprints[member.name] for member in unit.members if member.name in footprints]
+        if not calls:
+            copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == unit.name]
+            leaving = sum(span.nbytes for span in copies) // len(recording.steps)
+            yield (Way("keep" if policy == "auto" else policy, 0, 0, leaving, repeating=again),)
+            continue
+        again = again or min(step.forward[unit.name] for step in steps)
+        is_last = unit is units[-1]  # backward needs it at once
+        yield ways_of(calls, again, policies[:1] if is_last else policies, inputs_stay=unit is units[0])

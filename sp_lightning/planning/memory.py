@@ -1,4 +1,4 @@
-"""The device and host memory that a step takes with a given choice.
+"""The device and host memory that a step takes with a given choice, and the ways that activations can go.
 
 [Note: the peak]
 From its forward to its backward a unit holds something: all that it saved, or its inputs alone, or next to nothing if
@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
+from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.gradients.buffers import landing_buffers
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena
 from sp_lightning.planning.work import Choice, Way, Workload
@@ -94,3 +96,39 @@ def bytes_of_pieces(nbytes: int, numbers: int) -> int:
     """Return the device memory for the pieces of a visit of so many bytes that steps so many numbers, and its steps."""
     of_piece = min(PIECE, numbers)
     return (PIECES_AT_ONCE * nbytes // max(1, numbers) + BYTES_MEANWHILE) * of_piece
+
+
+def ways_of(
+    calls: Sequence[Footprint], second_forward: float, policies: Sequence[Policy], inputs_stay: bool = False
+) -> tuple[Way, ...]:
+    """Return the ways of a unit's activations, by preference: one policy for all members, as far as they can follow.
+
+    Its second forward takes so many seconds. If `inputs_stay`, those of the first member are the batch, which whoever
+    runs the step holds.
+    """
+    ways: dict[tuple[int, int], Way] = {}
+    for policy in policies:
+        members = [_way_of(call, policy, inputs_stay and call is calls[0]) for call in calls]
+        held = sum(way.held for way in members)
+        leaving = sum(way.leaving for way in members)
+        repeats = any(way.policy == "recompute" for way in members)
+        way = Way(
+            policy,
+            held,
+            peak(members),
+            leaving,
+            under_way=members[-1].under_way,
+            repeating=second_forward if repeats else 0.0,
+        )
+        ways.setdefault((held, leaving), way)
+    return tuple(ways.values())
+
+
+def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:
+    """Return the way of a member's activations; one that cannot be repeated keeps them."""
+    if policy == "recompute" and call.repeatable:
+        return Way(policy, call.held, call.working)
+    leaving = 0
+    if policy == "offload":
+        leaving = min(call.large, call.saved + (0 if inputs_stay else call.held))
+    return Way("keep", call.held + call.saved - leaving, call.working, leaving, under_way=leaving)

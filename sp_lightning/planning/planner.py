@@ -22,7 +22,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Engine, Planner, WindowPlan
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.measure import FirstSteps, bytes_of, machine_of, workload_of
+from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
 from sp_lightning.planning.memory import activation_bytes
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Machine, UnitWork
@@ -57,7 +57,7 @@ class AutoPlanner(Planner):
         self._units: tuple[UnitWork, ...] = ()
         self._trains = self._has_limit = False
         self._measuring: FirstSteps | None = None
-        self._machine: Machine | None = None  # as far as it is known
+        self._machine = Machine(math.inf, math.inf, math.inf)  # as far as it is known
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
@@ -66,7 +66,7 @@ class AutoPlanner(Planner):
             return None
         if arrangement is not self._arrangement:
             self._arrangement, self._has_limit = arrangement, engine.budget is not None
-            self._units = tuple(map(bytes_of, [*arrangement.units, arrangement.resident]))
+            self._units = tuple(map(work_of, [*arrangement.units, arrangement.resident]))
         if not self._has_limit or not arrangement.units:  # if all weights are used outside of units, none streams
             return None
         self._trains |= builds_graph
@@ -104,22 +104,17 @@ class AutoPlanner(Planner):
         planned.plan, planned.measured = self._plan(engine, measured), measured
         planned.size = planned.window_size = _input_bytes(engine)
 
-    def _machine_of(self, engine: Engine, measured: FirstSteps) -> Machine:
-        """Return the speeds that the recorded steps show; of what they do not, as it was found before."""
-        seen, before = machine_of(engine, measured.recording), self._machine
-        if before is not None:
-            known = {name: rate for name, rate in asdict(seen).items() if rate != math.inf}
-            seen = replace(before, **known)
-        self._machine = seen
-        return seen
-
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
         options, budget = engine.options, engine.budget
-        machine = self._machine_of(engine, measured)
+        seen = asdict(machine_of(engine, measured.recording))
+        # what the recorded steps do not show is as it was found before
+        known = {name: rate for name, rate in seen.items() if rate != math.inf}
+        machine = replace(self._machine, **known)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
-            machine = self._machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
+            machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
+        self._machine = machine
         assert budget is not None
         together = 1 if options.k_prime == "auto" else options.k_prime
         # no two runs measure the same
@@ -134,8 +129,7 @@ class AutoPlanner(Planner):
         living = [workload.everything[number] for number in choice.living]
         policies: dict[str, Policy] = {}
         if engine.activations.auto is not None:
-            for unit, way in zip(workload.units, choice.ways, strict=True):
-                policies[unit.name] = way.policy
+            policies = {unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)}
         plan = WindowPlan(
             k=choice.k,
             k_prime=together,

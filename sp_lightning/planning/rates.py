@@ -1,6 +1,6 @@
 """How fast a machine is where recorded steps do not show it: for the planner, and for `sp-lightning measure`.
 
-Copies up, copies down, both at once; the host's steps alone and beside them; steps on the device. All of it is work in
+Copies up, copies down, both at once; the host's steps alone and beside them. All of it is work in
 the lanes of a backend, over memory of its own. Blocks on the host are far larger than caches: what lies in one needs no
 memory, so nobody would see that memory is shared.
 """
@@ -11,9 +11,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
-from sp_lightning.optim.layout import GROUP
-from sp_lightning.pipeline import Backend, Kind, available_host_memory
+from sp_lightning.pipeline import Backend, Kind
 from sp_lightning.pipeline.host_memory import usable_cores
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.work import Machine
@@ -32,11 +30,8 @@ _BLOCK = 1 << 28  # bytes of a copy
 _SECONDS = 0.01  # that a copy may take between two steps
 _PARTS = 8  # of a block, which come one after the other to the same place on the device
 _TIMES = 3
-_STEPPED = 2**27  # parameters of a step that `measure` makes, in tensors as those of a unit
-_TENSORS = 8
-_SHARE_OF_HOST = 64  # bytes of host memory that is free, for each of these parameters
-_OF_STEP = {"fp32": 26.0, "int8": 2 * (2 + 2 + 2 * (1 + 4 / GROUP)) + 2}
-"""Bytes for each parameter that a step reads and writes, with bf16 weights, the rest of fp32, and such moments."""
+_STEPPED = 2**26  # parameters of a step that `measure` makes
+_OF_STEP = 26  # bytes for each of them that it reads and writes
 _COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
 _HARDLY_SLOWER = 0.95  # of a rate
 
@@ -47,7 +42,7 @@ class _Work(NamedTuple):
 
 
 def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
-    """Return the machine with the rates that copies, the host's memory and the device show when they share them.
+    """Return the machine with the rates that copies and the host's memory show when these share it.
 
     Host memory is page-locked if what is sent is. A rate of the machine that is 0 is not known yet.
     """
@@ -57,8 +52,8 @@ def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
     try:
         memory = [buffer.bytes.zero_() for buffer in buffers]
         rates = partial(_rates, backend, _work(backend, *memory))
-        rates(*_COPIES, Kind.STEP, Kind.VISIT)  # the first time everything is slower
-        alone = {kind: rates(kind)[kind] for kind in (*_COPIES, Kind.STEP, Kind.VISIT)}
+        rates(*_COPIES, Kind.STEP)  # the first time everything is slower
+        alone = {kind: rates(kind)[kind] for kind in (*_COPIES, Kind.STEP)}
         copying = rates(*_COPIES)
         all_at_once = rates(*_COPIES, Kind.STEP)
     finally:
@@ -75,16 +70,14 @@ def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
         to_device=max(machine.to_device, alone[Kind.STATE_UP]),
         to_host=max(machine.to_host, alone[Kind.STATE_DOWN]),
         both=sum(copying.values()),
-        device=alone[Kind.VISIT],
         host_memory=host_memory,
     )
 
 
 def _work(backend: Backend, source: Tensor, target: Tensor, weight: Tensor, gradient: Tensor) -> dict[Kind, _Work]:
-    """Return work of all kinds that steps are made of: copies of these, a step on the host, and one on the device."""
+    """Return work of all kinds that share memory: copies of these, and a step on the host."""
     size = source.nbytes
-    arriving, leaving, *numbers = backend.allocate(5 * size // _PARTS).zero_().view(5, -1).unbind()
-    first, second, third = (number.view(torch.float32) for number in numbers)
+    arriving, leaving = backend.allocate(2 * size // _PARTS).zero_().view(2, -1).unbind()
 
     def up() -> None:
         for part in source.view(_PARTS, -1):
@@ -94,19 +87,12 @@ def _work(backend: Backend, source: Tensor, target: Tensor, weight: Tensor, grad
         for part in target.view(_PARTS, -1):
             backend.copy(part, leaving)
 
-    def visit() -> None:
-        """Do what AdamW does with a weight and its two moments, in torch's operations."""
-        second.lerp_(first, 0.1)
-        third.mul_(0.9).addcmul_(first, first, value=0.1)
-        first.mul_(0.9).sub_(second.div(third.sqrt().add_(1.0)))
-
     def step() -> None:
         weight.view(torch.float32).add_(gradient.view(torch.float32))
 
     return {
         Kind.STATE_UP: _Work(up, size),
         Kind.STATE_DOWN: _Work(down, size),
-        Kind.VISIT: _Work(visit, 6 * size // _PARTS),
         Kind.STEP: _Work(step, 3 * size),
     }
 
@@ -132,46 +118,29 @@ def _rates(backend: Backend, work: dict[Kind, _Work], *kinds: Kind) -> dict[Kind
 # --------------------------------------------------------------------------------------------- `sp-lightning measure`
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a machine reaches, in GB/s."""
-
-    machine: str  # its device, CPU and cores
-    day: str
-    assumptions: dict[str, float]  # that a plan makes of this machine
-
-
-def measure(backend: Backend) -> Rates:
-    """Measure a device and its host, or the host alone."""
-    found: dict[str, float] = {}
-    has_device = backend.device.type != "cpu"
-    if has_device:
-        machine = probe(backend, Machine(0.0, 0.0, 0.0), is_pinned=True)
-        names = ("to_device", "to_host", "both_ways", "memory_bandwidth")
-        rates = (machine.to_device, machine.to_host, machine.both, machine.host_memory)
-        found = {name: rate for name, rate in zip(names, rates, strict=True) if rate < math.inf}
-    for moments in _OF_STEP:
-        suffix = "" if moments == "fp32" else f"_{moments}"
-        work = {Kind.STEP: _step_of_adamw("cpu", moments), Kind.VISIT: _step_of_adamw(backend.device, moments)}
-        for kind, name in ((Kind.STEP, "host_bandwidth"), (Kind.VISIT, "device_step"))[: 1 + has_device]:
-            _rates(backend, work, kind)  # kernels are compiled
-            found[name + suffix] = _rates(backend, work, kind)[kind]
-    known = {name: float(f"{rate / 1e9:.3g}") for name, rate in found.items()}
-    return Rates(machine_name(backend.device), date.today().isoformat(), known)
+def measure(backend: Backend) -> dict[str, float]:
+    """Measure a device and its host, or the host alone: what `plan` assumes of them, in GB/s."""
+    work = {Kind.STEP: _step_of_adamw()}
+    _rates(backend, work, Kind.STEP)  # a kernel is compiled
+    machine = Machine(0.0, 0.0, _rates(backend, work, Kind.STEP)[Kind.STEP])
+    found = {"host_bandwidth": machine.host}
+    if backend.device.type != "cpu":
+        machine = probe(backend, machine, is_pinned=True)
+        found |= {"to_device": machine.to_device, "to_host": machine.to_host}
+        found |= {"both_ways": machine.both, "memory_bandwidth": machine.host_memory}
+    return {name: float(f"{rate / 1e9:.3g}") for name, rate in found.items() if rate < math.inf}
 
 
-def _step_of_adamw(device: torch.device | str, moments: str) -> _Work:
-    """Return a step of AdamW over bf16 weights with all bits of fp32 beside them, and such moments."""
-    size = max(1, min(_STEPPED, (available_host_memory() or 2**33) // _SHARE_OF_HOST) // _TENSORS)
-    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device)) for _ in range(_TENSORS)]
-    for weight in weights:
-        weight.grad = torch.full_like(weight, 0.01)
-    optimizer = AdamW(weights, moments=moments)
+def _step_of_adamw() -> _Work:
+    """Return a step of AdamW on the host, over bf16 weights with all bits of fp32 beside them."""
+    weight = nn.Parameter(torch.ones(_STEPPED, dtype=torch.bfloat16))
+    weight.grad = torch.full_like(weight, 0.01)
+    optimizer = AdamW([weight])
 
     def step() -> None:
         optimizer.step()
 
-    return _Work(step, int(_OF_STEP[moments] * size * _TENSORS))
+    return _Work(step, _OF_STEP * _STEPPED)
 
 
 def machine_name(device: torch.device) -> str:
@@ -186,19 +155,19 @@ def rates_file() -> Path:
     return Path(cache) / "sp_lightning" / "rates.json"
 
 
-def keep(rates: Rates) -> None:
+def keep(rates: Mapping[str, float], device: torch.device) -> None:
     """Write the rates of this machine."""
     rates_file().parent.mkdir(parents=True, exist_ok=True)
-    rates_file().write_text(json.dumps(asdict(rates), indent=2), encoding="utf-8")
+    rates_file().write_text(json.dumps({machine_name(device): rates}, indent=2), encoding="utf-8")
 
 
-def kept_rates(device: torch.device) -> Rates | None:
+def kept_rates(device: torch.device) -> dict[str, float]:
     """Return the rates of this machine, if they were measured."""
     file = rates_file()
     if not file.exists():
-        return None
+        return {}
     try:
-        rates = Rates(**json.loads(file.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        rates: dict[str, float] = json.loads(file.read_text(encoding="utf-8")).get(machine_name(device), {})
+    except (AttributeError, ValueError) as error:
         raise ValueError(f"{file} is not what `sp-lightning measure` writes: measure anew, or delete it") from error
-    return rates if rates.machine == machine_name(device) else None
+    return rates

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 
@@ -14,25 +14,10 @@ from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.estimate import Assumptions, estimate, ladder
-from sp_lightning.planning.work import Machine, Prediction, Workload
+from sp_lightning.planning.work import Prediction, UnitWork
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_COLUMNS = ("device", "host", "to device", "to host", "step", "clipped", "host then")
-
-
-class Row(NamedTuple):
-    """The fastest steps that fit: without clipping by norm, and with it, each with a choice of its own."""
-
-    label: str
-    plain: Prediction
-    clipped: Prediction
-
-    def __str__(self) -> str:
-        plain, clipped = self.plain, self.clipped
-        sizes = (plain.device_bytes, plain.host_bytes, plain.bytes_to_device, plain.bytes_to_host)
-        times = map(readable_seconds, (plain.seconds, clipped.seconds))
-        columns = [*map(readable_bytes, sizes), *times, readable_bytes(clipped.host_bytes)]
-        return _as_line(self.label, columns, plain.bottleneck.value)
+_COLUMNS = ("device", "host", "to device", "to host", "step")
 
 
 @dataclass(frozen=True)
@@ -42,19 +27,15 @@ class Report:
     title: str  # the model's name in the table
     given: Assumptions
     parameters: int  # elements of all weights
-    workload: Workload
-    # as assumed, and each more compact way to keep moments; empty if nothing fits
-    ladder: Sequence[Row]
-    # as assumed, with half of the memory, and with a quarter, as far as these are enough
-    less: Sequence[Row]
+    units: Sequence[UnitWork]
+    # the fastest steps that fit: as assumed, with more compact moments, with less memory; empty if nothing fits
+    rows: Mapping[str, Prediction]
     missing: str  # why nothing fits
 
     @property
     def best(self) -> Prediction | None:
-        """The fastest step as it is asked for: clipped, or not; None if nothing fits."""
-        if not self.ladder:
-            return None
-        return self.ladder[0].plain if self.given.gradient_clip_val is None else self.ladder[0].clipped
+        """The fastest step as it is asked for; None if nothing fits."""
+        return next(iter(self.rows.values()), None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and names only, for JSON."""
@@ -62,19 +43,16 @@ class Report:
             "model": self.title,
             "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
             "parameters": self.parameters,
-            "units": {unit.name: unit.weight_bytes for unit in self.workload.units},
+            "units": {unit.name: unit.weight_bytes for unit in self.units},
             "best": self.best and self._as_dict(self.best),
-            "rows": {
-                row.label: {"plain": self._as_dict(row.plain), "clipped": self._as_dict(row.clipped)}
-                for row in (*self.ladder, *self.less)
-            },
+            "rows": {label: self._as_dict(row) for label, row in self.rows.items()},
         }
 
     def _as_dict(self, prediction: Prediction) -> dict[str, Any]:
         choice = prediction.choice
         names = ("seconds", "device_bytes", "host_bytes", "bytes_to_device", "bytes_to_host")
         # frozen units are stepped nowhere
-        trained = {number for number, unit in enumerate(self.workload.units) if unit.step_bytes}
+        trained = {number for number, unit in enumerate(self.units) if unit.step_bytes}
         live, visit = len(trained.intersection(choice.living)), len(choice.visiting)
         return {
             "k": choice.k,
@@ -87,42 +65,32 @@ class Report:
 
     def __str__(self) -> str:
         given = {**asdict(self.given), "device_memory": readable_bytes(self.given.device_bytes)}
-        units = self.workload.units
-        largest = readable_bytes(max(unit.weight_bytes for unit in units))
+        largest = readable_bytes(max(unit.weight_bytes for unit in self.units))
         lines = [
-            f"{self.title}: {self.parameters:,} parameters in {len(units)} units of at most {largest}",
+            f"{self.title}: {self.parameters:,} parameters in {len(self.units)} units of at most {largest}",
             *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
             "",
         ]
         if self.best is None:
             advice = "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."
             return "\n".join([*lines, self.missing, advice])
+        lines.append(_as_line("", _COLUMNS, "bottleneck"))
+        for label, row in self.rows.items():
+            sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
+            columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
+            lines.append(_as_line(label, columns, row.bottleneck.value))
         best = self._as_dict(self.best)
         live, visit, host = best["steps"].values()
         ways = ", ".join(f"{policy} {count}" for policy, count in best["activations"].items())
-        return "\n".join(
-            [
-                *lines,
-                _as_line("", _COLUMNS, "bottleneck"),
-                *map(str, (*self.ladder, *self.less)),
-                "",
-                f"First row: k {best['k']}, {ways}; {live} units live on the device with their state, "
-                f"{visit} visit it to be stepped there, {host} are stepped on the host",
-                "clipped: with gradient_clip_val, for which nothing is stepped before all gradients are there",
-            ]
+        last = (
+            f"First row: k {best['k']}, {ways}; {live} units live on the device with their state, "
+            f"{visit} visit it to be stepped there, {host} are stepped on the host"
         )
+        return "\n".join([*lines, "", last])
 
 
 def _as_line(label: str, texts: Sequence[str], last: str) -> str:
     return f"{label:<36}" + "".join(f"{text:>11}" for text in texts) + f"  {last}"
-
-
-def _fastest(label: str, workload: Workload, machine: Machine, budget: int) -> Row:
-    """Choose for steps that are not clipped, and for those that are."""
-    plain = clipped = choose(workload, machine, budget)
-    if workload.stepping == "in backward":
-        clipped = choose(replace(workload, stepping="after backward"), machine, budget)
-    return Row(label, plain, clipped)
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -147,18 +115,17 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     if not parameters:
         raise ValueError(f"{title or type(module).__name__} has no parameters, so there is nothing to plan.")
     budget = int(SHARE_OF_FREE_MEMORY * given.device_bytes)
-    ways = [(way, estimate(module, replace(way, gradient_clip_val=None))) for way in ladder(given)]
-    assumed = ways[0][1]
-    rows: list[Row] = []
-    less: list[Row] = []
+    assumed = estimate(module, given)
+    rows: dict[str, Prediction] = {}
     missing = ""
     try:
-        rows = [_fastest(f"{way.optimizer_words}, {way.precision}", *of_way, budget) for way, of_way in ways]
+        for way in ladder(given):
+            rows[f"{way.optimizer_words}, {way.precision}"] = choose(*estimate(module, way), budget)
         for part in (2, 4):
-            less.append(_fastest(f"with 1/{part} of the memory", *assumed, budget // part))
+            rows[f"with 1/{part} of the memory"] = choose(*assumed, budget // part)
     except TooLittleMemory as error:
         missing = str(error)
-    return Report(title or type(module).__name__, given, parameters, assumed[0], rows, less, missing)
+    return Report(title or type(module).__name__, given, parameters, assumed[0].units, rows, missing)
 
 
 def readable_seconds(seconds: float) -> str:

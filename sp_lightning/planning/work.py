@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.lanes.lanes import Lane
@@ -15,7 +15,6 @@ or when all gradients have landed (clipping, a loss scaler)."""
 
 # a host whose memory gives less than its own steps take by this factor has none to spare for visits
 _SPARE_MEMORY = 1.3
-_LEAST_LEFT = 0.1  # of a rate, while others use it
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,6 @@ class Machine:
     to_host: float
     host: float  # of optimizer steps, for the host memory that they read and write
     both: float = math.inf  # of copies up and down together
-    device: float = math.inf  # of optimizer steps on the device, for the same bytes as on the host
     host_memory: float = math.inf  # which copies and the host's steps share
 
     @property
@@ -111,26 +109,9 @@ class Machine:
         return self.host_memory >= _SPARE_MEMORY * self.host
 
     def visit(self, up: int, down: int) -> float:
-        """Return the seconds of a visit that sends so many bytes: of its lanes the busiest, which pieces keep busy.
-
-        Two pieces take turns, so each of them may go up, be stepped and come down while the other one does. Of what
-        copies share, the one that comes first takes as much as it can, and leaves the rest to the other.
-        """
-        stepping = (up + down) / self.device
-        sending, leaving = up / self.to_device, down / self.to_host
+        """Return the seconds of a visit that sends so many bytes: two pieces take turns, so lanes work side by side."""
         shared = min(self.both, self.host_memory)
-        meanwhile = sending * max(0.0, shared - self.to_device)
-        together = sending + max(0.0, down - meanwhile) / self.to_host
-        return max(sending, leaving, stepping, together, (sending + leaving + stepping) / 2)
-
-    def left(self, up: float, down: float) -> Machine:
-        """Return what is left of the machine while so many bytes per second are copied."""
-        return replace(
-            self,
-            to_device=max(_LEAST_LEFT * self.to_device, self.to_device - up),
-            to_host=max(_LEAST_LEFT * self.to_host, self.to_host - down),
-            both=max(_LEAST_LEFT * self.both, self.both - up - down),
-        )
+        return max(up / self.to_device, down / self.to_host, (up + down) / shared)
 
 
 @dataclass(frozen=True)

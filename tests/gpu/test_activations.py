@@ -12,7 +12,7 @@ import torch
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.memory import peak as activation_peak
-from sp_lightning.planning.ways import ways_of
+from sp_lightning.planning.memory import ways_of
 
 from ..second_device import IN_USE
 from ..zoo.blocks import Block, Chain

@@ -23,7 +23,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.planning import Machine, UnitWork, Workload
-from sp_lightning.planning.measure import bytes_on_device
+from sp_lightning.planning.measure import measured_work
 
 from .. import simulated
 from ..helpers import is_block
@@ -123,7 +123,7 @@ class Fixed(Planner):
             k_prime,
             on_device=tuple(unit.name for unit in on_device),
             visiting=tuple(unit.name for unit in visiting),
-            on_device_bytes=sum(bytes_on_device(engine, unit) for unit in on_device),
+            on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in on_device),
         )
 
     @override
