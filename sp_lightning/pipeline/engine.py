@@ -9,7 +9,6 @@ a planner wants another window, autocast goes on or off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -34,6 +33,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
@@ -48,7 +48,6 @@ from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
 
-_IS_CONVERTED = attrgetter("is_converted")
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
@@ -97,6 +96,7 @@ class Engine:
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
+        self.visits = Visits(backend, self.stats)
         self.living = Living(device, self.memory, self.optimizers.states, processes)
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
@@ -130,7 +130,7 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = self._make_stream(arrangement.in_window)
-        self.steps = UnitSteps(self.window, self.stream)
+        self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
         on_device = [*arrangement.parameters_on_device, *arrangement.unmanaged.values()]
@@ -143,7 +143,7 @@ class Engine:
         self.optimizers.work_with(self.steps, weights, living, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
-        self.living.watch(arrangement.parameters_on_device)
+        self.living.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
         if self.options.compile:
@@ -172,7 +172,7 @@ class Engine:
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
-        self.steps.visits.pieces.close()
+        self.visits.close()
         for member in arrangement.members:
             # the call of a module that looks into a unit may still be running
             member.put_back_masters()
@@ -198,7 +198,7 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        return streaming + self.steps.visits.pieces.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return streaming + self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 
@@ -215,8 +215,9 @@ class Engine:
         if self.arrangement.is_lent_out():
             return
         with self.at_work:
-            is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
-            is_converted |= any(weight.device != self.device for weight in self.arrangement.parameters_on_device)
+            arrangement = self.arrangement
+            is_converted = any(weight.is_converted for weight in arrangement.weights)
+            is_converted |= any(weight.device != self.device for weight in arrangement.parameters_on_device)
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         if torch.is_grad_enabled():

@@ -108,11 +108,12 @@ class Living:
         """Forget what the processes have agreed on: it was for other units."""
         self.wish = self._first_wish = self._everyones = None
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note from now on whether backward brings gradients to parameters that live on the device."""
+    def watch(self, arrangement: Arrangement) -> None:
+        """Note from now on whether backward brings gradients to what lives on the device; have state ready to visit."""
+        self._states.lay_together(arrangement.in_window, self._memory.progress)
         for hook in self._hooks:
             hook.remove()
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]
         if self._processes is not None:
             self._hooks = [_call_after_gradients(parameter, self._note_gradient) for parameter in trained]
 

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.optimizer.kinds import OURS, STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import HOST, move_parameters
 from sp_lightning.pipeline.units.unit import Unit
@@ -153,6 +155,16 @@ class States:
         """Move the state of parameters to a device."""
         for optimizer in self._optimizers if parameters else ():
             move_state(optimizer, parameters, device)
+
+    def lay_together(self, units: Iterable[Unit], progress: Progress) -> None:
+        """Have the state of units that visit the device lie together, page-locked."""
+        visiting = [unit for unit in units if unit.visits]
+        sizes = [self.nbytes([weight.master for weight in unit.weights]) for unit in visiting]
+        with without_torch_function(), progress.begin("Arranging optimizer state", sum(sizes)) as work:
+            for unit, nbytes in zip(visiting, sizes, strict=True):
+                for optimizer in self._optimizers:
+                    lay_together(unit, optimizer)
+                work.advance(nbytes)
 
     def bring_together(self, optimizer: Optimizer, living: Sequence[nn.Parameter]) -> None:
         """Have weights that live on the device on the host for a step of an optimizer that looks at weights together.
