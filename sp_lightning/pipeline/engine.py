@@ -101,6 +101,9 @@ class Engine:
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
+        # of several processes: the plan that this one's planner wants, and the least that any may take of a device
+        self._own_plan: WindowPlan | None = None
+        self._least_budget: int | None = None
 
     # ------------------------------------------------------------------------------------------------ an arrangement
 
@@ -189,7 +192,10 @@ class Engine:
 
     @property
     def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
+        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known.
+
+        It is what the process has that has least, if they have met.
+        """
         arrangement = self.arrangement
         memory = None if arrangement.budget is not None else self.backend.memory()
         if memory is None:
@@ -198,7 +204,8 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        return streaming + self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        own = streaming + self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return min(own, self._least_budget or own)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 
@@ -226,9 +233,10 @@ class Engine:
         if learned.has_news and self.processes is not None:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()
-        wish = self.planner.before_step(self, torch.is_grad_enabled())
-        plan = self.living.plan_for_now(wish, learned.plan)
-        if plan != learned.plan and not self.optimizers.repeats_closure:
+        plan = self.planner.before_step(self, torch.is_grad_enabled())
+        if self._sums_gradients:
+            self._own_plan = plan  # all follow the first process's, when they meet
+        elif plan != learned.plan and not self.optimizers.repeats_closure:
             self._follow(plan)
 
     def meet(self) -> None:
@@ -247,20 +255,18 @@ class Engine:
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
                 learned.outdated |= self.stream.exchange.lacks_sums
-            wish = self.living.wish, self.budget
-            everyones = processes.gather((edited, learned.has_news, refused, wish))
-            for _, _, refusal, _ in everyones:
-                if refusal is not None:
-                    raise refusal
-            self.window.note_edited(everyones[processes.owner][0])
-            if any(has_news for _, has_news, _, _ in everyones):
+            self._least_budget = None
+            own = edited, learned.has_news, refused, self._own_plan, self.budget
+            edits, news, refusals, plans, budgets = zip(*processes.gather(own), strict=True)
+            for refusal in filter(None, refusals):
+                raise refusal
+            self.window.note_edited(edits[processes.owner])
+            self._least_budget = min(filter(None, budgets), default=None)
+            if any(news):
                 learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()
-                self.living.forget_agreement()
-            else:
-                plan = self.living.agree([wish for *_, wish in everyones], learned.plan)
-                if plan != learned.plan:
-                    self._follow(plan)
+            elif plans[0] != learned.plan:
+                self._follow(plans[0])
 
     def _conclude(self) -> None:
         """Arrange units anew if something was learned that calls for it."""

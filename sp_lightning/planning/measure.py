@@ -47,8 +47,8 @@ def bytes_on_device(engine: Engine, unit: Unit, trains: bool = True) -> int:
     states = engine.optimizers.states
     weights = unit.every_weight
     masters = [weight.master for weight in weights]
-    # the first process, which has the optimizers' state, chooses for all
-    if engine.processes is not None and not engine.processes.is_first:
+    # the first process, which has the optimizers' state, plans for all; in an evaluation, each does so for itself
+    if engine.processes is not None and not engine.processes.plans:
         return 0
     is_stepped = trains and any(master.requires_grad for master in masters)
     if is_stepped and not (engine.options.optimizer_on == "auto" and states.may_live_on_device(masters)):
