@@ -55,7 +55,7 @@ def bytes_on_device(engine: Engine, unit: Unit, trains: bool = True) -> int:
         return 0
     values = sum(weight.nbytes for weight in weights)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
-    nbytes = values + copies + states.most_nbytes(masters)
+    nbytes = values + copies + states.nbytes(masters)
     if is_stepped:
         nbytes += sum(master.nbytes for master in masters if master.requires_grad)
         nbytes += states.bytes_of_step(masters) if engine.backend.device.type != "cpu" else 0

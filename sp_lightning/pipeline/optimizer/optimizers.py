@@ -166,8 +166,6 @@ class Optimizers:
             elif plan.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
-                living = [each for each in plan.others if id(each) in self._living]
-                self.states.bring_together(optimizer, living)
                 if any(unit.visits for unit in plan.units):
                     self._steps.visits.why_not = why_not or ""
 
@@ -180,7 +178,6 @@ class Optimizers:
             return
         with self._at_work:
             self._at_work.goes_on = None
-            self.states.take_back(optimizer)
             plan = self._plan_of(optimizer)
             if self._by_unit:
                 self._step(optimizer, plan)

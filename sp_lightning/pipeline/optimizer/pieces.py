@@ -17,6 +17,7 @@ from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.on_device import PIECE, part_of
 from sp_lightning.optim.rules import Memory
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import Segment
@@ -30,7 +31,8 @@ def lay_together(unit: Unit, optimizer: Optimizer) -> None:
     If it does not yet, it gets new memory: the state of another optimizer may lie in what is there.
     """
     for segment in unit.segments:
-        states = [optimizer.state.get(weight.master, {}) for weight in segment.weights]
+        with without_torch_function():
+            states = [optimizer.state.get(weight.master, {}) for weight in segment.weights]
         found: list[tuple[dict[str, Any], str, Tensor]] = []
         for name in dict.fromkeys(chain.from_iterable(states)):
             for state in states:
