@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.optimizer.kinds import makes_state
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -47,6 +48,14 @@ class Step:
     optimizer: Optimizer
     plan: Plan
     settings: Sequence[dict[str, Any]]  # of each param group
+
+    def state_of(self, gradient: Gradient) -> tuple[dict[str, Any], bool]:
+        """Return the optimizer's state of a weight, and whether the step makes it."""
+        master = gradient.weight.master
+        state = self.optimizer.state.get(master, {})
+        if state or not makes_state(self.optimizer, self.settings[self.plan.gradients[gradient]]):
+            return state, False
+        return self.optimizer.state.setdefault(master, state), True
 
     @cached_property
     def one_passes(self) -> list[OnePass]:

@@ -102,6 +102,7 @@ class UnitSteps:
         Weights without a gradient stay as they are.
         """
         if unit.visits:
+            self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
             visit = self._visit_of(unit, step, gradients)
             if visit is not None:
                 self._hand_over_visit(unit, visit)
@@ -153,7 +154,6 @@ class UnitSteps:
 
     def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
         window = self.window
-        window.finish_optimizer(unit)
         window.outdate(unit, visit.weights)
         unit.being_stepped = unit.visit = visit
         window.stats.visits += len(unit.parts)
