@@ -140,7 +140,7 @@ AT_MOST = {
     "tokens of pipeline/calls": 7_550,
     "tokens of pipeline/gradients": 5_744,
     "tokens of pipeline/lanes": 6_183,
-    "tokens of pipeline/optimizer": 14_406,
+    "tokens of pipeline/optimizer": 13_626,
     "tokens of pipeline/processes": 6_425,
     "tokens of pipeline/units": 5_667,
     "tokens of pipeline/weights": 6_628,

@@ -57,12 +57,15 @@ class OnePass:
         return self._update is not None
 
     def takes(self, work: Work) -> bool:
-        """Tell whether it can step a weight. A step that makes torch's state is left to torch."""
+        """Tell whether it can step a weight. A step that makes torch's state is left to torch.
+
+        Of a work without a gradient, or without a copy, all else is asked.
+        """
         weight, gradient, state, copy, scaling = work
         dtype = weight.dtype
         if self._update is None or scaling is None or not fills_memory(weight):
             return False
-        if not _lies_like(weight, gradient, dtype, torch.bfloat16):
+        if gradient is not None and not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
         takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16, dtype)
         if copy is not None and not takes_copy:

@@ -25,17 +25,16 @@ BYTES_MEANWHILE = 24
 @torch.no_grad()
 def step_on_device(step: Pass) -> None:
     """Run a pass, in pieces."""
-    memory = Memory(*[None if tensor is None else flat(tensor) for tensor in step.memory])
-    for begin, end in whole_and_rest(memory.weight.numel()):
+    for begin, end in whole_and_rest(step.memory.weight.numel()):
         for start in range(begin, end, PIECE):
-            part = _part_of(memory, start, min(start + PIECE, end))
+            part = part_of(step.memory, start, min(start + PIECE, end))
             _step(step._replace(memory=part, begin=step.begin + start))
 
 
-def _part_of(memory: Memory, begin: int, end: int) -> Memory:
-    """Return the part of flat memory that is a range's; of codes, it begins where a group does."""
+def part_of(memory: Memory, begin: int, end: int) -> Memory:
+    """Return the part of memory that is a range's, flat; of codes, it begins where a group does."""
     groups = groups_in(begin, end)
-    tensors = [None if tensor is None else tensor[begin:end] for tensor in memory[:6]]
+    tensors = [None if tensor is None else flat(tensor)[begin:end] for tensor in memory[:6]]
     scales = [None if tensor is None else tensor[groups] for tensor in memory[6:]]
     return Memory(*tensors, *scales)
 

@@ -38,7 +38,8 @@ class Work(NamedTuple):
     """What is to be done for a weight."""
 
     weight: Tensor
-    gradient: Tensor  # as it arrived; it is only read
+    # as it arrived; it is only read. None if it lies on the device, where passes get it later
+    gradient: Tensor | None
     state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # what is done to the gradient before; None if that is too much
@@ -52,17 +53,20 @@ def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> l
             if not work.state:
                 work.state.update(make_state(work.weight, group))
     steps = count_in([work.state for work in works])
-    return [Pass(update, group, step, *_taken(work)) for work, step in zip(works, steps, strict=True)]
+    return [Pass(update, group, step, *taken(work)) for work, step in zip(works, steps, strict=True)]
 
 
-def _taken(work: Work) -> tuple[Memory, Scaling]:
+def taken(work: Work) -> tuple[Memory, Scaling]:
+    """Return what a pass reads and writes, and what is done to the gradient."""
     weight, gradient, state, copy, scaling = work
     assert scaling is not None
     low = state.get("low")
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
     if any(kept is not None and kept.stride() != weight.stride() for kept in (low, first, second)):
         raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
-    return Memory(weight, low, laid_like(gradient, weight), first, second, copy, first_scale, second_scale), scaling
+    if gradient is not None:
+        gradient = laid_like(gradient, weight)
+    return Memory(weight, low, gradient, first, second, copy, first_scale, second_scale), scaling
 
 
 def run(passes: Sequence[Pass]) -> None:

@@ -9,7 +9,6 @@ a planner wants another window, autocast goes on or off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -34,6 +33,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
@@ -48,7 +48,6 @@ from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
 
-_IS_CONVERTED = attrgetter("is_converted")
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
@@ -97,10 +96,14 @@ class Engine:
         self.saved = SavedTensors(self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
+        self.visits = Visits(backend, self.stats)
         self.living = Living(device, self.memory, self.optimizers.states, processes)
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
+        # of several processes: the plan that this one's planner wants, and the least that any may take of a device
+        self._own_plan: WindowPlan | None = None
+        self._least_budget: int | None = None
 
     # ------------------------------------------------------------------------------------------------ an arrangement
 
@@ -130,7 +133,7 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = self._make_stream(arrangement.in_window)
-        self.steps = UnitSteps(self.window, self.stream)
+        self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
         on_device = [*arrangement.parameters_on_device, *arrangement.unmanaged.values()]
@@ -143,7 +146,7 @@ class Engine:
         self.optimizers.work_with(self.steps, weights, living, frozenset(self._names.values()))
         move_all_but_parameters(self.module, self.device)
         self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
-        self.living.watch(arrangement.parameters_on_device)
+        self.living.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
         if self.options.compile:
@@ -172,7 +175,7 @@ class Engine:
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
-        self.steps.visits.pieces.close()
+        self.visits.close()
         for member in arrangement.members:
             # the call of a module that looks into a unit may still be running
             member.put_back_masters()
@@ -189,7 +192,10 @@ class Engine:
 
     @property
     def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
+        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known.
+
+        It is what the process has that has least, if they have met.
+        """
         arrangement = self.arrangement
         memory = None if arrangement.budget is not None else self.backend.memory()
         if memory is None:
@@ -198,7 +204,8 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        return streaming + self.steps.visits.pieces.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        own = streaming + self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return min(own, self._least_budget or own)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 
@@ -215,8 +222,9 @@ class Engine:
         if self.arrangement.is_lent_out():
             return
         with self.at_work:
-            is_converted = any(map(_IS_CONVERTED, self.arrangement.weights))
-            is_converted |= any(weight.device != self.device for weight in self.arrangement.parameters_on_device)
+            arrangement = self.arrangement
+            is_converted = any(weight.is_converted for weight in arrangement.weights)
+            is_converted |= any(weight.device != self.device for weight in arrangement.parameters_on_device)
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         if torch.is_grad_enabled():
@@ -225,9 +233,10 @@ class Engine:
         if learned.has_news and self.processes is not None:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()
-        wish = self.planner.before_step(self, torch.is_grad_enabled())
-        plan = self.living.plan_for_now(wish, learned.plan)
-        if plan != learned.plan and not self.optimizers.repeats_closure:
+        plan = self.planner.before_step(self, torch.is_grad_enabled())
+        if self._sums_gradients:
+            self._own_plan = plan  # all follow the first process's, when they meet
+        elif plan != learned.plan and not self.optimizers.repeats_closure:
             self._follow(plan)
 
     def meet(self) -> None:
@@ -246,20 +255,18 @@ class Engine:
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
                 learned.outdated |= self.stream.exchange.lacks_sums
-            wish = self.living.wish, self.budget
-            everyones = processes.gather((edited, learned.has_news, refused, wish))
-            for _, _, refusal, _ in everyones:
-                if refusal is not None:
-                    raise refusal
-            self.window.note_edited(everyones[processes.owner][0])
-            if any(has_news for _, has_news, _, _ in everyones):
+            self._least_budget = None
+            own = edited, learned.has_news, refused, self._own_plan, self.budget
+            edits, news, refusals, plans, budgets = zip(*processes.gather(own), strict=True)
+            for refusal in filter(None, refusals):
+                raise refusal
+            self.window.note_edited(edits[processes.owner])
+            self._least_budget = min(filter(None, budgets), default=None)
+            if any(news):
                 learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()
-                self.living.forget_agreement()
-            else:
-                plan = self.living.agree([wish for *_, wish in everyones], learned.plan)
-                if plan != learned.plan:
-                    self._follow(plan)
+            elif plans[0] != learned.plan:
+                self._follow(plans[0])
 
     def _conclude(self) -> None:
         """Arrange units anew if something was learned that calls for it."""

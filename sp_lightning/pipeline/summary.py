@@ -49,7 +49,7 @@ class Summary:
             k_prime=arrangement.k_prime,
             parameters=sum(weight.master.numel() for weight in weights),
             model_bytes=sum(weight.nbytes for weight in weights),
-            device_bytes=layout.device_bytes + engine.steps.visits.pieces.nbytes(),
+            device_bytes=layout.device_bytes + engine.visits.nbytes(),
             gradient_bytes=engine.stream.routes.staging.nbytes(),
             host_bytes=own_memory + memory.nbytes_for("copies"),
             host_gradient_bytes=engine.landing.nbytes() + gradients,

@@ -63,14 +63,14 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     masters = [weight.master for weight in unit.every_weight]
     is_free = engine.options.optimizer_on == "auto"
     is_stepped = trains and any(master.requires_grad for master in masters)
-    # the first process, which has the optimizers' state, chooses for all
-    chooses = processes is None or processes.is_first
+    # the first process, which has the optimizers' state, plans for all; in an evaluation, each does so for itself
+    plans = processes is None or processes.plans
     return work_of(
         unit,
-        states.most_nbytes(masters),
+        states.nbytes(masters),
         states.bytes_of_step(masters) if is_stepped and engine.backend.device.type != "cpu" else 0,
         trains=trains,
-        lives=chooses and (not is_stepped or is_free and states.may_live_on_device(masters)),
+        lives=plans and (not is_stepped or is_free and states.may_live_on_device(masters)),
         visits=is_free and processes is None and any(states.bytes_of_visit(unit, engine.steps.fused)),
     )
 

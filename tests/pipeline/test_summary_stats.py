@@ -78,7 +78,7 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
     summary, block = pipeline.summary(), sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
     assert (summary.living, summary.visiting) == (("blocks.4",), ("blocks.0", "blocks.1"))
-    pieces = pipeline._engine.steps.visits.pieces.nbytes()
+    pieces = pipeline._engine.visits.nbytes()
     living = summary.device_bytes - 2 * slot - pieces
     assert living >= 3 * block, "weight and state"
     assert pieces > 3 * block, "two pieces: weight, state, gradient"

@@ -152,11 +152,10 @@ def test_optimizers_that_look_at_weights_together(name: str) -> None:
     assert torch.equal(torch.stack(expected), torch.stack(actual))
     assert {on_device for *_, on_device in pipeline._engine.planner.seen} == {0, len(parameters)}
     assert pipeline.optimizers.states.look_at_weights_together
-    assert pipeline.optimizers.states.may_live_on_device(parameters) == ("hides" not in name)
+    # what LBFGS keeps grows
+    assert pipeline.optimizers.states.may_live_on_device(parameters) == (name == "a wrapper")
     others = [*parameters, nn.Parameter(torch.ones(1))]
     assert not pipeline.optimizers.states.may_live_on_device(others), "nobody has stepped all of these"
-    if name == "LBFGS":
-        assert pipeline.optimizers.states.most_nbytes(parameters) > pipeline.optimizers.states.nbytes(parameters)
     pipeline.detach()
 
 

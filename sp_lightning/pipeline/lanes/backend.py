@@ -116,13 +116,17 @@ class Backend(ABC):
         """Copy bytes between host and device, in the lane that runs this."""
 
     def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
-        """Have the thread for work on host memory ask the device for something, once these tickets are done."""
+        """Ask the device for something once these tickets are done: now, or by the thread for work on host memory."""
         later = Later()
 
         def run() -> None:
             later.ticket = ask()
 
-        later.job = self._host.submit(Job(run, after, rank=BEFORE_OTHER_WORK))
+        later.job = Job(run, after, rank=BEFORE_OTHER_WORK)
+        if later.job.is_ready:
+            later.job.run()
+        else:
+            self._host.submit(later.job)
         return later
 
     @abstractmethod
@@ -202,30 +206,23 @@ class Trace:
 
     def upload(self, kind: Kind, name: str, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         """Ask for a copy to the device."""
-        if not self._is_on:
-            return self._backend.upload(target, source, after)
-        with _range(kind.value, name):
-            ticket = self._backend.upload(target, source, after)
-        self._note(_Entry(kind, name, source.nbytes, ticket))
-        return ticket
+        return self._ask(kind, name, source.nbytes, partial(self._backend.upload, target, source, after))
 
     def download(self, kind: Kind, name: str, target: Tensor, source: Tensor) -> Ticket:
         """Ask for a copy to the host."""
-        if not self._is_on:
-            return self._backend.download(target, source)
-        with _range(kind.value, name):
-            ticket = self._backend.download(target, source)
-        self._note(_Entry(kind, name, source.nbytes, ticket))
-        return ticket
+        return self._ask(kind, name, source.nbytes, partial(self._backend.download, target, source))
 
     def beside(
         self, kind: Kind, name: str, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0
     ) -> Ticket:
         """Ask for work beside computing, on state that visits the device."""
+        return self._ask(kind, name, nbytes, partial(self._backend.beside, kind.lane, job, after, nbytes))
+
+    def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[[], Ticket]) -> Ticket:
         if not self._is_on:
-            return self._backend.beside(kind.lane, job, after, nbytes)
+            return ask()
         with _range(kind.value, name):
-            ticket = self._backend.beside(kind.lane, job, after, nbytes)
+            ticket = ask()
         self._note(_Entry(kind, name, nbytes, ticket))
         return ticket
 

@@ -202,10 +202,8 @@ class Job(Ticket):
 class Later(Ticket):
     """The ticket of what a job asks of a device, before that job has run."""
 
-    ticket: Ticket  # there once the job is done
-
-    def __init__(self) -> None:
-        self.job: Ticket
+    job: Job
+    ticket: Ticket  # there once the job is done, unless it has failed
 
     @override
     def join(self) -> None:
@@ -214,7 +212,7 @@ class Later(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return self.job.done and self.ticket.done
+        return self.job.done and (self.job.error is not None or self.ticket.done)
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -25,13 +25,23 @@ from sp_lightning.pipeline.weights.segment import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
 
-@dataclass(frozen=True)
 class _Found:
-    """The gradients of parameters."""
+    """The gradients of parameters.
 
-    ours: list[Gradient]
-    others: list[Tensor]  # the `.grad` of those that do not stream
-    in_order: list[Gradient | Tensor]  # of the parameters, in which torch adds up norms
+    Attributes:
+        ours: Those of weights, which the engine has.
+        others: The `.grad` of those that do not stream.
+        in_order: All of them in the order of the parameters, in which torch adds up norms.
+        parameters: Those that have one.
+        why_torch_reads: Why torch has to read all of them itself; None if it has not.
+    """
+
+    def __init__(self) -> None:
+        self.ours: list[Gradient] = []
+        self.others: list[Tensor] = []
+        self.in_order: list[Gradient | Tensor] = []
+        self.parameters: list[nn.Parameter] = []
+        self.why_torch_reads: str | None = None
 
 
 @dataclass(eq=False)
@@ -61,10 +71,8 @@ class _ClippingFactor:
     factor: Tensor  # where it goes
 
     def __call__(self) -> None:
-        dtype = self.factor.dtype
+        total = _total(self.norms, self.factor.dtype)
         with torch.inference_mode(False), torch.no_grad():
-            norms = torch.stack([norm.measure(dtype) for norm in self.norms])
-            total = torch.linalg.vector_norm(norms)
             torch.clamp(self.max_norm / (total + 1e-6), max=1.0, out=self.factor)
 
 
@@ -96,43 +104,34 @@ class Clipping:
         """
         parameters = list(parameters)
         with self._at_work:
-            done = self._clip_norm(self._find(parameters), max_norm)
-        if not done:
+            found = self._find(parameters)
+            why_torch_clips = self._why_torch_clips(found)
+            if why_torch_clips is None:
+                self._clip_norm(found, max_norm)
+        if why_torch_clips is not None:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
         """Return the norm of all gradients, for which the host waits; None if torch has to read them."""
         with self._at_work:
             found = self._find(parameters)
-            dtype = None if found is None else self._dtype_of_norms(found)
-            if found is None or dtype is None:
+            if self._why_torch_clips(found) is not None:
                 return None
             self._stream.settle()
-            with torch.inference_mode(False):
-                norms = torch.stack([norm.measure(dtype) for norm in _norms(found, dtype)])
-                total: Tensor = torch.linalg.vector_norm(norms)
-                return total
+            dtype = found.ours[0].weight.dtype
+            return _total(_norms(found, dtype), dtype)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
         with self._at_work:
-            left = [parameter for parameter in parameters if not self._is_stepped(parameter)]
-            found = self._find(left)
-            if found is not None:
+            found = self._find(parameters)
+            left = found.parameters
+            if found.why_torch_reads is None:
                 for gradient in found.ours:
                     gradient.scaling = Scaling(gradient.scaling.factors, limit)
-                left = [
-                    parameter
-                    for parameter in left
-                    # if none of these had a gradient, torch would raise
-                    if id(parameter) not in self._weights and parameter.grad is not None
-                ]
-        if left:
+                left = [parameter for parameter in left if id(parameter) not in self._weights]
+        if left:  # torch would raise if there were none
             nn.utils.clip_grad_value_(left, limit)
-
-    def _is_stepped(self, parameter: nn.Parameter) -> bool:
-        weight = self._weights.get(id(parameter))
-        return weight is not None and self._stream.of[weight].of_segment.state is State.CONSUMED
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -141,7 +140,8 @@ class Clipping:
         """
         with self._at_work:
             found = self._find(parameters_of(optimizer))
-            if found is None or not found.ours or any(gradient.norm is None for gradient in found.ours):
+            is_read = found.why_torch_reads is not None or not found.ours
+            if is_read or any(gradient.norm is None for gradient in found.ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
             overflow = _overflows(found)
@@ -151,18 +151,14 @@ class Clipping:
             _multiply(found.others, inverse_scale)
             return overflow
 
-    def _clip_norm(self, found: _Found | None, max_norm: float) -> bool:
-        """Clip by norm if nobody else could look at the gradients, and torch's bits can be had; tell whether."""
-        dtype = None if found is None else self._dtype_of_norms(found)
-        if found is None or dtype is None:
-            return False
-        scaling = found.ours[0].scaling
+    def _clip_norm(self, found: _Found, max_norm: float) -> None:
+        dtype = found.ours[0].weight.dtype
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
         by_segment = {gradient.of_segment: None for gradient in found.ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
         ticket = self._backend.work(_ClippingFactor(_norms(found, dtype), max_norm, factor), landed)
-        clipped = scaling.times(factor)
+        clipped = found.ours[0].scaling.times(factor)
         for gradient in found.ours:
             gradient.scaling = clipped
             gradient.norm = None
@@ -171,51 +167,56 @@ class Clipping:
         if found.others:
             ticket.join()
             _multiply(found.others, factor)
-        return True
 
-    def _dtype_of_norms(self, found: _Found) -> torch.dtype | None:
-        """Return the dtype in which torch would measure all gradients; None if it has to do that itself."""
+    def _why_torch_clips(self, found: _Found) -> str | None:
+        """Return why norms cannot be had with the bits that torch's have; None if they can."""
+        if found.why_torch_reads is not None:
+            return found.why_torch_reads
         if not found.ours:
-            return None  # it does so on the device, and nobody waits
+            return "all gradients are on the device, where torch measures them, and nobody waits"
         dtypes = {gradient.weight.dtype for gradient in found.ours}
         dtypes.update(other.dtype for other in found.others)
+        if len(dtypes) != 1 or not dtypes <= MEASURED:
+            return "gradients are of several dtypes, or of one whose norms do not travel"
         scaling = found.ours[0].scaling
-        if len(dtypes) != 1 or not dtypes <= MEASURED or not self._scales_norms(scaling):
-            return None
         if any(gradient.scaling != scaling for gradient in found.ours):
-            return None
-        return dtypes.pop()
-
-    def _scales_norms(self, scaling: Scaling) -> bool:
-        """Tell whether factors scale a norm exactly as they scale the gradient, to the last bit: powers of two do."""
+            return "some gradients are scaled in another way than others"
         if scaling.factors:
             self._stream.settle()  # one of them may be computed by an earlier clip
-        return all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors)
+        # powers of two scale a norm exactly as they scale the gradient
+        if not all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors):
+            return "a scaled norm rounds in another way than the norm of what is scaled"
+        return None
 
-    def _find(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
-        """Find the gradients of parameters; None if torch has to see them itself.
-
-        That is so if that of a weight is the user's, if one is no plain tensor, or if one is to be clipped by value,
-        after which nothing can follow.
-        """
-        found = _Found([], [], [])
+    def _find(self, parameters: Iterable[nn.Parameter]) -> _Found:
+        """Find the gradients of parameters."""
+        found = _Found()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
             if gradient is not None and gradient.tensor is not None:
                 if gradient.scaling.clamp is not None:
-                    return None
+                    found.why_torch_reads = "nothing can follow after gradients are clipped by value"
                 found.ours.append(gradient)
                 found.in_order.append(gradient)
+            elif (other := parameter.grad) is not None:
+                if weight is not None:
+                    found.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
+                elif type(other) is not Tensor or other.layout is not torch.strided:
+                    found.why_torch_reads = "a gradient is no plain tensor"
+                found.others.append(other)
+                found.in_order.append(other)
+            else:
                 continue
-            other = parameter.grad
-            if other is None:
-                continue
-            if weight is not None or type(other) is not Tensor or other.layout is not torch.strided:
-                return None
-            found.others.append(other)
-            found.in_order.append(other)
+            found.parameters.append(parameter)
         return found
+
+
+def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
+    """Return the norm of all gradients, from those of each."""
+    with torch.inference_mode(False), torch.no_grad():
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.measure(dtype) for norm in norms]))
+        return total
 
 
 def _overflows(found: _Found) -> bool:

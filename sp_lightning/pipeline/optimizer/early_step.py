@@ -7,14 +7,14 @@ optimizer has now, and nobody looks at gradients in between. Whoever does gets a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
-from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
+from sp_lightning.pipeline.optimizer.kinds import settings_of
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.units.unit import Unit
@@ -45,19 +45,10 @@ class EarlyStep:
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
         self._scaling = Scaling(clamp=clamp)
-        # as they are when the first unit is stepped, not when the scope began: hooks before backward may change them
-        self._settings: list[dict[str, Any]] | None = None
+        # with settings as they are when the first unit is stepped: hooks before backward may change them
+        self._step: Step | None = None
         self._shipments: list[Shipment] = []  # of one unit, until all that it waits for are there
-        # the gradients of weights whose state this step makes, in this process
-        self._new: list[Gradient] = []
-        for gradient, number in plan.gradients.items():
-            master = gradient.weight.master
-            is_followed = gradient.weight.unit.is_followed
-            if is_followed or not master.requires_grad or optimizer.state.get(master):
-                continue
-            if makes_state(optimizer, optimizer.param_groups[number]):
-                self._new.append(gradient)
-                optimizer.state[master] = {}  # it stands in the order in which torch would make it
+        self._makes_state = False  # whether the step makes state, in this process
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -76,7 +67,7 @@ class EarlyStep:
         self._shipments.append(shipment)
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
         if self._is_complete(unit) and all(weight.master.requires_grad for weight in unit.weights):
-            self._step(unit)
+            self._step_unit(unit)
 
     def end_unit(self) -> None:
         """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
@@ -84,7 +75,7 @@ class EarlyStep:
             return
         unit = self._shipments[0].of_segment.unit
         if self._is_complete(unit):
-            self._step(unit)
+            self._step_unit(unit)
             return
         for shipment in self._shipments:
             self._steps.stream.take_back(shipment)
@@ -96,50 +87,59 @@ class EarlyStep:
         arrived = sum(len(shipment.gradients) for shipment in self._shipments)
         return not unit.handles and arrived == trained
 
-    def _step(self, unit: Unit) -> None:
+    def _step_unit(self, unit: Unit) -> None:
+        """Have a unit stepped, here or by the process that owns it, and let go of its gradients."""
         steps = self._steps
+        step = self._step
+        if step is None:
+            step = self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
         shipments = self._shipments
         self._shipments = []
-        if self._settings is None:
-            self._settings = settings_of(self.optimizer, steps.fused)
-        used: dict[Gradient, Used] = {}
-        unit_awaits_others = False
         copies = steps.window.copies_of([unit])
+        exchange = steps.stream.exchange
+        awaits_others = False
         for shipment in shipments:
-            for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
+            for gradient in shipment.gradients:
                 gradient.scaling = self._scaling
-                used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
-            unit_awaits_others |= steps.stream.exchange.pass_on(shipment.of_segment, copies)
+            awaits_others |= exchange.pass_on(shipment.of_segment, copies)
         if unit.is_followed:
             steps.count(unit, self.plan)
-        else:
-            buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
-            steps.step(unit, Step(self.optimizer, self.plan, self._settings), used, buffers)
-            if unit.visit is not None:
-                unit.visit.begin()
-        unit.is_ahead = unit_awaits_others
-        if not unit_awaits_others and not used.keys().isdisjoint(self._new):
+        elif self._hand_over(unit, step, shipments) and not awaits_others:
             # how state is made depends on torch's default dtype, which may change
             steps.finish([unit])
+        unit.is_ahead = awaits_others
         for shipment in shipments:
             shipment.of_segment.consume()
             self.stepped.append(shipment.of_segment)
             if not self.keeps_gradients:
-                steps.stream.exchange.drop(shipment.gradients)
+                exchange.drop(shipment.gradients)
         steps.window.stats.steps_in_backward += len(unit.parts)
+
+    def _hand_over(self, unit: Unit, step: Step, shipments: Sequence[Shipment]) -> bool:
+        """Hand a unit's step over, and tell whether it makes state."""
+        used: dict[Gradient, Used] = {}
+        makes_state = False
+        for shipment in shipments:
+            for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
+                state, is_new = step.state_of(gradient)
+                used[gradient] = tensor, state
+                makes_state |= is_new
+        buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
+        self._steps.step(unit, step, used, buffers)
+        if unit.visit is not None:
+            unit.visit.begin()
+        self._makes_state |= makes_state
+        return makes_state
 
     # -------------------------------------------------------------------------------------------------- after backward
 
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
-        if self._new:  # other processes, which backward could not wait for, have ended theirs
+        if self._makes_state:  # other processes, which backward could not wait for, have ended theirs
             self._steps.finish([of_segment.unit for of_segment in self.stepped])
         for of_segment in self.stepped:
             of_segment.unit.is_ahead = False
             of_segment.acknowledge_step(self.keeps_gradients)
-        for gradient in self._new:
-            if not self.optimizer.state.get(gradient.weight.master):
-                self.optimizer.state.pop(gradient.weight.master, None)  # it got no gradient
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""
@@ -171,7 +171,7 @@ class EarlyStep:
             raise RuntimeError(
                 f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
             )
-        elif self._settings not in (None, settings_of(optimizer, self._steps.fused)):
+        elif self._step is not None and self._step.settings != settings_of(optimizer, self._steps.fused):
             raise RuntimeError(
                 f"{name} has stepped units in backward, and its param groups were changed after "
                 "that, before `step()`. Set learning rates and the like before backward or after "

@@ -3,18 +3,16 @@
 Between that they are plain parameters, which torch's own code steps; gates know their calls, and nothing else does.
 
 [Note: living in several processes]
-They live on the device in all processes, or in none, as masters on the host are shared. The first process chooses, and
-all follow when they meet. Gradients are averaged when backward has ended, as DDP does, so that each process steps its
-own copy with the same bits. State on the host is the first process's, which gives it to all when a unit comes, and goes
-on with its own when it leaves.
+They live on the device in all processes, or in none, as masters on the host are shared: when processes meet, the plan
+of the first one becomes everyone's (engine.py). Gradients are averaged when backward has ended, as DDP does, so that
+each process steps its own copy with the same bits. State on the host is the first process's, which gives it to all when
+a unit comes, and goes on with its own when it leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +23,6 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.units.tree import HOST, copy_parameters, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement
-from sp_lightning.pipeline.window.places import WindowPlan
-
-Wish: TypeAlias = tuple[WindowPlan | None, int | None]
-"""The plan that a process's planner wants, and the process's budget in bytes, if it has one."""
 
 
 class Living:
@@ -39,9 +33,6 @@ class Living:
         self._memory = memory
         self._states = states
         self._processes = processes
-        self.wish: WindowPlan | None = None  # the plan that this process's planner wants
-        self._first_wish: WindowPlan | None = None  # that of the first process, when all have met
-        self._everyones: WindowPlan | None = None  # the same, if units live on the device by it
         self._hooks: list[RemovableHandle] = []
         self._some_came = False
 
@@ -72,47 +63,12 @@ class Living:
         """Move to the host what lives on the device, for good."""
         self._move(weights_on_accelerators(module), HOST)
 
-    # ---------------------------------------------------------------------------------------------- several processes
-
-    def plan_for_now(self, wish: WindowPlan | None, current: WindowPlan | None) -> WindowPlan | None:
-        """Return what to follow of a planner's wish: of several processes, units live on the device once all agree."""
-        if self._processes is None:
-            return wish
-        self.wish = wish
-        if self._everyones is not None:
-            return self._everyones
-        if wish is None or not wish.on_device:
-            return wish
-        is_refused = wish == self._first_wish
-        return replace(wish, on_device=(), on_device_bytes=0) if is_refused else current
-
-    def agree(self, wishes: Sequence[Wish], current: WindowPlan | None) -> WindowPlan | None:
-        """Agree on what the first of all processes wishes, if that fits each of them; return what to follow now.
-
-        To be called by all of them, which follow what is new at once, as their host memory changes.
-        """
-        first, _ = wishes[0]
-        if first == self._first_wish:
-            return current
-        self._first_wish = first
-        budgets = [budget for _, budget in wishes if budget is not None]
-        before = self._everyones
-        self._everyones = None
-        if first is not None and first.on_device and all(first.device_bytes <= each for each in budgets):
-            self._everyones = first
-        if self._everyones == before:
-            return current
-        return self.plan_for_now(self.wish, current)
-
-    def forget_agreement(self) -> None:
-        """Forget what the processes have agreed on: it was for other units."""
-        self.wish = self._first_wish = self._everyones = None
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note from now on whether backward brings gradients to parameters that live on the device."""
+    def watch(self, arrangement: Arrangement) -> None:
+        """Note from now on whether backward brings gradients to what lives on the device; have state ready to visit."""
+        self._states.lay_together(arrangement.in_window, self._memory.progress)
         for hook in self._hooks:
             hook.remove()
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]
         if self._processes is not None:
             self._hooks = [_call_after_gradients(parameter, self._note_gradient) for parameter in trained]
 

@@ -36,12 +36,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
-from sp_lightning.pipeline.optimizer.kinds import (
-    makes_state,
-    parameters_of,
-    settings_of,
-    why_not_by_unit,
-)
+from sp_lightning.pipeline.optimizer.kinds import parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.state import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -166,8 +161,6 @@ class Optimizers:
             elif plan.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
-                living = [each for each in plan.others if id(each) in self._living]
-                self.states.bring_together(optimizer, living)
                 if any(unit.visits for unit in plan.units):
                     self._steps.visits.why_not = why_not or ""
 
@@ -180,7 +173,6 @@ class Optimizers:
             return
         with self._at_work:
             self._at_work.goes_on = None
-            self.states.take_back(optimizer)
             plan = self._plan_of(optimizer)
             if self._by_unit:
                 self._step(optimizer, plan)
@@ -248,10 +240,10 @@ class Optimizers:
         Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
         """
         steps = self._steps
-        settings = settings_of(optimizer, steps.fused)
+        step = Step(optimizer, plan, settings_of(optimizer, steps.fused))
         used: dict[Gradient, Used] = {}
         waits: set[Unit] = set()
-        for gradient, number in plan.gradients.items():  # in the order in which torch makes state
+        for gradient in plan.gradients:
             weight = gradient.weight
             tensor = gradient.tensor
             if gradient.of_segment.state is State.CONSUMED:
@@ -262,13 +254,10 @@ class Optimizers:
                     continue
                 waits.add(weight.unit)
             weight.follow()
-            state = optimizer.state.get(weight.master)
-            if not state and makes_state(optimizer, settings[number]):
-                state = optimizer.state.setdefault(weight.master, {})
-                # state made in a first step depends on torch's default dtype, for one
+            state, is_new = step.state_of(gradient)
+            if is_new:  # which depends on torch's default dtype, for one
                 waits.add(weight.unit)
-            used[gradient] = tensor, {} if state is None else state
-        step = Step(optimizer, plan, settings)
+            used[gradient] = tensor, state
         for unit in plan.units:
             steps.step(unit, step, used)
         steps.finish(waits if self._overlaps is not False else plan.units)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.optimizer.kinds import makes_state
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -37,9 +41,23 @@ Used: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """A step of an optimizer."""
 
     optimizer: Optimizer
     plan: Plan
     settings: Sequence[dict[str, Any]]  # of each param group
+
+    def state_of(self, gradient: Gradient) -> tuple[dict[str, Any], bool]:
+        """Return the optimizer's state of a weight, and whether the step makes it."""
+        master = gradient.weight.master
+        state = self.optimizer.state.get(master, {})
+        if state or not makes_state(self.optimizer, self.settings[self.plan.gradients[gradient]]):
+            return state, False
+        return self.optimizer.state.setdefault(master, state), True
+
+    @cached_property
+    def one_passes(self) -> list[OnePass]:
+        """What steps weights of each param group in one pass."""
+        return [OnePass(self.optimizer, settings) for settings in self.settings]

@@ -15,16 +15,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.optimizer.kinds import OURS, STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.progress import Progress
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.tree import HOST, move_parameters
 from sp_lightning.pipeline.units.unit import Unit
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)
-# of the length of all weights, beside LBFGS's history: directions, gradients and weights of a line search
-_VECTORS_OF_LBFGS = 6
 
 
 def can_be_moved(optimizer: Optimizer) -> bool:
@@ -72,8 +71,6 @@ class States:
 
     def __init__(self, optimizers: Collection[Optimizer]) -> None:
         self._optimizers = optimizers
-        # weights that live on the device, and are on the host for a step
-        self._brought: list[tuple[nn.Parameter, torch.device]] = []
 
     # ------------------------------------------------------------------------------------- what may live on the device
 
@@ -85,50 +82,41 @@ class States:
     def may_live_on_device(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Tell whether parameters may live on the device: some are stepped, and all that these steps need can be moved.
 
-        If one is trained that nobody has stepped yet, its state would be made there, and nobody knows how large it is.
+        If one is trained that nobody has stepped yet, its state would be made there, and nobody knows how large it is;
+        nor how large LBFGS's becomes.
         """
         stepped: set[int] = set()
         for optimizer in self._optimizers:
-            if not can_be_moved(optimizer):
+            if isinstance(optimizer, LBFGS) or not can_be_moved(optimizer):
                 return False
             stepped.update(map(id, parameters_of(optimizer)))
-        own = [parameter for parameter in parameters if id(parameter) in stepped]
-        if not self.look_at_weights_together:
-            own = [parameter for parameter in own if parameter.requires_grad]
-        return len(own) > 0 and all(id(each) in stepped for each in parameters if each.requires_grad)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        own = parameters if self.look_at_weights_together else trained
+        return any(id(each) in stepped for each in own) and all(id(each) in stepped for each in trained)
 
     # -------------------------------------------------------------------------------------------------- how large it is
 
-    def nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
+    def nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the state of parameters takes."""
-        return sum(_nbytes(optimizer, parameters) for optimizer in self._optimizers)
+        with without_torch_function():
+            states = [optimizer.state.get(each, {}) for each, optimizer in product(parameters, self._optimizers)]
+        # lists, because the thread that steps may add state at the same time
+        leaves = tree_leaves([list(state.values()) for state in states])
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def most_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the bytes that the state of parameters takes at most: LBFGS's history grows."""
-        nbytes = 0
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, LBFGS):
-                (group,) = optimizer.param_groups
-                own = set(map(id, group["params"]))
-                vectors = 2 * group["history_size"] + _VECTORS_OF_LBFGS
-                nbytes += vectors * sum(parameter.nbytes for parameter in parameters if id(parameter) in own)
-            else:
-                nbytes += _nbytes(optimizer, parameters)
-        return nbytes
-
-    def bytes_of_step(self, parameters: Collection[nn.Parameter]) -> int:
+    def bytes_of_step(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return what a step of parameters that live on an accelerator takes of it meanwhile.
 
         Torch's own code takes as much as the weights that it steps at once, or twice as much, unless it is fused, or
         goes one by one.
         """
+        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         nbytes = 0
         for optimizer in self._optimizers:
+            times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
             for group in optimizer.param_groups if type(optimizer) not in OURS else ():
                 if group.get("foreach", False) is not False and not group.get("fused"):
-                    own = set(map(id, group["params"]))
-                    times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
-                    nbytes += times * sum(each.nbytes for each in parameters if each.requires_grad and id(each) in own)
+                    nbytes += times * sum(each.nbytes for each in group["params"] if id(each) in trained)
         return nbytes
 
     def bytes_of_visit(self, unit: Unit, fused: bool) -> tuple[int, int]:
@@ -137,14 +125,13 @@ class States:
         `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
         """
         trained = [weight for weight in unit.every_weight if weight.master.requires_grad]
-        if not trained or not self._optimizers:
-            return 0, 0
+        may = bool(trained and self._optimizers)
         for optimizer in self._optimizers:
-            for settings in settings_of(optimizer, fused):
-                if why_not_by_unit(optimizer) is not None or not OnePass(optimizer, settings).is_possible:
-                    return 0, 0
-        masters = [weight.master for weight in trained]
-        nbytes = sum(master.nbytes for master in masters) + self.nbytes(masters)
+            may &= why_not_by_unit(optimizer) is None
+            may &= all(OnePass(optimizer, settings).is_possible for settings in settings_of(optimizer, fused))
+        if not may:
+            return 0, 0
+        nbytes = self.nbytes(weight.master for weight in trained) + sum(weight.nbytes for weight in trained)
         return nbytes, nbytes + sum(weight.compute_bytes for weight in trained if weight.lowered)
 
     # -------------------------------------------------------------------------------------------------------- moving it
@@ -154,22 +141,13 @@ class States:
         for optimizer in self._optimizers if parameters else ():
             move_state(optimizer, parameters, device)
 
-    def bring_together(self, optimizer: Optimizer, living: Sequence[nn.Parameter]) -> None:
-        """Have weights that live on the device on the host for a step of an optimizer that looks at weights together.
-
-        It does so since lately, or none would live there while others do not. Torch's own code copes with both.
-        """
-        if type(optimizer) not in STEP_BY_WEIGHT:
-            self._brought = [(each, each.device) for each in living if each.device != HOST]
-            move_state(optimizer, living, HOST)
-            move_parameters(living, HOST)
-
-    def take_back(self, optimizer: Optimizer) -> None:
-        """Have the weights that were brought to the host live on the device again."""
-        while self._brought:
-            parameter, device = self._brought.pop()
-            move_state(optimizer, [parameter], device)
-            move_parameters([parameter], device)
+    def lay_together(self, units: Iterable[Unit], progress: Progress) -> None:
+        """Have the state of units that visit the device lie together, page-locked."""
+        nbytes = {unit: self.nbytes(weight.master for weight in unit.weights) for unit in units if unit.visits}
+        with progress.begin("Arranging optimizer state", sum(nbytes.values())) as work:
+            for unit, optimizer in product(nbytes, self._optimizers):
+                lay_together(unit, optimizer)
+                work.advance(nbytes[unit] // len(self._optimizers))
 
     def share(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
         """Have the first process's state of parameters in all processes."""
@@ -184,13 +162,3 @@ class States:
         with without_torch_function():
             for parameter, optimizer in product(parameters, self._optimizers):
                 optimizer.state.pop(parameter, None)
-
-
-def _nbytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
-    nbytes = 0
-    with without_torch_function():
-        for parameter in parameters:
-            # a list, because the thread that steps may add state at the same time
-            leaves = tree_leaves(list(optimizer.state.get(parameter, {}).values()))
-            nbytes += sum(value.nbytes for value in leaves if isinstance(value, Tensor))
-    return nbytes

@@ -28,9 +28,9 @@ from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
-from sp_lightning.pipeline.optimizer.visit import Visit, note_stepped
-from sp_lightning.pipeline.optimizer.visits import Visits
+from sp_lightning.pipeline.optimizer.visit import Visit, Visits, note_stepped
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
@@ -71,6 +71,8 @@ class _StepOfUnit:
             note_stepped(self.unit.segments, self.weights)
             for generation in self.generations:
                 generation.memory.reach(generation.number)
+            if self.unit.visits:  # from the next step on, for which state may be new
+                lay_together(self.unit, self.step.optimizer)
 
     def release_buffers(self) -> None:
         """Let other gradients land in the buffers."""
@@ -81,10 +83,10 @@ class _StepOfUnit:
 class UnitSteps:
     """Gives steps of units to the thread, and waits for them."""
 
-    def __init__(self, window: Window, stream: GradientStream) -> None:
+    def __init__(self, window: Window, stream: GradientStream, visits: Visits) -> None:
         self.window = window
         self.stream = stream
-        self.visits = Visits(window, stream)
+        self.visits = visits
         # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
         self.fused = window.backend.device.type != "cpu"
 
@@ -100,7 +102,8 @@ class UnitSteps:
         Weights without a gradient stay as they are.
         """
         if unit.visits:
-            visit = self.visits.visit_of(unit, step, gradients)
+            self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
+            visit = self._visit_of(unit, step, gradients)
             if visit is not None:
                 self._hand_over_visit(unit, visit)
                 return
@@ -129,6 +132,16 @@ class UnitSteps:
         self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
         self.window.stats.overlapped_steps += len(unit.parts)
 
+    def _visit_of(self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used]) -> Visit | None:
+        """Return a visit of the unit that makes this step; None if it has to be made on the host."""
+        of_weights = gradients.keys() & {self.stream.of[weight] for weight in unit.weights}
+        trained = {gradient.of_segment for gradient in of_weights}
+        if len(trained) != 1:
+            return None
+        (of_segment,) = trained
+        copies = self.window.copies_of([unit])
+        return self.visits.visit_of(unit, step, of_segment, gradients, copies)
+
     def _brought_home(self, unit: Unit, gradients: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
         """Have gradients that have stayed on the device land, and return all as they lie on the host."""
         home = dict(gradients)
@@ -141,7 +154,6 @@ class UnitSteps:
 
     def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
         window = self.window
-        window.finish_optimizer(unit)
         window.outdate(unit, visit.weights)
         unit.being_stepped = unit.visit = visit
         window.stats.visits += len(unit.parts)
@@ -258,6 +270,7 @@ def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
     for work, scaling in updates:
         weight, gradient, scaling = work.weight, work.gradient, scaling.without_ones
+        assert gradient is not None
         if scaling != NO_SCALING or gradient.dtype != weight.dtype:
             gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
             scaling.apply_(gradient)

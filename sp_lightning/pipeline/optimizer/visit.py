@@ -9,14 +9,18 @@ Pieces (pieces.py) lie in few buffers, which take turns. Gradients that have sta
 there. A visit begins as its unit is brought for the next forward: new weights are written to the unit's place, and
 nothing is sent. In backward, and if somebody waits for the masters before, it begins without a place.
 
-State lies together beside the masters, page-locked. What the optimizer, or a checkpoint, has put elsewhere moves there
-at the unit's next visit, one unit after another.
+Whether a unit can visit is asked once, and again if something lies elsewhere than it did. A step in which gradients
+keep it from that is made on the host, and so are all after one that has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain, cycle
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -24,84 +28,41 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.optim.passes import Work, run
+from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass
+from sp_lightning.optim.on_device import flat
+from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
-from sp_lightning.pipeline.gradients.segment_gradients import Scaling
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
-from sp_lightning.pipeline.optimizer.pieces import Piece, Pieces, are_same, gather_state
-from sp_lightning.pipeline.optimizer.plan import Step
+from sp_lightning.pipeline.optimizer.pieces import (
+    PIECES_AT_ONCE,
+    Piece,
+    PieceBuffer,
+    lay_together,
+    pieces_of,
+)
+from sp_lightning.pipeline.optimizer.plan import Step, Used
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.buffers import as_bytes
+from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
 
-@dataclass(eq=False)
-class _Copies:
-    """A job for a lane: copies of a piece between host and device."""
+class _Update(NamedTuple):
+    """What a visit does with a weight."""
 
-    backend: Backend
-    pairs: Sequence[tuple[Tensor, Tensor]]
-
-    def __call__(self) -> None:
-        for target, source in self.pairs:
-            self.backend.copy(target, source)
+    one_pass: OnePass
+    work: Work  # without a gradient if that has stayed on the device
+    gradient: Tensor
+    scaling: Scaling
 
 
-@dataclass(eq=False)
-class _PieceStep:
-    """A job for a lane: a piece is stepped where it lies, and new weights are put where they are needed."""
-
-    piece: Piece
-    passes: Sequence[Pass]  # of all weights of its segment
-    gradients: Sequence[Tensor]  # those that have stayed on the device; none if they come with the piece
-    is_placed: bool
-
-    def __call__(self) -> None:
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            steps: list[Pass] = []
-            for (number, begin, end), memory in self.piece.ranges:
-                whole = self.passes[number]
-                size = whole.memory.weight.numel()
-                if self.gradients:
-                    flat = self.gradients[number].as_strided((size,), (1,))
-                    memory = memory._replace(gradient=flat[begin:end])
-                steps.append(whole._replace(memory=memory, begin=begin))
-            run(steps)
-            if self.is_placed:
-                for place, weights in self.piece.placed:
-                    place.copy_(weights)
-
-
-class OfSegment(NamedTuple):
-    """What a step does with a segment that visits: the works of its weights, in their order."""
-
-    segment: Segment
-    known: dict[Segment, list[object]]  # what of segments was tried, and lies together with its state
-    sums: Tensor | None  # the host memory in which gradients lie; None if they have stayed on the device
-    works: list[Work]
-    scalings: list[Scaling]
-    numbers: list[int]  # of the param groups
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all lies where it lay."""
-        return are_same(self._lying(), self.known.get(self.segment))
-
-    def gather_state(self) -> None:
-        """Have the state of its weights lie together from now on, if it does not."""
-        if not self.is_known:
-            gather_state(self.segment, [work.state for work in self.works])
-            self.known[self.segment] = self._lying()
-
-    def _lying(self) -> list[object]:
-        """Return all that is there from step to step: masters, copies, and what state consists of."""
-        found: list[object] = []
-        for work in self.works:
-            found += (work.weight, work.copy, *work.state.values())
-        return found
+def _lying(updates: Iterable[_Update]) -> list[object]:
+    """Return what may lie elsewhere in the next step."""
+    return list(chain.from_iterable((work.gradient, *work.state.values()) for _, work, *_ in updates))
 
 
 def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
@@ -120,48 +81,44 @@ class Visit(Ticket):
 
     def __init__(
         self,
-        pieces: Pieces,
+        visits: Visits,
         unit: Unit,
-        step: Step,
-        of_segments: Sequence[OfSegment],
-        after: Sequence[Ticket],
+        of_segment: SegmentGradients,
+        pieces: Sequence[Piece],
+        updates: Sequence[_Update],
         copies: Sequence[Ticket],
     ) -> None:
-        self._pieces = pieces
+        self._visits = visits
         self._unit = unit
-        self._step = step
-        self.held: Sequence[OfSegment] = of_segments  # with gradients that have stayed
-        self.weights = {weight for of_segment in of_segments for weight in of_segment.segment.weights}
-        self._after = after  # what brings gradients, or their scaling, to the host
+        self._segment = of_segment.segment
+        self.weights = set(self._segment.weights)
+        self._pieces = pieces
+        self.held: Sequence[_Update] = updates  # with gradients that have stayed
+        # what brings gradients, or their scaling, to the host
+        self._after = [] if of_segment.ticket is None else [of_segment.ticket]
         self._copies = copies  # to the device, which may still read masters
         self._is_placed = False
         self._ready: Ticket | None = None  # done when the new weights are in the unit's place
-        self._gone: Ticket | None = None  # done when all has come down
-        self._error: BaseException | None = None  # of asking the device, which is not done twice
+        self._gone: Ticket | None = None  # done when all has come down; None before the device was asked
 
     def begin_in_place(self) -> Ticket:
         """Begin it, and return the ticket of new weights in the unit's place."""
-        backend = self._pieces.backend
-        for of_segment in self.held:
-            segment = of_segment.segment
-            segment.lying = segment.epoch
-            if backend.poison:
-                backend.invalidate(segment.place)
+        segment = self._segment
+        segment.lying = segment.epoch
+        if self._visits.backend.poison:
+            self._visits.backend.invalidate(segment.place)
         self._is_placed = True
         return self.begin()
 
     def begin(self) -> Ticket:
         """Begin it: a forward may have the new weights before the host has, so these count as changed from now on."""
         self._unit.visit = None
-        note_stepped([of_segment.segment for of_segment in self.held], self.weights)
-        backend = self._pieces.backend
+        note_stepped([self._segment], self.weights)
+        backend = self._visits.backend
         self._earlier = [backend.computed(), *self._copies]
-        if all(ticket.done for ticket in self._after):
-            for ticket in self._after:
-                ticket.join()  # raises what it failed with
-            self._ready = self._ask()
-        else:
-            self._ready = backend.ask_later(self._ask, self._after)
+        self._ready = backend.ask_later(self._ask, self._after)
+        if self._ready.done:
+            self._ready.asked()  # raises what asking has failed with, before anybody relies on it
         return self._ready
 
     @property
@@ -172,10 +129,8 @@ class Visit(Ticket):
     @override
     def asked(self) -> Ticket:
         """Return the ticket of what comes down; begin the visit if nobody has."""
-        if self._error is not None:
-            raise self._error
-        ready = self.begin() if self._ready is None else self._ready
-        ready.asked()
+        ready = self._ready or self.begin()
+        ready.asked()  # raises what asking has failed with
         assert self._gone is not None
         return self._gone
 
@@ -187,56 +142,178 @@ class Visit(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return self._error is not None or (self._gone is not None and self._gone.done)
+        return self._ready is not None and self._ready.done and (self._gone is None or self._gone.done)
 
     def _ask(self) -> Ticket:
         """Ask the device for all pieces, and return a ticket for the new weights."""
+        last: Sequence[Ticket] = ()
         try:
-            last: Sequence[Ticket] = ()
             # or what a forward of an evaluation begins could not be used in training
-            with torch.inference_mode(False), self._pieces.asking:
-                for of_segment in self.held:
-                    passes = self._passes_of(of_segment)
-                    for piece in self._pieces.of(of_segment.segment, of_segment.sums, passes):
-                        last = self._send(piece, of_segment, passes, last)
-        except BaseException as error:
-            self._error = error
+            with torch.inference_mode(False), self._visits.asking:
+                passes: list[Pass] = []
+                for one_pass, work, _, scaling in self.held:
+                    numbers = scaling.numbers(work.weight.dtype)
+                    passes += one_pass.passes_of([work._replace(scaling=numbers)])
+                for piece in self._pieces:
+                    last = self._send(piece, passes, last)
+        except BaseException:
+            self._visits.left_to_host.add(self._unit.name)
+            self._segment.lying = NOTHING
             raise
         ready, self._gone = last
         return ready
 
-    def _passes_of(self, of_segment: OfSegment) -> list[Pass]:
-        """Count the step, and return the passes over a segment, whose state lies together from now on."""
-        of_segment.gather_state()
-        passes: dict[int, Pass] = {}
-        for group in set(of_segment.numbers):
-            chosen = [index for index, number in enumerate(of_segment.numbers) if number == group]
-            works = []
-            for index in chosen:
-                work = of_segment.works[index]
-                # in place of one that is on the device
-                gradient = work.weight if of_segment.sums is None else work.gradient
-                scaling = of_segment.scalings[index].numbers(work.weight.dtype)
-                works.append(work._replace(gradient=gradient, scaling=scaling))
-            one_pass = OnePass(self._step.optimizer, self._step.settings[group])
-            passes.update(zip(chosen, one_pass.passes_of(works), strict=True))
-        return [passes[index] for index in range(len(passes))]
-
-    def _send(
-        self, piece: Piece, of_segment: OfSegment, passes: Sequence[Pass], last: Sequence[Ticket]
-    ) -> Sequence[Ticket]:
+    def _send(self, piece: Piece, passes: Sequence[Pass], last: Sequence[Ticket]) -> Sequence[Ticket]:
         """Ask for a piece after the last one; return when it is stepped, and when it has come down."""
-        backend, name = self._pieces.backend, self._unit.name
-        trace = backend.trace
+        name, stats, trace = self._unit.name, self._visits.stats, self._visits.backend.trace
+        up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
         earlier = [*self._earlier, piece.buffer.ticket]
-        up = trace.beside(Kind.STATE_UP, name, _Copies(backend, piece.up), earlier, piece.bytes_up)
-        gradients = [work.gradient for work in of_segment.works] if of_segment.sums is None else []
-        step = _PieceStep(piece, passes, gradients, self._is_placed)
-        moved = piece.bytes_up + piece.bytes_down
-        ready = trace.beside(Kind.VISIT, name, step, [up, *last[:1]], moved)
-        copies = _Copies(backend, piece.down)
-        gone = trace.beside(Kind.STATE_DOWN, name, copies, [ready, *last[1:]], piece.bytes_down)
+        arrived = trace.beside(Kind.STATE_UP, name, partial(self._copy, piece.up), earlier, up)
+        step = partial(self._step, piece, passes, self.held)
+        ready = trace.beside(Kind.VISIT, name, step, [arrived, *last[:1]], up + down)
+        leave = partial(self._copy, piece.down)
+        gone = trace.beside(Kind.STATE_DOWN, name, leave, [ready, *last[1:]], down)
         piece.buffer.ticket = gone
-        self._pieces.stats.bytes_to_device += piece.bytes_up
-        self._pieces.stats.bytes_to_host += piece.bytes_down
+        stats.bytes_to_device += up
+        stats.bytes_to_host += down
         return ready, gone
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy a piece between host and device, in one of their lanes."""
+        for target, source in pairs:
+            self._visits.backend.copy(target, source)
+
+    def _step(self, piece: Piece, passes: Sequence[Pass], updates: Sequence[_Update]) -> None:
+        """Step a piece where it lies, in a lane of its own, and put new weights where they are needed."""
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            steps: list[Pass] = []
+            for number, begin, memory in piece.parts:
+                if memory.gradient is None:
+                    gradient = flat(updates[number].gradient)
+                    memory = memory._replace(gradient=gradient[begin : begin + memory.weight.numel()])
+                steps.append(passes[number]._replace(memory=memory, begin=begin))
+            run(steps)
+            for number, begin, memory in piece.parts if self._is_placed else ():
+                new = memory.weight if memory.copy is None else memory.copy
+                start = self._segment.offsets[number] + begin * new.itemsize
+                self._segment.place[start : start + new.nbytes].copy_(as_bytes(new))
+
+
+class Visits:
+    """Makes the visits of units.
+
+    Attributes:
+        why_not: Why a unit that is to visit was stepped on the host in this step; empty if there is nothing to say.
+        left_to_host: The names of units whose visit has failed.
+    """
+
+    def __init__(self, backend: Backend, stats: Stats) -> None:
+        self.backend = backend
+        self.stats = stats
+        self.why_not = ""
+        self.left_to_host: set[str] = set()
+        self.asking = threading.Lock()  # one visit after the other takes buffers: two threads ask for visits
+        # the pieces of each segment, and what has to lie where it lay for them
+        self._known: dict[Segment, tuple[Sequence[object], Sequence[Piece]]] = {}
+        self._buffers: list[PieceBuffer] = []
+
+    def visit_of(
+        self,
+        unit: Unit,
+        step: Step,
+        of_segment: SegmentGradients,
+        used: Mapping[Gradient, Used],
+        copies: Sequence[Ticket],
+    ) -> Visit | None:
+        """Return a visit of a unit that makes this step; None if it has to be made on the host.
+
+        `copies` to the device may still read its masters.
+        """
+        if unit.name in self.left_to_host:
+            return None
+        try:
+            asked = self._ask(step, of_segment, used)
+        except Exception as error:  # nothing has begun, so the host can make the step
+            self.left_to_host.add(unit.name)
+            warnings.warn(
+                f"{unit.name!r} cannot visit the device, and is stepped on the host from now on, "
+                f"which takes longer: {error}",
+                stacklevel=2,
+            )
+            return None
+        if isinstance(asked, str):
+            self.why_not = asked
+            return None
+        return Visit(self, unit, of_segment, *asked, copies)
+
+    def end_step(self) -> None:
+        """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
+        if self.why_not and not self.stats.visits:
+            warnings.warn(
+                "Units were to visit the device, to be stepped there, and the host has stepped "
+                f"them, which takes longer: {self.why_not}.",
+                stacklevel=2,
+            )
+        self.why_not = ""
+
+    def _ask(
+        self, step: Step, of_segment: SegmentGradients, used: Mapping[Gradient, Used]
+    ) -> tuple[Sequence[Piece], list[_Update]] | str:
+        """Return the pieces in which a segment visits, and what a visit does with its weights; or why it cannot."""
+        segment = of_segment.segment
+        updates: list[_Update] = []
+        no_pass = f"{type(step.optimizer).__name__} does not step all of their weights in one pass"
+        for gradient, copy in zip(of_segment.gradients, segment.copies, strict=True):
+            weight = gradient.weight
+            if gradient not in used:
+                return f"{weight.name!r} has no gradient"
+            if weight.host is not weight.home:
+                return f"{weight.name!r} was given other memory"
+            tensor, state = used[gradient]
+            one_pass = step.one_passes[step.plan.gradients[gradient]]
+            if not one_pass.is_possible:
+                return no_pass
+            if not state:
+                return ""  # the host makes it, once
+            # others are the user's, or lie where they are to be read soon
+            if tensor is not gradient.tensor or not of_segment.has_at_hand(tensor):
+                return f"the gradient of {weight.name!r} was read, set or kept"
+            is_readable = weight.dtype in (tensor.dtype, torch.float32)
+            if not is_readable or len(gradient.scaling.factors) > MOST_FACTORS:
+                return f"the gradient of {weight.name!r} is {tensor.dtype}, or scaled too often"
+            work = Work(weight.home, None if of_segment.is_on_device else tensor, state, copy)
+            updates.append(_Update(one_pass, work, tensor, gradient.scaling))
+        known, pieces = self._known.get(segment, ((), ()))
+        lying = _lying(updates)
+        if len(known) != len(lying) or not all(map(is_, known, lying)):
+            for one_pass, work, *_ in updates:
+                # the device casts gradients and copies of any dtype
+                if not one_pass.takes(work._replace(gradient=None, copy=None)):
+                    return no_pass
+            lay_together(of_segment.unit, step.optimizer)
+            sums = None if of_segment.memory is None else of_segment.memory.bytes
+            pieces = pieces_of(segment, [taken(update.work)[0] for update in updates], sums)
+            self._have_lie(pieces)
+            self._known[segment] = _lying(updates), pieces
+        return pieces, updates
+
+    def _have_lie(self, pieces: Sequence[Piece]) -> None:
+        """Have pieces lie in the buffers by turns."""
+        most = max(piece.nbytes for piece in pieces)
+        if self.nbytes() < PIECES_AT_ONCE * most:
+            self.close()
+            self._buffers = [PieceBuffer(most, self.backend) for _ in range(PIECES_AT_ONCE)]
+            self._turns = cycle(self._buffers)
+        for piece in pieces:
+            piece.lie_in(next(self._turns))
+
+    def nbytes(self) -> int:
+        """Return the bytes of device memory for pieces."""
+        return sum(buffer.bytes.nbytes for buffer in self._buffers)
+
+    def close(self) -> None:
+        """Let go of the memory for pieces, when nothing is in it any more."""
+        for buffer in self._buffers:
+            buffer.ticket.join()
+        self._buffers = []
+        self._known.clear()

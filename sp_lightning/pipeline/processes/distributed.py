@@ -107,16 +107,16 @@ class Processes:
         return dist.get_rank() - self.box.rank
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the first process of all."""
-        return dist.get_rank() == 0
+    def plans(self) -> bool:
+        """Whether this process plans for all, which is so while their steps belong together."""
+        return self.trains and dist.get_rank() == 0
 
     @torch.no_grad()
     def share(self, state: Any) -> Any:
         """Return the first process's state of a weight, which lies on the host, in all processes."""
         holder = [tree_map_only(Tensor, _form_of, state)]
         dist.broadcast_object_list(holder, 0, group=self._everyone)
-        if not self.is_first:
+        if dist.get_rank() != 0:
             state = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), holder[0])
         self.broadcast(each for each in tree_leaves(state) if isinstance(each, Tensor))
         return state

@@ -56,7 +56,7 @@ def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
     seen: list[Any] = [p.detach().clone() for p in model.parameters()]
     for optimizer in optimizers:
         states = copy.deepcopy(optimizer.state_dict())["state"]
-        seen += list(states)  # in their order
+        seen += sorted(states)
         seen += [states[number][key] for number in states for key in sorted(states[number])]
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from sp_lightning import optim
 from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.optimizer import pieces
+from sp_lightning.pipeline.optimizer import pieces, visit
 
 from ...helpers import is_block
 from ...planning.parts import BLOCKS, Fixed, Make, train_placed
@@ -195,23 +196,83 @@ def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
     pipeline.detach()
 
 
-def test_a_visit_that_cannot_be_asked_for_raises_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0]))
+@pytest.mark.parametrize("where", ["before it begins", "while it is asked for"])
+def test_a_visit_that_fails_leaves_its_unit_to_the_host(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when units are arranged anew. A step that has not begun is made on the host; one that has raises."""
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0]), (2, 1, (), [0]), (3, 1, (), [0, 1]))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=HostBackend(), planner=planner)
     optimizer = AdamW(model.parameters(), fused=True)
-    asked = []
+    fails = []
 
     def fail(*_: object) -> None:
-        asked.append(1)
+        fails.append(1)
         raise RuntimeError("no memory for pieces")
 
-    monkeypatch.setattr(pieces.Pieces, "of", fail)
-    model(torch.ones(4, 16)).square().mean().backward()
-    optimizer.step()
-    model(torch.ones(4, 16)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="no memory for pieces"):
+    def step() -> None:
+        model(torch.ones(4, 16)).square().mean().backward()
         optimizer.step()
-    with pytest.raises(RuntimeError, match="no memory for pieces"):
-        model.blocks[0].up.weight.sum()
-    assert len(asked) == 1
+        optimizer.zero_grad()
+
+    step()
+    with monkeypatch.context() as patch:
+        if where == "before it begins":
+            patch.setattr(pieces.Piece, "lie_in", fail)
+            with pytest.warns(UserWarning, match="'blocks.0' cannot visit the device.*no memory for pieces"):
+                step()
+        else:
+            patch.setattr(visit.Visit, "_send", fail)
+            with pytest.raises(RuntimeError, match="no memory for pieces"):
+                step()
+            with pytest.raises(RuntimeError, match="no memory for pieces"):
+                model.blocks[0].up.weight.sum()
+    with warnings.catch_warnings(action="error"):
+        for _ in range(4):
+            step()
+    assert len(fails) == 1
+    assert planner.seen[-1][0] == 3
+    assert pipeline.stats.visits - (where != "before it begins") == 3, "of the other one, since it is to visit"
+    if where == "before it begins":
+        assert optimizer.state[model.blocks[0].up.weight]["step"] == 6
     pipeline.detach()
+
+
+def test_two_optimizers_step_a_unit_in_turn() -> None:
+    """Each has state of its own, which lies together when it visits."""
+
+    def train(planner: Fixed | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = chain(BLOCKS, 16, 48)
+        options = PipelineOptions(units=is_block)
+        pipeline = Pipeline(model, "cpu", options=options, planner=planner) if planner is not None else None
+        both = [Adam(model.parameters(), lr=1e-2, fused=True) for _ in range(2)]
+        for step in range(8):
+            model(torch.ones(4, 16)).square().mean().backward()
+            both[step % 2].step()
+            both[step % 2].zero_grad()
+        if pipeline is not None:
+            assert pipeline.stats.visits == 2 * 6
+            pipeline.detach()
+        moments = [state[name] for each in both for state in each.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        return [*(parameter.detach() for parameter in model.parameters()), *moments]
+
+    torch.testing.assert_close(train(Fixed((2, 1), (2, 1, (), [0, 3]))), train(None), rtol=0, atol=0)
+
+
+def test_state_is_page_locked_from_when_it_is_made() -> None:
+    """By a unit that is to visit; of one that has state already, when that is decided."""
+    backend = LocksPages()
+
+    def locked(unit: int) -> bool:
+        start = optimizer.state[model.blocks[unit].up.weight]["exp_avg"].data_ptr()
+        return any(begin <= start < begin + size for begin, size in list(backend.locked.items()))
+
+    with visiting([0], backend) as (model, pipeline, optimizer):
+        for step in range(2):
+            model(torch.ones(4, 16)).square().mean().backward()
+            with pipeline.step():  # which arranges units
+                assert locked(0) if step else True
+                assert pipeline.stats.visits == 0
+            optimizer.step()
+            pipeline._engine.settle()
+        assert locked(0)
+        assert not locked(1)
