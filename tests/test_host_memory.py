@@ -88,10 +88,10 @@ def test_what_a_former_arrangement_has_held_is_free(
     mapped: Mapped,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Units travel one by one, then in pairs, and one by one again.
+    """Units travel through two slots, then through four, and through three.
 
-    In all, weights and gradients take at most so many bytes per parameter, those included that pairs or landing buffers
-    take in a model with few units.
+    In all, weights and gradients take at most so many bytes per parameter, those included that landing buffers take in
+    a model with few units.
     """
     work = HostBackend.work
 
@@ -102,7 +102,7 @@ def test_what_a_former_arrangement_has_held_is_free(
         return ticket
 
     monkeypatch.setattr(HostBackend, "work", at_once)
-    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2,)], *3 * [(4,)], (3,)))
     compares, module = Compares(mapped), build()
     trainer = L.Trainer(
         strategy=SuperpipelineStrategy(**options),
@@ -194,7 +194,7 @@ def test_a_start(at: str, clip: float | None, most: float, monkeypatch: pytest.M
     Memory is page-locked once, so many bytes per parameter: copies and gradients in bf16, or, where gradients pass, a
     few landing buffers for them. Those that a callback may read are dropped, and not copied.
     """
-    windows = [None] * 3 + [WindowPlan(4, 2)] * 2 + [WindowPlan(3, 1)] * 3
+    windows = [None] * 3 + [WindowPlan(4)] * 2 + [WindowPlan(3)] * 3
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Mock(before_step=Mock(side_effect=windows)))
     pinned, unpinned, settled, counts, module = [], [], [], {}, Blocks(16, 128)
     monkeypatch.setattr(HostBackend, "pins", property(lambda _: True, lambda *_: None), raising=False)

@@ -155,9 +155,8 @@ class Engine:
 
     def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
         by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
-        parts = [part for unit in units for part in unit.parts]
-        self.landing.serve(len(parts), max((len(unit.parts) for unit in units), default=1))
-        staging = StagingBuffers(parts, self.backend)
+        self.landing.serve(len(units))
+        staging = StagingBuffers(units, self.backend)
         exchange = Exchange()
         if self.processes is not None:
             exchange = Turns(by_segment, self.backend, self.landing, self.processes, self._sums_gradients)

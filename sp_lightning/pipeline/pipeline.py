@@ -115,7 +115,6 @@ class Pipeline:
             processes.broadcast_module(self.module)
         # what is on now is likely to be on in steps, too
         self._parts.arrange(autocast_dtype(self.device.type))
-        _check_together(self.options, len(self.arrangement.units))
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
@@ -264,16 +263,6 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
             f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
             f"{backend.device} does not "
             "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
-            stacklevel=2,
-        )
-
-
-def _check_together(options: PipelineOptions, units: int) -> None:
-    if isinstance(options.k_prime, int) and options.k_prime > units:
-        warnings.warn(
-            f"`k_prime={options.k_prime}` is above the number of units, {units}: all move "
-            "together, and none while "
-            "another computes.",
             stacklevel=2,
         )
 

@@ -19,8 +19,7 @@ class Stats:
     fetched_bytes: int = 0  # the part of `bytes_to_device` that was saved activations coming back
     # activations that backward needed and that had not been fetched ahead
     activation_misses: int = 0
-    # Loads, counted in `misses` too, of what backward needed without having announced its unit; those of `k_prime`
-    # units together count as one.
+    # Loads, counted in `misses` too, of what backward needed without having announced its unit.
     heals: int = 0
     write_backs: int = 0  # weights copied back to the host because a forward changed them in place
     recomputed: int = 0  # unit calls whose forward ran again in backward

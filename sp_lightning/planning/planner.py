@@ -121,10 +121,9 @@ class AutoPlanner(Planner):
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
             machine = self._machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
         assert budget is not None
-        together = 1 if options.k_prime == "auto" else options.k_prime
         # no two runs measure the same
         by_size = torch.are_deterministic_algorithms_enabled()
-        search = partial(choose, workload, machine, k=options.k, k_prime=together, by_size=by_size)
+        search = partial(choose, workload, machine, k=options.slots, by_size=by_size)
         try:
             prediction = search(budget)
         except TooLittleMemory as error:
@@ -138,7 +137,6 @@ class AutoPlanner(Planner):
                 policies[unit.name] = way.policy
         plan = WindowPlan(
             k=choice.k,
-            k_prime=together,
             on_device=tuple(unit.name for unit in living),
             visiting=tuple(workload.units[number].name for number in choice.visiting),
             on_device_bytes=sum(unit.bytes_on_device for unit in living),

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 @pytest.mark.parametrize("there", [(1, 4), range(7)], ids=["some", "all"])
 def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None, device: torch.device) -> None:
     """The losses are those of plain training on the device, as far as two optimizers round alike."""
-    make, planner = partial(AdamW, lr=1e-2, fused=fused), Fixed((2, 1), (2, 1), (2, 1, there))
+    make, planner = partial(AdamW, lr=1e-2, fused=fused), Fixed((2,), (2,), (2, there))
     seen: list[nn.Module] = []
 
     def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -48,7 +48,7 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_under_lightning(precision: str, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = lightning_run(CASES["vit"], "auto", precision, accelerator=accelerator)
-    planner = Fixed((2, 1), (2, 1, (1, 2)))
+    planner = Fixed((2,), (2, (1, 2)))
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
     actual = lightning_run(CASES["vit"], SuperpipelineStrategy(k="auto"), precision, accelerator=accelerator)
     assert max(on_device for *_, on_device in planner.seen) > 0
@@ -60,7 +60,7 @@ def test_they_come_and_go_one_after_another(device: torch.device) -> None:
     """With whatever the optimizer keeps; moving takes no more than what lives there."""
     rows = torch.randn(8, 64, device=device)
     losses: list[list[float]] = []
-    for windows in (None, [(2, 1), (2, 1), *3 * [(2, 1, range(9))], (2, 1), (2, 1), (2, 1, range(9))]):
+    for windows in (None, [(2,), (2,), *3 * [(2, range(9))], (2,), (2,), (2, range(9))]):
         torch.manual_seed(0)
         model = chain(8, 64, 1024)
         pipeline = None
@@ -101,7 +101,7 @@ def test_they_come_and_go_one_after_another(device: torch.device) -> None:
 
 def test_an_optimizer_that_looks_at_weights_together_since_lately(device: torch.device) -> None:
     """Some weights live on the device, others do not: it finds all of them on the host."""
-    model, planner = chain(6, 16, 32), Fixed((2, 1), (2, 1, (1, 4)))
+    model, planner = chain(6, 16, 32), Fixed((2,), (2, (1, 4)))
     pipeline = Pipeline(model, device, options=PipelineOptions(units=is_block), planner=planner)
     for optimizer in [AdamW(model.parameters()), LBFGS(model.parameters(), max_iter=1)]:
         for _ in range(2):

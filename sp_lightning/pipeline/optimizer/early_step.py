@@ -126,7 +126,7 @@ class EarlyStep:
             self.stepped.append(shipment.of_segment)
             if not self.keeps_gradients:
                 steps.stream.exchange.drop(shipment.gradients)
-        steps.window.stats.steps_in_backward += len(unit.parts)
+        steps.window.stats.steps_in_backward += 1
 
     # -------------------------------------------------------------------------------------------------- after backward
 

@@ -127,7 +127,7 @@ class UnitSteps:
         job = _StepOfUnit(unit, step, updates, tickets.keys(), generations, buffers)
         landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
         self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
-        self.window.stats.overlapped_steps += len(unit.parts)
+        self.window.stats.overlapped_steps += 1
 
     def _brought_home(self, unit: Unit, gradients: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
         """Have gradients that have stayed on the device land, and return all as they lie on the host."""
@@ -144,8 +144,8 @@ class UnitSteps:
         window.finish_optimizer(unit)
         window.outdate(unit, visit.weights)
         unit.being_stepped = unit.visit = visit
-        window.stats.visits += len(unit.parts)
-        window.stats.overlapped_steps += len(unit.parts)
+        window.stats.visits += 1
+        window.stats.overlapped_steps += 1
         if unit.apart:
             window.finish_optimizer(unit)
 

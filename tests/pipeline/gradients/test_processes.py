@@ -337,7 +337,7 @@ def test_more_than_two() -> None:
 def test_what_is_left_to_other_processes_lies_there_until_their_pass_is_complete() -> None:
     """Meanwhile gradients come through the other half of the buffers, so that nobody waits for another process."""
     buffers, complete = LandingBuffers(RecordingBackend(), box=None), PendingTicket()
-    buffers.serve(units=0, together=1)
+    buffers.serve(units=0)
     left, passing = buffers.take(8), buffers.take(8)
     assert buffers.may_leave_one
     left.ticket = complete

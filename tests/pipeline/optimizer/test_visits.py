@@ -46,7 +46,7 @@ def assert_same(
 ) -> int:
     """Both trainings have the same bits; returns the number of visits."""
     expected, _ = train_placed(make, None, **options)
-    actual, stats = train_placed(make, Fixed((2, 1), (k, 1, (), visiting)), backend=backend, **options)
+    actual, stats = train_placed(make, Fixed((2,), (k, (), visiting)), backend=backend, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     return stats.visits
 
@@ -123,7 +123,7 @@ def visiting(
     units: Sequence[int], backend: HostBackend | None = None, **options: Any
 ) -> Iterator[tuple[nn.Module, Pipeline, Optimizer]]:
     """Blocks, some of which visit."""
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (options.get("k", 2), 1, (), units))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (options.get("k", 2), (), units))
     backend = backend or HostBackend(poison=True, max_delay=0.002)
     chosen = PipelineOptions(units=is_block, **options)
     pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner)
@@ -190,7 +190,7 @@ def test_an_evaluation_begins_visits(clips: bool) -> None:
 
 
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0, 1]))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0, 1]))
     backend = HostBackend(poison=True, max_delay=0.002)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
     optimizer = AdamW(model.parameters(), fused=True)
@@ -215,7 +215,7 @@ def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
 
 
 def test_a_visit_that_cannot_be_asked_for_raises_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0]))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0]))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=HostBackend(), planner=planner)
     optimizer = AdamW(model.parameters(), fused=True)
     asked = []
