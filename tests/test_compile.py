@@ -365,15 +365,6 @@ def test_flipping_requires_grad_and_batch_sizes(graphs: CompileCounterWithBacken
     assert plain in (2, 4)
 
 
-def test_each_kind_has_a_limit_of_its_own(graphs: CompileCounterWithBackend) -> None:
-    """More kinds of one class than torch compiles for one function."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4 + i), nn.ReLU(), nn.Linear(4 + i, 4)) for i in range(3)])
-    options = {"units": lambda name, module: name.isdigit(), "compile": True, "debug": False}
-    with torch._dynamo.config.patch(cache_size_limit=1), attached(model, **options):
-        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
-    assert graphs.frame_count == 3
-
-
 # --------------------------------------------------------------------------------------------------------- autocast
 
 

@@ -128,16 +128,16 @@ def test_imports_point_one_way_within_the_engine():
 # its number in the same commit. A token is one of code: docstrings and comments are free, so a budget is met by fewer
 # mechanisms, not by fewer reasons. `python -m tests.test_layout` prints today's numbers.
 AT_MOST = {
-    "# type: ignore": 27,
+    "# type: ignore": 26,
     "code lines of more than 100 columns, per mille": 29,
     "files": 113,
     "imports that lead back": 13,
-    "lines of tests": 26_147,
-    "tokens": 118_211,
+    "lines of tests": 26_138,
+    "tokens": 118_035,
     "tokens of optim": 8_520,
     "tokens of pipeline": 8_955,
     "tokens of pipeline/activations": 9_321,
-    "tokens of pipeline/calls": 7_550,
+    "tokens of pipeline/calls": 7_374,
     "tokens of pipeline/gradients": 5_730,
     "tokens of pipeline/lanes": 6_183,
     "tokens of pipeline/optimizer": 14_386,

@@ -4,18 +4,12 @@
 `torch.compile` sees the call of a unit's module, including the user's hooks, and nothing of the engine, because the
 gate is around it. Weights are inputs of the graph. So units that are alike share one graph, and neither a weight that
 moves nor a new arrangement costs a compilation.
-
-[Note: one function for each kind of unit]
-torch counts graphs for each code object, and runs a function uncompiled once its count has reached a limit (8). Modules
-compiled with `module.compile()` share a code object when they share a class, so a few stages of different width use up
-the limit. Here each kind of unit has a code object of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,24 +22,19 @@ from sp_lightning.pipeline.torch_private import call_before_compiling, hide_from
 from sp_lightning.pipeline.weights import autocast, leaf
 
 _ENGINE = "sp_lightning.pipeline."
-_by_kind: dict[Any, Callable[..., Any]] = {}
 _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the module's call, to be compiled when it first runs; None where that is not for us to do, or pointless.
 
-    What the user compiled stays as it is. A lone layer of torch (an embedding, a head, an LSTM) is one operation, with
-    nothing to fuse.
+    It is what `module.compile()` would leave on the module. What the user compiled stays as it is. A lone layer of
+    torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
     """
     is_lone_layer = type(module).__module__.startswith("torch.nn.") and not any(module.children())
     if is_lone_layer or without_compile(module) is not module or isinstance(module, torch.jit.ScriptModule):
         return None
-    kind = _kind(module)
-    if kind not in _by_kind:
-        own_code = types.FunctionType(_call.__code__.replace(co_name=type(module).__name__), globals())
-        _by_kind[kind] = torch.compile(own_code)
-    return types.MethodType(_by_kind[kind], module)
+    return torch.compile(module._call_impl)
 
 
 def keep_out_of_graphs(backend: Backend) -> None:
@@ -57,7 +46,7 @@ def keep_out_of_graphs(backend: Backend) -> None:
 @functools.cache
 def _prepare_to_be_compiled() -> None:
     # in graphs of units and of hooks; hiding a package would hide all modules in it
-    visible = (__name__, __package__, autocast.__name__, leaf.__name__, leaf.__package__)
+    visible = (autocast.__name__, leaf.__name__, leaf.__package__)
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
     call_before_compiling(_drain_backends)
 
@@ -66,14 +55,3 @@ def _drain_backends() -> None:
     """Finish work on the host: nothing may be stepped meanwhile."""
     for backend in list(_backends):
         backend.drain()
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules of the same classes with weights of the same shapes and dtypes."""
-    classes = tuple((name, inner.__class__) for name, inner in module.named_modules())
-    shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
-    return classes, shapes
