@@ -32,7 +32,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "turns", "optimizer",
     "calls", "whole",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "progress"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
 
 
 def modules(folder: Path) -> list[Path]:
@@ -55,7 +55,7 @@ BACK_FOR_TYPES = {
     "gradients.stream": {"optimizer.early_step.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
     "units.unit": {"optimizer.visit.Visit"},
-    "weights.autocast": {"calls.graphs.Graphs"},
+    "weights.autocast": {"calls.backward.Graphs"},
     "weights.leaf": {"weights.weight.Weight"},
     "weights.weight": {"calls.guard.Guard", "units.unit.Unit"},
 }
@@ -130,15 +130,15 @@ def test_imports_point_one_way_within_the_engine():
 AT_MOST = {
     "# type: ignore": 26,
     "code lines of more than 100 columns, per mille": 29,
-    "files": 113,
+    "files": 108,
     "imports that lead back": 13,
     "lines of tests": 26_138,
-    "tokens": 117_997,
+    "tokens": 117_801,
     "tokens of optim": 8_520,
-    "tokens of pipeline": 8_955,
+    "tokens of pipeline": 8_897,
     "tokens of pipeline/activations": 9_321,
-    "tokens of pipeline/calls": 7_374,
-    "tokens of pipeline/gradients": 5_730,
+    "tokens of pipeline/calls": 7_288,
+    "tokens of pipeline/gradients": 5_678,
     "tokens of pipeline/lanes": 6_145,
     "tokens of pipeline/optimizer": 14_386,
     "tokens of pipeline/processes": 6_425,

@@ -18,17 +18,14 @@ from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.calls.backward import BackwardPass
+from sp_lightning.pipeline.calls.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls.calls import Calls
-from sp_lightning.pipeline.calls.compiled import compiled_call
-from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
-from sp_lightning.pipeline.calls.graphs import Graphs
+from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
-from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.stream import Exchange, GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
@@ -37,8 +34,7 @@ from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
-from sp_lightning.pipeline.progress import Progress
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.unit import Member, Unit

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
-from sp_lightning.pipeline.progress import Progress
+from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import HostMemory

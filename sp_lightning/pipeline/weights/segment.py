@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.processes.box import Box
-from sp_lightning.pipeline.progress import Progress
+from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -287,7 +287,7 @@ class Arrangement:
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in (*self.all_units, *self.in_window):
-            # saved weights lead to units, and must not lead to the module (see graphs.py)
+            # saved weights lead to units, and must not lead to the module (see backward.py)
             unit.members.clear()
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         # the garbage collector would only free memory with this object, a part of cycles
