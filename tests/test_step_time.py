@@ -27,8 +27,8 @@ def busy_times(machine: Machine, k: int, blocks: int = UNITS) -> dict[Lane, floa
 
 def train(name: str, k: int, k_prime: int = 1, devices: int = 1) -> tuple[float, dict[Lane, float]]:
     """Milliseconds of a step in the steady state, the mean of three, and what each lane did in the last of them."""
-    blocks = Blocks(**vars(MACHINES[name]), units=UNITS * k_prime)
-    trained = blocks.train(k=k, k_prime=k_prime, steps=5, devices=devices)
+    model = Blocks(**vars(MACHINES[name]), units=UNITS * k_prime)
+    trained = model.train(k=k, k_prime=k_prime, steps=5, devices=devices)
     return sum(trained.seconds[-3:]) / 3, trained.busy
 
 

@@ -99,8 +99,7 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, the numbers of units that live on the device, and of those that visit; what is resident has the
-            number after the last unit.
+        windows: k, the numbers of units that live on the device, and of those that visit; resident weights come last.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:

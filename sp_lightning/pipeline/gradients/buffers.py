@@ -61,8 +61,7 @@ class StagingBuffers:
 
     def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
-        if not self._buffers:
-            self.reserve()
+        self.reserve()
         buffer = self._buffers.pop(0)
         if buffer.ticket is not None:
             self._backend.trace.wait(buffer.ticket, "gradients")

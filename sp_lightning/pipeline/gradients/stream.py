@@ -74,20 +74,22 @@ class GradientStream:
         # of another leaf, or of a reentrant checkpoint, which accumulates again
         if gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
+        is_seen = gradient.is_seen
         if gradient not in self.pending:
-            if gradient.is_seen or gradient.scaling is not NO_SCALING:
+            if is_seen or gradient.scaling is not NO_SCALING:
                 self.exchange.show(gradient)  # what is there already is not meant for the sum
+                is_seen = gradient.is_seen
             self.pending[gradient] = gradient.tensor is None
-            if gradient.is_seen:
+            if is_seen:
                 self._seen.append(gradient)
-        elif gradient.is_seen:
+        elif is_seen:
             self._accumulate([gradient])  # one after the other, as autograd does
         if not of_segment.gathered:
             of_segment.expect()
         of_segment.hold()  # even if what was shown was all that it had
         of_segment.gathered[gradient] = tensor
         of_segment.missing -= 1
-        of_segment.is_watched |= gradient.is_seen
+        of_segment.is_watched |= is_seen
         if not of_segment.missing:
             self._send(of_segment, is_last)
 
@@ -153,9 +155,9 @@ class GradientStream:
             self.early.end_unit()
         some_came = bool(self.pending)
         self.pending.clear()
-        seen = self._seen
-        self._seen = []
-        if seen:
+        if self._seen:
+            seen = self._seen
+            self._seen = []
             self._accumulate(seen)
         return some_came
 

@@ -54,12 +54,13 @@ def find_units(
     split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
     k_prime: int = 1,
+    order: Sequence[str] = (),
 ) -> Division:
     """Find the units of a module tree, by the user's `policy` or by the rules at the top of this file.
 
     Blocks above a part of `device_bytes` are descended into, and so are those that turned out not to be called
     themselves (`split`). What is named in `resident`, or turned out to be `used_outside`, stays on the device. Of
-    what is found, `k_prime` neighbors are one unit.
+    what is found, `k_prime` neighbors are one unit. Units are expected in the `order` of these names.
 
     Raises:
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
@@ -90,7 +91,7 @@ def find_units(
         for weight in unit.weights:
             weight.unit = unit
     division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
-    division.put_in_order([unit.name for unit in units])
+    division.put_in_order(order)
     return division
 
 
@@ -220,11 +221,10 @@ def _join_neighbors(tree: Tree, parts: Sequence[list[nn.Module]], largest: int) 
 
 def _join_by_number(parts: Sequence[list[nn.Module]], k_prime: int) -> list[list[nn.Module]]:
     """Join `k_prime` neighbors each."""
-    if k_prime > max(1, len(parts)):
+    if k_prime > len(parts) > 0:
         warnings.warn(
-            f"`k_prime={k_prime}` is above the number of units, {len(parts)}: all move "
-            "together, and none while "
-            "another computes.",
+            f"`k_prime={k_prime}` is above the number of units, {len(parts)}: all move together, and "
+            "none while another computes.",
             stacklevel=2,
         )
     return [[*chain(*parts[first : first + k_prime])] for first in range(0, len(parts), k_prime)]

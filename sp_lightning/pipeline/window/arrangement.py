@@ -150,8 +150,8 @@ class Arrangement:
             split=learned.divided,
             used_outside=learned.used_outside,
             k_prime=options.k_prime,
+            order=learned.order or (),
         )
-        division.put_in_order(learned.order or [])
         self.units = division.units
         self.resident = division.resident
         self.unmanaged = division.unmanaged
@@ -186,11 +186,11 @@ class Arrangement:
         spans: dict[Unit, tuple[int, int]] = {}  # of the arena
         # in the order of names, as processes that share the memory may expect units in other orders
         by_name = sorted(self.in_window, key=attrgetter("name"))
-        sizes = {unit: sum(weight.nbytes for weight in unit.weights) for unit in by_name}
-        with memory.progress.begin("Arranging weights in host memory", sum(sizes.values())) as work:
+        nbytes = sum(weight.nbytes for weight in self.weights)
+        with memory.progress.begin("Arranging weights in host memory", nbytes) as work:
             for unit in by_name:
                 unit.send(memory.segment(weights) for weights in _sent_together(unit))
-                work.advance(sizes[unit])
+                work.advance(sum(weight.nbytes for weight in unit.weights))
         for index, unit in enumerate(self.in_window):
             unit.index = index
             unit.visits = self._may_visit(unit)
@@ -294,7 +294,7 @@ class Arrangement:
         for weight in self.weights:
             weight.host = weight.home = nothing
         for segment in self.segments:
-            segment.leave_memory()
+            segment.copies.clear()
         if any(unit.handles for unit in self.in_window):  # a graph holds weights
             return
         for unit in self.in_window:
