@@ -122,9 +122,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     stream = parser.add_argument_group("streaming")
     stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline")
     stream.add_argument("--k", type=auto_or_positive, default="auto", help="units on the device (default: %(default)s)")
-    stream.add_argument(
-        "--k-prime", type=auto_or_positive, default="auto", help="units moved together (default: %(default)s)"
-    )
+    stream.add_argument("--k-prime", type=positive, default=1, help="units moved together (default: %(default)s)")
     stream.add_argument("--memory-budget", metavar="SIZE", help="device memory a step may take, such as 12GB")
     stream.add_argument(
         "--activations",

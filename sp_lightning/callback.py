@@ -155,7 +155,7 @@ class CallbackMixin(_Base):
         assert trainer.state.fn is not None
         plan = monitor.pipeline.summary()
         run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
-        caption = f"{run}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        caption = f"{run}, k={plan.k}, {plan.device}"
         try:
             write_timeline(recording, self.timeline, caption=caption)
         except OSError as error:  # must not end the training

@@ -2,7 +2,7 @@
 
 `FabricMixin` is the whole implementation, and `fabric.py` and `lightning_fabric.py` are its twins, as for the Trainer.
 Nobody declares steps in a loop of one's own: a step begins with a model's call, and ends with `fabric.backward`, or as
-an optimizer steps (pipeline/calls/open_steps.py). Nobody vouches for gradients either, so weights are not stepped in
+an optimizer steps (pipeline/calls/gates.py). Nobody vouches for gradients either, so weights are not stepped in
 backward, but under the next forward.
 """
 

@@ -20,7 +20,7 @@ from sp_lightning.trainer.narrator import outcome, planned
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
 
 SUMMARY = Summary(
-    device="cuda:0", units=28, k=2, k_prime=1, parameters=1 << 30, model_bytes=4 << 30, device_bytes=1 << 30,
+    device="cuda:0", units=28, k=2, parameters=1 << 30, model_bytes=4 << 30, device_bytes=1 << 30,
     gradient_bytes=0, host_bytes=4 << 30, host_gradient_bytes=1 << 30, optimizer_bytes=8 << 30, lowered=0, pinned=True,
     unit_names=tuple(map(str, range(28))), resident=(), living=(), visiting=(), plan=None,
 )  # fmt: skip
@@ -46,7 +46,7 @@ def test_outcome_in_numbers():
         "Superpipeline: 24 batches, 40 unit loads (1 late), 8.0 GiB to the device, 2.0 MiB back; "
         "weights took at most 1.0 GiB of cuda:0, and all took 13.0 GiB of the host, 13.0 bytes per parameter."
     )
-    plan = WindowPlan(2, 1, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
+    plan = WindowPlan(2, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
     assert "2 units living on the device with their state (1.0 GiB), 1 unit visiting it" in planned(plan)
 
 
@@ -183,7 +183,7 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
         arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3}, k=2, k_prime=1
     )
     text = path.read_text(encoding="utf-8")
-    assert "Base, fit, k=2, k_prime=1, cpu" in text
+    assert "Base, fit, k=2, cpu" in text
     assert '"name": "blocks.0", "cat": "forward"' in text
     assert '"steps": 2' in text
     said, _ = [text for text in messages() if text.startswith("A step takes")]  # of two streamed runs

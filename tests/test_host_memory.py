@@ -85,10 +85,10 @@ def test_what_a_former_arrangement_has_held_is_free(
     mapped: Mapped,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Units travel one by one, then in pairs, and one by one again.
+    """Units travel through two slots, then through four, and through three.
 
-    In all, weights and gradients take at most so many bytes per parameter, those included that pairs or landing buffers
-    take in a model with few units.
+    In all, weights and gradients take at most so many bytes per parameter, those included that landing buffers take in
+    a model with few units.
     """
     work = HostBackend.work
 
@@ -99,7 +99,7 @@ def test_what_a_former_arrangement_has_held_is_free(
         return ticket
 
     monkeypatch.setattr(HostBackend, "work", at_once)
-    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2,)], *3 * [(4,)], (3,)))
     compares, module = Compares(mapped), build()
     trainer = L.Trainer(
         strategy=SuperpipelineStrategy(**options),

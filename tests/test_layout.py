@@ -32,7 +32,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "turns", "optimizer",
     "calls", "whole",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "progress"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
 
 
 def modules(folder: Path) -> list[Path]:
@@ -55,7 +55,7 @@ BACK_FOR_TYPES = {
     "gradients.stream": {"optimizer.early_step.EarlyStep"},
     "optimizer.kinds": {"optimizer.optimizers.Optimizers"},
     "units.unit": {"optimizer.visit.Visit"},
-    "weights.autocast": {"calls.graphs.Graphs"},
+    "weights.autocast": {"calls.backward.Graphs"},
     "weights.leaf": {"weights.weight.Weight"},
     "weights.weight": {"calls.guard.Guard", "units.unit.Unit"},
 }
@@ -128,24 +128,24 @@ def test_imports_point_one_way_within_the_engine():
 # its number in the same commit. A token is one of code: docstrings and comments are free, so a budget is met by fewer
 # mechanisms, not by fewer reasons. `python -m tests.test_layout` prints today's numbers.
 AT_MOST = {
-    "# type: ignore": 27,
+    "# type: ignore": 26,
     "code lines of more than 100 columns, per mille": 29,
-    "files": 113,
+    "files": 107,
     "imports that lead back": 13,
     "lines of tests": 22_897,
-    "tokens": 117_659,
-    "tokens of optim": 8_520,
-    "tokens of pipeline": 9_024,
+    "tokens": 115_440,
+    "tokens of optim": 8_519,
+    "tokens of pipeline": 8_897,
     "tokens of pipeline/activations": 9_321,
-    "tokens of pipeline/calls": 7_550,
-    "tokens of pipeline/gradients": 5_744,
-    "tokens of pipeline/lanes": 6_183,
-    "tokens of pipeline/optimizer": 13_626,
+    "tokens of pipeline/calls": 7_288,
+    "tokens of pipeline/gradients": 5_676,
+    "tokens of pipeline/lanes": 6_145,
+    "tokens of pipeline/optimizer": 13_001,
     "tokens of pipeline/processes": 6_425,
-    "tokens of pipeline/units": 5_667,
-    "tokens of pipeline/weights": 6_628,
-    "tokens of pipeline/window": 6_230,
-    "tokens of planning": 12_896,
+    "tokens of pipeline/units": 5_645,
+    "tokens of pipeline/weights": 6_627,
+    "tokens of pipeline/window": 5_923,
+    "tokens of planning": 12_863,
     "tokens of the top": 9_954,
     "tokens of timeline": 1_558,
     "tokens of trainer": 7_553,

@@ -37,7 +37,7 @@ FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 def test_each_place_in_each_precision(precision: str, make: Any, clip: float | None, accumulate: int) -> None:
     """A unit lives, two visit from the second step on, three are stepped on the host."""
     expected, _ = fit_placed(make, None, precision, clip, accumulate)
-    planner = Fixed((2, 1), (2, 1, (0,), (1, 4)))
+    planner = Fixed((2,), (2, (0,), (1, 4)))
     actual, stats = fit_placed(make, planner, precision, clip, accumulate)
     assert_same_trace(expected, actual)
     assert stats.optimizer_steps == (5 if precision == "16-mixed" else 6)
@@ -61,5 +61,5 @@ class Reads(Placed):
 )
 def test_visits_that_never_happen_are_told(precision: str, make: Any, module: type[Placed], why: str) -> None:
     with pytest.warns(UserWarning, match=f"Units were to visit the device.* the host has stepped them.*{why}"):
-        _, stats = fit_placed(make, Fixed((2, 1), (2, 1, (), (4,))), precision, module=module)
+        _, stats = fit_placed(make, Fixed((2,), (2, (), (4,))), precision, module=module)
     assert stats.visits == 0

@@ -92,7 +92,7 @@ def compact_optimizers() -> None:
 
 def units_that_live_on_the_device() -> None:
     """From some step on, then others, then none, then all, and what is resident, too; they take no host memory."""
-    windows = [(2, 1), (2, 1, (0, 3)), (2, 1, (0, 3)), (2, 1, (2, 3, 4)), (2, 1), (2, 1, range(9))]
+    windows = [(2,), (2, (0, 3)), (2, (0, 3)), (2, (2, 3, 4)), (2,), (2, range(9))]
     for make, arguments in [
         (Base, {"gradient_clip_val": 0.1}),
         (Silent, {"precision": "bf16-mixed"}),

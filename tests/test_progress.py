@@ -1,4 +1,4 @@
-"""Long work shows itself (pipeline/progress.py, trainer/progress.py), and an interrupt in its middle breaks nothing."""
+"""Long work shows itself (pipeline/stats.py, trainer/progress.py), and an interrupt in its middle breaks nothing."""
 
 from __future__ import annotations
 

@@ -47,9 +47,8 @@ def make_model(blocks: int, width: int) -> nn.Sequential:
 def measure(arguments: argparse.Namespace, k: int) -> Point:
     """Measure the median seconds of a step and the peak device memory of all steps."""
     model = make_model(arguments.blocks, arguments.width)
-    pipeline = superpipeline(
-        model, arguments.device, k=k, k_prime=min(k, arguments.k_prime), activations=arguments.activations
-    )
+    k_prime = min(k, arguments.k_prime)
+    pipeline = superpipeline(model, arguments.device, k=k, k_prime=k_prime, activations=arguments.activations)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randn(arguments.rows, arguments.width, device=pipeline.device)
     counts_memory = pipeline.device.type == "cuda"
@@ -71,7 +70,7 @@ def measure(arguments: argparse.Namespace, k: int) -> Point:
     counted = plan.device_bytes + plan.gradient_bytes + pipeline.stats.activation_peak_bytes
     peak = torch.cuda.max_memory_allocated(pipeline.device) if counts_memory else counted
     pipeline.detach()
-    return Point(plan.k, plan.k_prime, statistics.median(seconds[arguments.warm_up :]), peak)
+    return Point(k, k_prime, statistics.median(seconds[arguments.warm_up :]), peak)
 
 
 def sweep(arguments: argparse.Namespace) -> dict[str, object]:

@@ -104,7 +104,7 @@ class Observer(L.Callback):
                 "recorded_steps": _RECORDED,
                 "seconds": seconds,
                 **break_down(recording).metrics(),
-                "plan": {name: getattr(plan, name) for name in ("units", "k", "k_prime", "pinned")},
+                "plan": {name: getattr(plan, name) for name in ("units", "k", "pinned")},
                 "counted": counted,
                 "thread_seconds": {
                     name: used - self._before["threads"].get(name, 0.0) for name, used in threads.items()
@@ -113,7 +113,7 @@ class Observer(L.Callback):
             }
         )
         without = "" if trainer.gradient_clip_val else "-unclipped"
-        caption = f"{size}K tokens{without}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        caption = f"{size}K tokens{without}, k={plan.k}, {plan.device}"
         write_timeline(recording, self._folder / f"{size}k{without}.json", caption=caption)
         drawn = draw_timeline(recording, caption)
         (self._folder / f"{size}k{without}.svg").write_text(drawn, encoding="utf-8")

@@ -1,6 +1,6 @@
 """The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
 
-from sp_lightning.pipeline.calls.open_steps import open_steps as open_steps
+from sp_lightning.pipeline.calls.gates import open_steps as open_steps
 from sp_lightning.pipeline.engine import Engine as Engine
 from sp_lightning.pipeline.engine import Planner as Planner
 from sp_lightning.pipeline.host_memory import available_host_memory as available_host_memory
@@ -17,9 +17,9 @@ from sp_lightning.pipeline.options import ActivationPolicy as ActivationPolicy
 from sp_lightning.pipeline.options import PipelineOptions as PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline
 from sp_lightning.pipeline.processes.distributed import Processes as Processes
-from sp_lightning.pipeline.progress import Progress as Progress
-from sp_lightning.pipeline.progress import Work as Work
+from sp_lightning.pipeline.stats import Progress as Progress
 from sp_lightning.pipeline.stats import Stats as Stats
+from sp_lightning.pipeline.stats import Work as Work
 from sp_lightning.pipeline.stats import readable_bytes as readable_bytes
 from sp_lightning.pipeline.summary import Summary as Summary
 from sp_lightning.pipeline.summary import as_table as as_table

@@ -17,17 +17,14 @@ from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.calls.backward import BackwardPass
+from sp_lightning.pipeline.calls.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls.calls import Calls
-from sp_lightning.pipeline.calls.compiled import compiled_call
-from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
-from sp_lightning.pipeline.calls.graphs import Graphs
+from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
-from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.stream import Exchange, GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
@@ -37,8 +34,7 @@ from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.turns import Turns
-from sp_lightning.pipeline.progress import Progress
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.unit import Member, Unit
@@ -158,9 +154,8 @@ class Engine:
 
     def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
         by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
-        parts = [part for unit in units for part in unit.parts]
-        self.landing.serve(len(parts), max((len(unit.parts) for unit in units), default=1))
-        staging = StagingBuffers(parts, self.backend)
+        self.landing.serve(len(units))
+        staging = StagingBuffers(units, self.backend)
         exchange = Exchange()
         if self.processes is not None:
             exchange = Turns(by_segment, self.backend, self.landing, self.processes, self._sums_gradients)

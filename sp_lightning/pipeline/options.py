@@ -37,13 +37,13 @@ _CHOICES = {
 class PipelineOptions:
     """How a module is streamed: arguments of `superpipeline` and of the strategy; every default works.
 
-    Without the planner that these add, `k="auto"` is two, `k_prime="auto"` is one, `activations="auto"` recomputes if
-    there is a budget, and `optimizer_on="auto"` is `"host"`.
+    Without the planner that these add, `k="auto"` is two units, `activations="auto"` recomputes if there is a budget,
+    and `optimizer_on="auto"` is `"host"`.
 
     Args:
         k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
             then chooses what the first steps show to be fastest within `memory_budget`.
-        k_prime: Number of units moved together, at most `k`. `"auto"` is one.
+        k_prime: Number of neighbors of these, at most `k`, that are joined into one unit, and move together.
         memory_budget: Device memory for weights, gradients on their way to the host and activations: bytes, text such
             as `"12GB"`, or a fraction of the device's memory. `None` means 90 % of what is free, and no limit on the
             CPU.
@@ -70,7 +70,7 @@ class PipelineOptions:
     """
 
     k: int | Literal["auto"] = "auto"
-    k_prime: int | Literal["auto"] = "auto"
+    k_prime: int = 1
     memory_budget: int | float | str | None = None
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
@@ -84,9 +84,9 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         _check_count("k", self.k)
-        _check_count("k_prime", self.k_prime)
+        _check_count("k_prime", self.k_prime, may_be_auto=False)
         _check_count("host_threads", self.host_threads)
-        if isinstance(self.k, int) and isinstance(self.k_prime, int) and self.k_prime > self.k:
+        if self.k != "auto" and self.k_prime > self.k:
             raise ValueError(
                 f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together "
                 f"must fit among those on the device. Choose 1 <= k_prime <= {self.k}, or a larger "
@@ -105,11 +105,17 @@ class PipelineOptions:
                 choices = ", ".join(map(repr, allowed))
                 raise ValueError(f"`{name}={value!r}` must be one of {choices}.")
 
+    @property
+    def slots(self) -> int | Literal["auto"]:
+        """How many units, of `k_prime` neighbors each, are on the device at once."""
+        return self.k if self.k == "auto" else self.k // self.k_prime
 
-def _check_count(name: str, value: object) -> None:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    raise ValueError(f"`{name}={value!r}` must be 'auto' or an integer of at least 1.")
+
+def _check_count(name: str, value: object, may_be_auto: bool = True) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and not (may_be_auto and value == "auto"):
+        choices = "'auto' or an integer" if may_be_auto else "an integer"
+        raise ValueError(f"`{name}={value!r}` must be {choices} of at least 1.")
 
 
 def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:

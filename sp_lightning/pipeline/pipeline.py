@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.compiled import keep_out_of_graphs
-from sp_lightning.pipeline.calls.gates import install_gate, remove_gate
+from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, open_steps, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
-from sp_lightning.pipeline.calls.open_steps import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
@@ -23,7 +21,7 @@ from sp_lightning.pipeline.operands import autocast_dtype
 from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.progress import Progress
+from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.tree import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.window.arrangement import Arrangement
@@ -45,7 +43,7 @@ class Pipeline:
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
         processes: All processes that train the same model, if there are others: gradients are averaged with theirs.
         progress: Shows how far long work has come; by default in the log.
-        leaves_steps_open: Whether a call's step goes on after it: nobody declares steps (calls/open_steps.py).
+        leaves_steps_open: Whether a call's step goes on after it: nobody declares steps (calls/gates.py).
 
     Attributes:
         module: The module.
@@ -115,7 +113,6 @@ class Pipeline:
             processes.broadcast_module(self.module)
         # what is on now is likely to be on in steps, too
         self._parts.arrange(autocast_dtype(self.device.type))
-        _check_together(self.options, len(self.arrangement.units))
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
@@ -264,16 +261,6 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
             f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
             f"{backend.device} does not "
             "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
-            stacklevel=2,
-        )
-
-
-def _check_together(options: PipelineOptions, units: int) -> None:
-    if isinstance(options.k_prime, int) and options.k_prime > units:
-        warnings.warn(
-            f"`k_prime={options.k_prime}` is above the number of units, {units}: all move "
-            "together, and none while "
-            "another computes.",
             stacklevel=2,
         )
 

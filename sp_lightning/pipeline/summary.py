@@ -15,9 +15,8 @@ class Summary:
     """The plan of a pipeline, and what it takes at the moment; `str()` of it is a table."""
 
     device: str  # that forward and backward run on
-    units: int
+    units: int  # each of `k_prime` neighbors
     k: int  # units on the device at once
-    k_prime: int  # units moved together
     parameters: int  # elements of all weights
     model_bytes: int  # of all weights in their own dtypes
     device_bytes: int  # for slots, resident weights, all of the units that live there, and pieces of those that visit
@@ -46,7 +45,6 @@ class Summary:
             device=str(engine.device),
             units=len(arrangement.units),
             k=arrangement.k,
-            k_prime=arrangement.k_prime,
             parameters=sum(weight.master.numel() for weight in weights),
             model_bytes=sum(weight.nbytes for weight in weights),
             device_bytes=layout.device_bytes + engine.visits.nbytes(),
@@ -59,7 +57,7 @@ class Summary:
             unit_names=tuple(unit.name for unit in arrangement.units),
             resident=tuple(weight.name for weight in arrangement.resident.weights),
             living=tuple(unit.name for unit in layout.units_on_device),
-            visiting=tuple(part.name for unit in arrangement.in_window if unit.visits for part in unit.parts),
+            visiting=tuple(unit.name for unit in arrangement.in_window if unit.visits),
             plan=arrangement.plan,
         )
 
@@ -70,7 +68,7 @@ class Summary:
         ways = f"{len(self.living)} live on the device, {len(self.visiting)} visit it, the host steps the others"
         return [
             ("device", self.device),
-            ("units", f"{self.units}: {streamed}, {self.k_prime} moved together"),
+            ("units", f"{self.units}: {streamed}"),
             ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
             ("weights on the host", f"{readable_bytes(self.host_bytes)}{page_locked}"),
             ("optimizer steps", ways if self.living or self.visiting else "on the host"),

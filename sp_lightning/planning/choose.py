@@ -54,7 +54,6 @@ def choose(
     budget: int,
     *,
     k: int | Literal["auto"] = "auto",
-    k_prime: int = 1,
     by_size: bool = False,
 ) -> Prediction:
     """Predict the fastest step within a budget of device memory, with its choice.
@@ -62,8 +61,8 @@ def choose(
     `k` may be fixed. If units are chosen `by_size`, as few bytes as possible are moved, however long things take, and
     nothing visits. If nothing fits, it raises `TooLittleMemory`.
     """
-    most = max(k_prime, len(workload.units))
-    places = [*(k_prime * each for each in _PLACES if k_prime * each < most), most] if k == "auto" else [k]
+    most = max(1, len(workload.units))
+    places = [*(each for each in _PLACES if each < most), most] if k == "auto" else [k]
     search = _Search(workload, machine, budget - workload.reserve_bytes, by_size)
     search.look_at(search.drafts(places))
     if not search.found:

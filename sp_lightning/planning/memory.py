@@ -49,7 +49,7 @@ def landing_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
     gradients = sorted(_leaving_gradients(workload, choice), reverse=True)
     if workload.stepping == "in backward" or workload.adds_up:
-        gradients = gradients[: landing_buffers(len(gradients), 1)]
+        gradients = gradients[: landing_buffers(len(gradients))]
     return sum(gradients)
 
 

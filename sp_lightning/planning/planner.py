@@ -116,10 +116,9 @@ class AutoPlanner(Planner):
             machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
         self._machine = machine
         assert budget is not None
-        together = 1 if options.k_prime == "auto" else options.k_prime
         # no two runs measure the same
         by_size = torch.are_deterministic_algorithms_enabled()
-        search = partial(choose, workload, machine, k=options.k, k_prime=together, by_size=by_size)
+        search = partial(choose, workload, machine, k=options.slots, by_size=by_size)
         try:
             prediction = search(budget)
         except TooLittleMemory as error:
@@ -132,7 +131,6 @@ class AutoPlanner(Planner):
             policies = {unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)}
         plan = WindowPlan(
             k=choice.k,
-            k_prime=together,
             on_device=tuple(unit.name for unit in living),
             visiting=tuple(workload.units[number].name for number in choice.visiting),
             on_device_bytes=sum(unit.bytes_on_device for unit in living),

@@ -72,7 +72,7 @@ def test_no_host_synchronization_in_a_step(activations: str, first: int, cuda: t
 def test_steps_are_measured_and_recorded_while_the_host_lags(device: torch.device) -> None:
     """As a recording ends, copies that come after a step on the host are not even asked for; that was an error."""
     x = torch.randn(ROWS, WIDTH, device=device)
-    options = {"k": "auto", "k_prime": "auto", "memory_budget": 8 * BLOCK_BYTES}
+    options = {"k": "auto", "memory_budget": 8 * BLOCK_BYTES}
     with slow_host(), on_device(big_chain(), device, AutoPlanner(), **options) as pipe:
         optimizer = SGD(pipe.module.parameters(), lr=0.1)
         for _ in range(5):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 @pytest.mark.parametrize("there", [(1, 4), range(7)], ids=["some", "all"])
 def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None, device: torch.device) -> None:
     """The losses are those of plain training on the device, as far as two optimizers round alike."""
-    make, planner = partial(AdamW, lr=1e-2, fused=fused), Fixed((2, 1), (2, 1), (2, 1, there))
+    make, planner = partial(AdamW, lr=1e-2, fused=fused), Fixed((2,), (2,), (2, there))
     seen: list[nn.Module] = []
 
     def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -47,7 +47,7 @@ def test_they_come_and_go_one_after_another(device: torch.device) -> None:
     """With whatever the optimizer keeps; moving takes no more than what lives there."""
     rows = torch.randn(8, 64, device=device)
     losses: list[list[float]] = []
-    for windows in (None, [(2, 1), (2, 1), *3 * [(2, 1, range(9))], (2, 1), (2, 1), (2, 1, range(9))]):
+    for windows in (None, [(2,), (2,), *3 * [(2, range(9))], (2,), (2,), (2, range(9))]):
         torch.manual_seed(0)
         model = chain(8, 64, 1024)
         pipeline = None

@@ -31,9 +31,9 @@ CLOSE = {"rtol": 0, "atol": 0} if "SECOND_DEVICE" in os.environ else {"rtol": 1e
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_visits_in_each_precision(precision: str, clip: float | None, accumulate: int, accelerator: str) -> None:
     """All that were planned, with the numbers of steps on the host."""
-    visiting = Fixed((2, 1), (2, 1, (), (1, 2, 4)))
+    visiting = Fixed((2,), (2, (), (1, 2, 4)))
     (expected, _), (actual, stats) = (
-        fit_placed(ADAMW, planner, precision, clip, accumulate, accelerator) for planner in (Fixed((2, 1)), visiting)
+        fit_placed(ADAMW, planner, precision, clip, accumulate, accelerator) for planner in (Fixed((2,)), visiting)
     )
     assert stats.optimizer_steps >= 5
     assert stats.visits == 3 * (stats.optimizer_steps - 1)
@@ -51,7 +51,7 @@ def test_placement_changes_no_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1024)
-    expected, _ = train_placed(ADAMW, Fixed((2, 1)), device, steps=10, dtype=dtype, **training)
+    expected, _ = train_placed(ADAMW, Fixed((2,)), device, steps=10, dtype=dtype, **training)
     actual, stats = train_placed(ADAMW, Wanders(seed), device, steps=10, dtype=dtype, **training)
     assert stats.visits > 0
     torch.testing.assert_close(actual, expected, **CLOSE)
@@ -59,7 +59,7 @@ def test_placement_changes_no_number(
 
 def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device) -> None:
     """It needs the new weights, which are there before. It waits for the thread, which knows the factor of clipping."""
-    planner = Fixed((2, 1), (2, 1, (), range(BLOCKS)))
+    planner = Fixed((2,), (2, (), range(BLOCKS)))
     with slow_copies("host"), on_device(big_chain(), cuda, planner, memory_budget=1 << 32) as pipe:
         optimizer, clipping = optim.AdamW(pipe.module.parameters(), lr=1e-3), pipe.optimizers.clipping
         for step in range(6):

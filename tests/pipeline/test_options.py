@@ -12,7 +12,7 @@ from sp_lightning.pipeline.options import parse_bytes
 
 WRONG: list[tuple[str, Any]] = [
     *[("k", value) for value in (0, -1, True, False, "two", 1.5, None, "Auto")],
-    *[("k_prime", value) for value in (0, -3, True, "one", 2.0, None)],
+    *[("k_prime", value) for value in (0, -3, True, "auto", 2.0, None)],
     *[("memory_budget", value) for value in (0, -1, 1.5, True, 0.0, float("nan"), float("inf"), [1], nn.Linear)],
     *[("memory_budget", value) for value in ("", "12 parsecs", "-1GB", "GB", "0", "1,5GB", "1e9")],
     *[("units", value) for value in (5, [], (), [5], ["Block", 3], {"Block"}, 1.5, b"Block")],

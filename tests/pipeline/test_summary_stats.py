@@ -45,7 +45,6 @@ def test_the_summary_of_a_model() -> None:
         "device": "cpu",
         "units": 6,
         "k": 3,
-        "k_prime": 1,
         "model_bytes": 6 * block + head,
         "device_bytes": 3 * slot + 1024 + 256,
         "gradient_bytes": 0,
@@ -67,7 +66,7 @@ def test_the_summary_of_a_model() -> None:
 def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of visits are device memory, their state lies beside masters, and what lives there leaves the host."""
     model = chain(6, 16, 32)
-    planner = Fixed((2, 1), (2, 1, (4,), (0, 1)))
+    planner = Fixed((2,), (2, (4,), (0, 1)))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=Block), planner=planner)
     optimizer = Adam(model.parameters(), fused=True)
     for _ in range(3):
@@ -93,12 +92,12 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("k", "k_prime", "expected"),
-    [("auto", "auto", (2, 1)), ("auto", 3, (6, 3)), (4, "auto", (4, 1)), (4, 2, (4, 2)), (100, 1, (100, 1))],
+    [("auto", 1, (2, 6)), ("auto", 3, (2, 2)), (4, 1, (4, 6)), (4, 2, (2, 3)), (5, 4, (1, 2)), (100, 1, (100, 6))],
 )
-def test_automatic_k(k: int | str, k_prime: int | str, expected: tuple[int, int]) -> None:
-    """One computes while another arrives."""
+def test_automatic_k(k: int | str, k_prime: int, expected: tuple[int, int]) -> None:
+    """One computes while another arrives; of units that neighbors are joined into, as many fit as `k` says."""
     pipeline = Pipeline(chain(6), "cpu", options=PipelineOptions(k=k, k_prime=k_prime, units=Block))  # type: ignore[arg-type]
-    assert (pipeline.summary().k, pipeline.summary().k_prime) == expected
+    assert (pipeline.summary().k, pipeline.summary().units) == expected
     pipeline.detach()
 
 
@@ -109,5 +108,5 @@ def test_the_table(k: int, phrase: str) -> None:
     rows = str(pipeline.summary()).splitlines()
     pipeline.detach()
     assert len({row.index("  ") < 30 for row in rows}) == 1
-    assert any(row.startswith("units") and f"6: {phrase}, 1 moved together" in row for row in rows)
+    assert any(row.startswith("units") and f"6: {phrase}" in row for row in rows)
     assert "nan" not in str(rows)

@@ -99,28 +99,26 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of units that live on the device, and of those that visit; what is resident has
-            the number after the last unit.
+        windows: k, the numbers of units that live on the device, and of those that visit; resident weights come last.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
         self._windows = list(windows)
-        self.seen: list[tuple[int, int, int]] = []
+        self.seen: list[tuple[int, int]] = []
         self.host_bytes = 0  # for weights, when the last step began
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement = engine.arrangement
-        self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
+        self.seen.append((arrangement.k, len(arrangement.parameters_on_device)))
         self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
-        k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
+        k, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = arrangement.units
         everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
         numbers = [*chosen, (), ()][:2]
         on_device, visiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
         return WindowPlan(
             k,
-            k_prime,
             on_device=tuple(unit.name for unit in on_device),
             visiting=tuple(unit.name for unit in visiting),
             on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in on_device),
@@ -147,7 +145,7 @@ class Wanders(Planner):
             units = [unit.name for unit in arrangement.units]
             living = self._draw([*units, arrangement.resident.name])
             visiting = self._draw(units)
-            self._plan = WindowPlan(self._random.randint(1, 3), 1, on_device=living, visiting=visiting)
+            self._plan = WindowPlan(self._random.randint(1, 3), on_device=living, visiting=visiting)
         return self._plan
 
     def _draw(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ BLOCKS = MACHINES["sending is the slowest"]
 def compare(blocks: Blocks, window: tuple[int, tuple[int, ...]], workload: Workload, **training: Any) -> None:
     """Time within 10 %, memory of what streams within 2 %."""
     k, living = window
-    real = blocks.train(Fixed((k, 1, living)), steps=4, **training)
+    real = blocks.train(Fixed((k, living)), steps=4, **training)
     predicted = predict(workload, blocks.machine, Choice(k, living))
     assert predicted.seconds == pytest.approx(real.seconds[-1], rel=0.1)
     assert predicted.device_bytes == pytest.approx(real.summary.device_bytes + real.summary.gradient_bytes, rel=0.02)

@@ -16,9 +16,9 @@ from ..helpers import Plan, assert_exact
 from ..zoo import CASES
 from .parts import Fixed, Make, train_placed
 
-GROWS = [(2, 1), (3, 1), (4, 2), (6, 1), (2, 1)]
-LIVES = [(2, 1), (2, 1, (1, 4)), (2, 1, (4, 5)), (6, 1, (2,)), (1, 1, range(6)), (2, 2, (3,))]
-SHRINKS = [(6, 3), (4, 2), (2, 2), (1, 1), (1, 1)]
+GROWS = [(2,), (3,), (4,), (6,), (2,)]
+LIVES = [(2,), (2, (1, 4)), (2, (4, 5)), (6, (2,)), (1, range(6)), (2, (3,))]
+SHRINKS = [(6,), (4,), (2,), (1,), (1,)]
 MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=1e-2, weight_decay=0.1)
 
 
@@ -45,7 +45,7 @@ def test_a_window_that_changes_at_every_step(windows: Any, optimizer: Make, trai
     expected, _ = train_placed(optimizer, None, **plain)
     actual, stats = train_placed(optimizer, planner, in_backward=True, **training)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert len({seen[:2] for seen in planner.seen}) >= 3, "the window did change"
+    assert len({k for k, _ in planner.seen}) >= 3, "the window did change"
     if windows is LIVES:
         assert len({on_device for *_, on_device in planner.seen}) == 4, "units came and went"
     elif not training:

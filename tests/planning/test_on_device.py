@@ -27,7 +27,7 @@ def attach(*windows: tuple[Any, ...]) -> tuple[Chain, Pipeline]:
     """Six blocks, of which two live on the device from the second step on, unless there are other windows."""
     torch.manual_seed(0)
     model = chain(6, 16, 32)
-    planner = Fixed(*(windows or ((2, 1), (2, 1, (1, 4)))))
+    planner = Fixed(*(windows or ((2,), (2, (1, 4)))))
     backend = HostBackend(poison=True, max_delay=0.002)
     return model, Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
 
@@ -144,8 +144,8 @@ def test_optimizers_that_look_at_weights_together(name: str) -> None:
     torch.manual_seed(0)
     plain = chain(6, 16, 32)
     expected = losses_of(plain, LOOK_AT_WEIGHTS_TOGETHER[name](plain.parameters()))
-    everything = (2, 1, range(7))
-    model, pipeline = attach((2, 1), (2, 1), *3 * [everything], (2, 1))
+    everything = (2, range(7))
+    model, pipeline = attach((2,), (2,), *3 * [everything], (2,))
     parameters = list(model.parameters())
     optimizer = LOOK_AT_WEIGHTS_TOGETHER[name](parameters)
     actual = losses_of(model, optimizer)
@@ -161,10 +161,10 @@ def test_optimizers_that_look_at_weights_together(name: str) -> None:
 
 def test_they_take_no_host_memory() -> None:
     """Not for masters, copies and gradients, nor until garbage is collected; what streams has its own again."""
-    everything = (2, 1, range(7))
+    everything = (2, range(7))
     bytes_taken = []
     with mapped_without_collector() as mapped:
-        model, pipeline = attach((2, 1), (2, 1), everything, everything, (2, 1))
+        model, pipeline = attach((2,), (2,), everything, everything, (2,))
         optimizer = AdamW(model.parameters())
         for _ in range(6):
             take_steps(model, optimizer, 1)

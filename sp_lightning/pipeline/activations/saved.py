@@ -139,7 +139,7 @@ class SavedTensors:
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see graphs.py)."""
+        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see backward.py)."""
         self.twins = {}
         self.backward = None
 
@@ -181,13 +181,6 @@ class SavedTensors:
             if tensor._version != version:
                 raise _changed_in_place(tensor.shape)
             return tensor
-        if isinstance(packed, Kept | Offloaded):
-            if self.backward is None:  # detached since
-                raise outdated_graph_error("what a unit has saved")
-            tensor = packed.get() if isinstance(packed, Kept) else self._offloader.unpack(packed)
-            if packed.is_changed:
-                raise _changed_in_place(tensor.shape)
-            return tensor
         if isinstance(packed, _Handle):
             tensor, twin = packed.alias, self.twins.get(packed.twin.key)
             name = f"weight {packed.twin.weight.name!r}"
@@ -195,6 +188,13 @@ class SavedTensors:
                 raise outdated_graph_error(name)
             if packed.is_changed:
                 raise _changed_in_place(name)
+        elif isinstance(packed, Kept | Offloaded):
+            if self.backward is None:  # detached since
+                raise outdated_graph_error("what a unit has saved")
+            tensor = packed.get() if isinstance(packed, Kept) else self._offloader.unpack(packed)
+            if packed.is_changed:
+                raise _changed_in_place(tensor.shape)
+            return tensor
         else:  # from the hooks below
             tensor = packed()
             twin = self.twins.get(storage_key(tensor))

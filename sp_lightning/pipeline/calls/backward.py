@@ -1,26 +1,43 @@
-"""How the engine notices a backward pass, follows it through the units, and ends it.
+"""Graphs, and backward passes through them: how the engine notices one, follows it through the units, and ends it.
 
 Autograd does not tell a module that backward has reached it. There are signs of it: a node that made a unit's output is
 about to run, a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the
 pass; the callback that autograd runs after the last node closes it.
+
+[Note: what nodes hold]
+A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold, so
+the module would never be freed if that led to it: nodes refer to the engine's objects weakly.
+
+[Note: before backward]
+Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
+tensor (its base, for a view) stays in the graph in every case, so the hook is registered there. A view that a custom
+autograd function returns has a base from before its graph, or from inside of it, but cannot be modified in place.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from itertools import chain, islice
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.calls.graphs import Graph
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
+from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.torch_private import (
+    graph_task,
+    in_backward,
+    tensor_hooks,
+    when_backward_ends,
+    without_torch_function,
+)
 from sp_lightning.pipeline.units.unit import Member, Residency, Unit
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -29,6 +46,103 @@ from sp_lightning.pipeline.window.window import Window
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine
+
+
+_WATCHED_AT = "superpipeline"  # a key in a node's metadata
+
+
+class Graph:
+    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.done = False  # whether a backward has run through it
+        self.outdated = False  # whether units have been arranged anew since
+
+
+class Graphs:
+    """The graphs that may still need weights where these lay when the graphs were built."""
+
+    def __init__(self) -> None:
+        self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.current = Graph(0)  # the graph that is being built
+        self.calls = 0  # how many calls of units have begun
+        # whether weights were used outside of units since the last scope or backward
+        self.has_served = False
+        self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
+
+    def begin(self) -> None:
+        """Begin the graph of a new step; whoever holds nodes of the last one may run a backward through it."""
+        self._earlier.add(self.current)
+        self.current = Graph(self.current.number + 1)
+
+    def outdate(self) -> None:
+        """Note that weights no longer lie where graphs need them."""
+        self.begin()
+        for graph in self._earlier:
+            graph.outdated = True
+
+    def may_have_backward(self, number: int) -> bool:
+        """Tell whether a graph is being built, or waits for its backward."""
+        earlier = any(graph.number == number and not graph.done for graph in self._earlier)
+        return earlier or number == self.current.number
+
+    def waiting(self) -> bool:
+        """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
+        return self.has_served or any(not graph.done for graph in self._earlier)
+
+
+def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
+    """Run an action before backward reaches the nodes with which a call made its outputs.
+
+    A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
+    whose weights would have to make room for this call's at the very moment at which they are needed. So `since` is the
+    number of calls when this one began, and `now` that of all.
+    """
+    nodes: set[Any] = set()
+    for output in outputs:
+        node, base = output.grad_fn, output._base
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
+        if node is not None:
+            nodes.add(node)
+    for node in nodes:
+        if node.metadata.setdefault(_WATCHED_AT, now) >= since:
+            node.register_prehook(action)
+
+
+def edges_of(weight: Weight) -> list[Any]:
+    """Return what stands for a weight in graphs: edges, as leaves may have a class of their own."""
+    with without_torch_function():
+        leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
+        if weight.master.requires_grad and leaves:
+            return list(map(get_gradient_edge, leaves))
+        # no graph has it
+        return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]
+
+
+def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` with leaves in place of weights; their gradients get the masters' dtype.
+
+    The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
+    """
+    if isinstance(inputs, dict):
+        found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
+    inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
+    edges = [edges_of(each) if isinstance(each, Weight) else [each] for each in inputs]
+    if any(len(of_input) > 1 for of_input in edges):  # the outputs may have used one leaf of a weight alone
+        kwargs["allow_unused"] = True
+    found = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
+    gradients: list[Tensor | None] = []
+    for each, of_input in zip(inputs, edges, strict=True):
+        parts = [part for part in islice(found, len(of_input)) if part is not None]
+        if isinstance(each, Weight) and parts:
+            with without_torch_function():
+                gradient = reduce(torch.add, [part.to(each.dtype) for part in parts])
+                parts = [run_hooks(tensor_hooks(each.master), gradient)]
+        gradients.append(parts[0] if parts else None)
+    return tuple(gradients)
 
 
 class BackwardPass:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.activations.offload import Bundle
-from sp_lightning.pipeline.calls.graphs import Graph, before_backward
-from sp_lightning.pipeline.calls.open_steps import open_steps
+from sp_lightning.pipeline.calls.backward import Graph, before_backward
+from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
@@ -43,7 +43,7 @@ _MILLISECONDS = 50  # that a thread waits for another one's backward to end
 class Calls:
     """Opens and closes steps, and runs the calls of modules in them."""
 
-    leaves_steps_open = False  # whether a call's step goes on after it (see open_steps.py)
+    leaves_steps_open = False  # whether a call's step goes on after it (see gates.py)
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -351,7 +351,7 @@ def _reach(
     bundle: Bundle | None,
     _gradients: tuple[Tensor, ...],
 ) -> None:
-    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in graphs.py)."""
+    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in backward.py)."""
     engine, member = engine_ref(), member_ref()
     if engine is None or member is None or graph.outdated:
         return  # if it matters, unpacking raises

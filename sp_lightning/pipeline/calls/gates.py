@@ -1,4 +1,4 @@
-"""Gates: modules whose calls go through the engine.
+"""Gates: modules whose calls go through the engine, compiled or not, and the steps that such calls leave open.
 
 [Note: a subclass, not forward hooks]
 A module that is a gate has a subclass of its own class, made once for each class, as `fully_shard` does; the subclass
@@ -14,18 +14,45 @@ are plain modules.
 Nobody hears of these subclasses: no metaclass that wants arguments or counts calls, no `__init_subclass__` that keeps a
 registry or raises. And they derive from the plain class alone, so whatever the memory of its instances looks like
 (`Generic`, `ABC`, `__slots__` or `dict` among the bases), Python lets an instance change between the two.
+
+[Note: what is in a graph]
+`torch.compile` sees the call of a unit's module, including the user's hooks, and nothing of the engine, because the
+gate is around it. Weights are inputs of the graph. So units that are alike share one graph, and neither a weight that
+moves nor a new arrangement costs a compilation.
+
+[Note: steps that stay open]
+A call begins a step, and what follows belongs to it, up to its backward or an optimizer's step. This is for loops whose
+steps nobody declares, as Fabric's are. Between a model's call and its backward they compute losses from weights, and
+gradients of gradients, for which a step has to be open. The hooks for saved tensors of several models are one stack of
+the thread, so the steps of all models end together. For the same reason a call within a user's own hooks (a
+checkpoint's, say) leaves nothing open: these end before.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from sp_lightning.pipeline.torch_private import explain_graph_break
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.torch_private import (
+    SavedTensorHooks,
+    call_before_compiling,
+    explain_graph_break,
+    hide_from_dynamo,
+    top_saved_tensor_hooks,
+    without_compile,
+)
 from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.weights import autocast, leaf
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.calls.calls import Calls
@@ -37,6 +64,8 @@ _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the 
 _OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
+_ENGINE = "sp_lightning.pipeline."
+_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 _gates: dict[int, tuple[Calls, Member]] = {}
 
 
@@ -125,3 +154,67 @@ def _as_plain(name: str) -> Callable[..., Any]:
 def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Give a module a class, below that of a gate if it is one."""
     _set_class(module, _gate_class(cls) if id(module) in _gates else cls)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the module's call, to be compiled when it first runs; None where that is not for us to do, or pointless.
+
+    It is what `module.compile()` would leave on the module. What the user compiled stays as it is. A lone layer of
+    torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
+    """
+    is_lone_layer = type(module).__module__.startswith("torch.nn.") and not any(module.children())
+    if is_lone_layer or without_compile(module) is not module or isinstance(module, torch.jit.ScriptModule):
+        return None
+    return torch.compile(module._call_impl)
+
+
+def keep_out_of_graphs(backend: Backend) -> None:
+    """Have `torch.compile` leave the engine's code alone, and drain a backend before it compiles anything."""
+    _prepare_to_be_compiled()
+    _backends.add(backend)
+
+
+@functools.cache
+def _prepare_to_be_compiled() -> None:
+    # in graphs of units and of hooks; hiding a package would hide all modules in it
+    visible = (autocast.__name__, leaf.__name__, leaf.__package__)
+    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
+    call_before_compiling(_drain_backends)
+
+
+def _drain_backends() -> None:
+    """Finish work on the host: nothing may be stepped meanwhile."""
+    for backend in list(_backends):
+        backend.drain()
+
+
+class OpenSteps(threading.local):
+    """The steps of this thread that stay open, one inside of the other ([Note: steps that stay open])."""
+
+    def __init__(self) -> None:
+        self._scopes = ExitStack()
+        self.calls = 0  # of models that are running, one inside of the other
+        self._models: list[object] = []
+        self._on_top: SavedTensorHooks | None = None  # what the last one has left on top of torch's stack
+
+    def __contains__(self, model: object) -> bool:
+        return model in self._models
+
+    def may_begin(self) -> bool:
+        """Tell whether no scope of the user's would end before a step that began now."""
+        return top_saved_tensor_hooks() == self._on_top
+
+    def begin(self, model: object, step: AbstractContextManager[None]) -> None:
+        """Begin a step of a model and leave it open."""
+        self._scopes.enter_context(step)
+        self._models.append(model)
+        self._on_top = top_saved_tensor_hooks()
+
+    def ending(self) -> AbstractContextManager[object]:
+        """Return a scope with which all of them end; if by an exception, they are abandoned."""
+        self._models = []
+        self._on_top = None
+        return self._scopes.pop_all()
+
+
+open_steps = OpenSteps()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
+from sp_lightning.pipeline.calls.backward import differentiate, edges_of
 from sp_lightning.pipeline.gradients.segment_gradients import State
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances

@@ -61,8 +61,7 @@ class StagingBuffers:
 
     def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
-        if not self._buffers:
-            self.reserve()
+        self.reserve()
         buffer = self._buffers.pop(0)
         if buffer.ticket is not None:
             self._backend.trace.wait(buffer.ticket, "gradients")
@@ -124,9 +123,9 @@ class LandingBuffer(GradientMemory):
             self.file = -1
 
 
-def landing_buffers(units: int, together: int) -> int:
-    """Return how many landing buffers there may be, for so many units, of which some travel together."""
-    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
+def landing_buffers(units: int) -> int:
+    """Return how many landing buffers there may be, for so many units."""
+    return max(2, -(-units // _UNITS_PER_BUFFER))
 
 
 class LandingBuffers:
@@ -139,9 +138,9 @@ class LandingBuffers:
         self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
 
-    def serve(self, units: int, together: int) -> None:
-        """Serve so many units of an arrangement, of which some move together."""
-        self._count = landing_buffers(units, together)
+    def serve(self, units: int) -> None:
+        """Serve so many units of an arrangement."""
+        self._count = landing_buffers(units)
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take a buffer; block until one is released if all are in use."""

@@ -5,20 +5,23 @@ with one device-to-host (D2H) copy on one of the routes of routes.py.
 
 When backward ends, the last gradients may still be on their way, and the host does not wait for them: optimizer steps
 wait by themselves, and masters are guarded as long as the engine has gradients that nobody has asked for.
+
+What a process has to agree on with others is its `Exchange`: nothing if it is alone. The processes of a machine have
+one of their own (processes/turns.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Routes, Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
@@ -71,20 +74,22 @@ class GradientStream:
         # of another leaf, or of a reentrant checkpoint, which accumulates again
         if gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
+        is_seen = gradient.is_seen
         if gradient not in self.pending:
-            if gradient.is_seen or gradient.scaling is not NO_SCALING:
+            if is_seen or gradient.scaling is not NO_SCALING:
                 self.exchange.show(gradient)  # what is there already is not meant for the sum
+                is_seen = gradient.is_seen
             self.pending[gradient] = gradient.tensor is None
-            if gradient.is_seen:
+            if is_seen:
                 self._seen.append(gradient)
-        elif gradient.is_seen:
+        elif is_seen:
             self._accumulate([gradient])  # one after the other, as autograd does
         if not of_segment.gathered:
             of_segment.expect()
         of_segment.hold()  # even if what was shown was all that it had
         of_segment.gathered[gradient] = tensor
         of_segment.missing -= 1
-        of_segment.is_watched |= gradient.is_seen
+        of_segment.is_watched |= is_seen
         if not of_segment.missing:
             self._send(of_segment, is_last)
 
@@ -150,9 +155,9 @@ class GradientStream:
             self.early.end_unit()
         some_came = bool(self.pending)
         self.pending.clear()
-        seen = self._seen
-        self._seen = []
-        if seen:
+        if self._seen:
+            seen = self._seen
+            self._seen = []
             self._accumulate(seen)
         return some_came
 
@@ -241,3 +246,70 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
         f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. "
         "Train with `overlap_optimizer=False`."
     )
+
+
+class Exchange:
+    """Of a process that is alone; what others may have a part in."""
+
+    # ------------------------------------------------------------------------------------- in a backward pass
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass: it brings its first gradient."""
+
+    def adds_up(self, shipment: Shipment) -> bool:
+        """Tell whether gradients are a part of sums that other processes have, too.
+
+        Raises:
+            RuntimeError: They can be neither that nor this process's own.
+        """
+        return False
+
+    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
+        """Add what is on its way to those sums; `is_over`: this pass brings no more of the unit."""
+
+    def pass_on(self, of_segment: SegmentGradients, after: Sequence[Ticket]) -> bool:
+        """Let others go on with a unit, which is to be stepped then; tell whether the step awaits them."""
+        return False
+
+    def end_pass(self, averages: bool, measures_norms: bool) -> None:
+        """End a pass of all processes; the sums are complete with it if it `averages`."""
+
+    def abandon_pass(self) -> None:
+        """Have others not wait for this process's part of a pass that an exception has ended."""
+
+    # ------------------------------------------------------------------- between one backward pass and the next
+
+    @property
+    def lacks_sums(self) -> bool:
+        """Whether a weight is trained now that has no sum over processes, as it was frozen when units were arranged."""
+        return False
+
+    def show(self, gradient: Gradient) -> None:
+        """Make what has landed of a gradient the master's `.grad`, which is the user's."""
+        shown = self.take(gradient)
+        if shown is not None:
+            gradient.weight.master.grad = shown
+
+    def show_all(self, gradients: Iterable[Gradient]) -> None:
+        """Show gradients that somebody may look at while the engine cannot be asked."""
+        for gradient in gradients:
+            self.show(gradient)
+
+    def take(self, gradient: Gradient) -> Tensor | None:
+        """Return what has landed of a gradient, which the engine then has no longer; None if there is nothing."""
+        if gradient.tensor is None:
+            return None
+        gradient.of_segment.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            taken = torch.empty_like(gradient.weight.host).copy_(gradient.tensor)
+            gradient.scaling.apply_(taken)
+        self.drop([gradient])
+        return taken
+
+    def drop(self, gradients: Collection[Gradient]) -> None:
+        """Drop what the engine has of these on the host."""
+        for gradient in gradients:
+            gradient.tensor = gradient.norm = None
+            gradient.scaling = NO_SCALING
+        for of_segment in {gradient.of_segment for gradient in gradients}:
+            of_segment.note_dropped()

@@ -204,25 +204,32 @@ class Trace:
         self._computing: _Entry  # what the range below is for
         self._range: record_function | None = None  # of the unit that is computing now
 
-    def upload(self, kind: Kind, name: str, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+    def upload(
+        self,
+        kind: Kind,
+        name: str,
+        target: Tensor,
+        source: Tensor,
+        after: Ticket | None = None,
+    ) -> Ticket:
         """Ask for a copy to the device."""
-        return self._ask(kind, name, source.nbytes, partial(self._backend.upload, target, source, after))
+        return self._ask(kind, name, source.nbytes, self._backend.upload, target, source, after)
 
     def download(self, kind: Kind, name: str, target: Tensor, source: Tensor) -> Ticket:
         """Ask for a copy to the host."""
-        return self._ask(kind, name, source.nbytes, partial(self._backend.download, target, source))
+        return self._ask(kind, name, source.nbytes, self._backend.download, target, source)
 
     def beside(
         self, kind: Kind, name: str, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0
     ) -> Ticket:
         """Ask for work beside computing, on state that visits the device."""
-        return self._ask(kind, name, nbytes, partial(self._backend.beside, kind.lane, job, after, nbytes))
+        return self._ask(kind, name, nbytes, self._backend.beside, kind.lane, job, after, nbytes)
 
-    def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[[], Ticket]) -> Ticket:
+    def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
         if not self._is_on:
-            return ask()
+            return ask(*args)
         with _range(kind.value, name):
-            ticket = ask()
+            ticket = ask(*args)
         self._note(_Entry(kind, name, nbytes, ticket))
         return ticket
 

@@ -79,10 +79,7 @@ class HostBackend(Backend):
 
     @override
     def drain(self) -> None:
-        self._down.drain()
-        self._host.drain()
-        self._up.drain()
-        for worker in self._beside.values():
+        for worker in (self._down, self._host, self._up, *self._beside.values()):
             worker.drain()
 
     @override

@@ -113,7 +113,7 @@ class EarlyStep:
             self.stepped.append(shipment.of_segment)
             if not self.keeps_gradients:
                 exchange.drop(shipment.gradients)
-        steps.window.stats.steps_in_backward += len(unit.parts)
+        steps.window.stats.steps_in_backward += 1
 
     def _hand_over(self, unit: Unit, step: Step, shipments: Sequence[Shipment]) -> bool:
         """Hand a unit's step over, and tell whether it makes state."""

@@ -17,7 +17,7 @@ from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.optimizer.kinds import OURS, STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.progress import Progress
+from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 

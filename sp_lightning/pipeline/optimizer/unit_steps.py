@@ -130,7 +130,7 @@ class UnitSteps:
         job = _StepOfUnit(unit, step, updates, tickets.keys(), generations, buffers)
         landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
         self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
-        self.window.stats.overlapped_steps += len(unit.parts)
+        self.window.stats.overlapped_steps += 1
 
     def _visit_of(self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used]) -> Visit | None:
         """Return a visit of the unit that makes this step; None if it has to be made on the host."""
@@ -156,8 +156,8 @@ class UnitSteps:
         window = self.window
         window.outdate(unit, visit.weights)
         unit.being_stepped = unit.visit = visit
-        window.stats.visits += len(unit.parts)
-        window.stats.overlapped_steps += len(unit.parts)
+        window.stats.visits += 1
+        window.stats.overlapped_steps += 1
         if unit.apart:
             window.finish_optimizer(unit)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.gradients.buffers import LandingBuffer, LandingBuffers
-from sp_lightning.pipeline.gradients.exchange import Exchange
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State
+from sp_lightning.pipeline.gradients.stream import Exchange
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.processes.distributed import Processes

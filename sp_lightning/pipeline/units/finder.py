@@ -5,7 +5,8 @@ Units are found in any tree:
 1. children of lists (`ModuleList`, `Sequential`, `ModuleDict`) are blocks; a block that is too large is descended into,
 2. outside of lists, small modules stay whole and large ones are descended into, down to leaves (embeddings, heads);
    a `Sequential` of blocks is always descended into: a stage of a CNN has few weights, but saves many activations,
-3. neighbors are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
+3. neighbors are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet); then
+   `k_prime` of them, which the user wants to move together,
 4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
 
 Layers of torch's that read weights of the layers in them, without calling these, are never divided, whatever their size
@@ -20,9 +21,11 @@ share is resident.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -50,11 +53,14 @@ def find_units(
     device_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
+    k_prime: int = 1,
+    order: Sequence[str] = (),
 ) -> Division:
     """Find the units of a module tree, by the user's `policy` or by the rules at the top of this file.
 
     Blocks above a part of `device_bytes` are descended into, and so are those that turned out not to be called
-    themselves (`split`). What is named in `resident`, or turned out to be `used_outside`, stays on the device.
+    themselves (`split`). What is named in `resident`, or turned out to be `used_outside`, stays on the device. Of
+    what is found, `k_prime` neighbors are one unit. Units are expected in the `order` of these names.
 
     Raises:
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
@@ -72,6 +78,7 @@ def find_units(
     parts, resident_weights = _join_sharing(tree, atoms)
     if policy is None:
         parts = _join_neighbors(tree, parts, largest)
+    parts = _join_by_number(parts, k_prime)
     found = [_make_unit(tree, part, resident_weights) for part in parts]
     units = [unit for unit in found if unit.weights]
     streamed = {weight for unit in units for weight in unit.weights}
@@ -84,7 +91,7 @@ def find_units(
         for weight in unit.weights:
             weight.unit = unit
     division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
-    division.put_in_order([unit.name for unit in units])
+    division.put_in_order(order)
     return division
 
 
@@ -210,6 +217,17 @@ def _join_neighbors(tree: Tree, parts: Sequence[list[nn.Module]], largest: int) 
             joined.append(list(part))
             room = target - size
     return joined
+
+
+def _join_by_number(parts: Sequence[list[nn.Module]], k_prime: int) -> list[list[nn.Module]]:
+    """Join `k_prime` neighbors each."""
+    if k_prime > len(parts) > 0:
+        warnings.warn(
+            f"`k_prime={k_prime}` is above the number of units, {len(parts)}: all move together, and "
+            "none while another computes.",
+            stacklevel=2,
+        )
+    return [[*chain(*parts[first : first + k_prime])] for first in range(0, len(parts), k_prime)]
 
 
 def _middle(sizes: Sequence[int]) -> int:

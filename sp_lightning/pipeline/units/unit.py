@@ -1,8 +1,8 @@
 """Units: weights that stream together, and the modules whose calls need them.
 
-A *unit* enters and leaves the device as a whole: a layer, a block, several small layers, or `k_prime` such neighbors,
-joined. It knows what of it is on the device. Its *members* are the modules whose calls enter it. `finder.py` finds
-units in a module tree.
+A *unit* enters and leaves the device as a whole: a layer, a block, several small layers, or `k_prime` such neighbors.
+It knows what of it is on the device. Its *members* are the modules whose calls enter it. `finder.py` finds units in a
+module tree.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class Unit:
     def __init__(self, name: str, resident: bool = False) -> None:
         self.name = name
         self.resident = resident
-        # the neighbors that it was made of; none if it is as the finder made it
-        self.joined: list[Unit] = []
         self.weights: list[Weight] = []  # those that the engine manages
         # all weights of a unit that lives on the device, whose `weights` is empty
         self.weights_on_device: list[Weight] = []
@@ -78,11 +76,6 @@ class Unit:
         self.is_ahead = False
 
     @property
-    def parts(self) -> list[Unit]:
-        """The units, as the finder made them, that move with it: those that were joined, or itself alone."""
-        return self.joined or [self]
-
-    @property
     def every_weight(self) -> list[Weight]:
         """All of its weights, wherever they live."""
         return [*self.weights, *self.weights_on_device]
@@ -111,22 +104,6 @@ class Unit:
                 member.put_back_masters(resident_too=is_over)
 
 
-def join(neighbors: Sequence[Unit]) -> Unit:
-    """Make one unit of neighbors, which move together from now on."""
-    if len(neighbors) == 1:
-        return neighbors[0]
-    unit = Unit(", ".join(neighbor.name for neighbor in neighbors))
-    unit.joined = list(neighbors)
-    for neighbor in neighbors:
-        unit.weights += neighbor.weights
-        unit.members += neighbor.members
-    for weight in unit.weights:
-        weight.unit = unit
-    for member in unit.members:
-        member.unit = unit
-    return unit
-
-
 @dataclass
 class Entry:
     """An entry of a module's `_parameters` that is a weight."""
@@ -149,7 +126,7 @@ class Member:
         self.name = name
         self.module = module
         self.unit = unit
-        # the name of its unit, as the finder made it, or its own if it has none that streams
+        # the name of its unit, or its own if it has none that streams
         self.unit_name = name
         self.is_streamed = False  # whether its unit streams
         self.index = -1  # its number among the members of streamed units; -1 for others

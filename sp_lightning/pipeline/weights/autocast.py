@@ -39,7 +39,7 @@ from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls.graphs import Graphs
+    from sp_lightning.pipeline.calls.backward import Graphs
 
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,

@@ -110,14 +110,15 @@ class QuantizedWeight(Weight):
         parts = _offsets(parts_of(self.master))
         return all(part.data_ptr() == start + offset for part, offset in parts)
 
-    def follow(self) -> None:
-        """Raise if the master was given other memory, which between steps is a reason to arrange units anew."""
+    def follow(self) -> int:
+        """Return its version, or raise if it was given other memory, a reason between steps to arrange units anew."""
         if not self.lies_in(self.home):
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
                 "graph waits for its backward or an optimizer has not stepped yet. Do so between "
                 "steps."
             )
+        return self.version
 
     @property
     def is_converted(self) -> bool:

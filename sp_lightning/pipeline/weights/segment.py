@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.processes.box import Box
-from sp_lightning.pipeline.progress import Progress
+from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -75,10 +75,6 @@ class Segment:
         self.is_edited = False
         self._look()
 
-    def leave_memory(self) -> None:
-        """Let go of the memory: another arrangement has its weights now, on the host or on the device."""
-        self.copies.clear()
-
     # -------------------------------------------------------------------------------------------------- their changes
 
     def check(self) -> None:
@@ -103,9 +99,8 @@ class Segment:
         lies_elsewhere = False
         versions = []
         for weight in self.weights:
-            weight.follow()
+            versions.append(weight.follow())
             lies_elsewhere |= weight.host is not weight.home
-            versions.append(weight.version)
         is_changed = lies_elsewhere or versions != self._versions
         self._versions = versions
         return is_changed

@@ -176,14 +176,14 @@ class Weight:
         """Tell whether the master lies just where this tensor does."""
         return self.master.data_ptr() == memory.data_ptr() and _form(self.master) == _form(memory)
 
-    def follow(self) -> None:
-        """Find the master where `p.data = ...` has put it: in other memory than ours, or back in that.
+    def follow(self) -> int:
+        """Find the master where `p.data = ...` has put it, in other memory than ours, or back; return its version.
 
         Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
         """
         address = self.master.data_ptr()
         if address == self.host.data_ptr():
-            return
+            return self.master._version + self.replacements
         if self.is_converted:
             raise RuntimeError(
                 f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
@@ -193,6 +193,7 @@ class Weight:
             )
         self.host = self.home if address == self.home.data_ptr() else self.master.data
         self.replacements += 1
+        return self.version
 
     @property
     def is_converted(self) -> bool:

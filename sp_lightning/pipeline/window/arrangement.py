@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -19,7 +18,7 @@ from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import is_compiled, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.units.unit import Unit, join
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import Casts
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
@@ -150,9 +149,10 @@ class Arrangement:
             self.budget or total,
             split=learned.divided,
             used_outside=learned.used_outside,
+            k_prime=options.k_prime,
+            order=learned.order or (),
         )
-        division.put_in_order(learned.order or [])
-        self.units = division.units  # as the finder made them
+        self.units = division.units
         self.resident = division.resident
         self.unmanaged = division.unmanaged
         self.all_units = division.all_units()
@@ -163,7 +163,6 @@ class Arrangement:
         self._choose_dtypes(module, learned.casts)
         self.layout = choose_device_layout(division, options, learned.plan, self.budget)
         self.k = self.layout.window.k
-        self.k_prime = self.layout.window.k_prime
         # the planner's choice, if it is in force
         self.plan = learned.plan if self.layout.window is learned.plan else None
         living_there = self.layout.units_on_device
@@ -173,8 +172,8 @@ class Arrangement:
         # all of its parameters, on the host and on the device
         self.parameters = [*(weight.master for weight in self.weights), *self.parameters_on_device]
         check_host_memory(self.all_units, memory.nbytes_for("copies") + memory.nbytes_for("gradients"))
-        # units as they move: neighbors joined, what is resident, single weights
-        self.in_window: list[Unit] = []
+        # all that streams or stays: units, what is resident, single weights
+        self.in_window = list(self.all_units)
         self.segments: list[Segment] = []  # the host memory of all units
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
 
@@ -186,17 +185,14 @@ class Arrangement:
         offsets = iter(self.layout.offsets)
         spans: dict[Unit, tuple[int, int]] = {}  # of the arena
         # in the order of names, as processes that share the memory may expect units in other orders
-        parts = sorted(chain.from_iterable(self.layout.parts), key=attrgetter("name"))
-        made: dict[Unit, list[Segment]] = {}
-        sizes = {part: sum(weight.nbytes for weight in part.weights) for part in parts}
-        with memory.progress.begin("Arranging weights in host memory", sum(sizes.values())) as work:
-            for part in parts:
-                made[part] = [memory.segment(weights) for weights in _sent_together(part)]
-                work.advance(sizes[part])
-        for index, neighbors in enumerate(self.layout.parts):
-            unit = join(neighbors)
+        by_name = sorted(self.in_window, key=attrgetter("name"))
+        nbytes = sum(weight.nbytes for weight in self.weights)
+        with memory.progress.begin("Arranging weights in host memory", nbytes) as work:
+            for unit in by_name:
+                unit.send(memory.segment(weights) for weights in _sent_together(unit))
+                work.advance(sum(weight.nbytes for weight in unit.weights))
+        for index, unit in enumerate(self.in_window):
             unit.index = index
-            unit.send(chain.from_iterable(made[part] for part in neighbors))
             unit.visits = self._may_visit(unit)
             if unit in self.layout.staying:
                 unit.lie_in(self._backend.allocate(unit.nbytes))
@@ -205,7 +201,6 @@ class Arrangement:
                 end = begin + unit.nbytes
                 spans[unit] = begin, end
                 unit.lie_in(arena[begin:end])
-            self.in_window.append(unit)
             self.segments += unit.segments
         for unit, (begin, end) in spans.items():
             overlapping = {other for other, span in spans.items() if span[0] < end and begin < span[1]}
@@ -235,7 +230,7 @@ class Arrangement:
         is_shared = any(segment.memory.shared is not None for segment in unit.segments)
         if self.plan is None or unit.resident or is_shared:
             return False
-        return all(part.name in self.plan.visiting for part in unit.parts)
+        return unit.name in self.plan.visiting
 
     def _choose_dtypes(self, module: nn.Module, casts: Casts) -> None:
         """Decide in which dtype each weight is sent, and which leaves stand for it."""
@@ -292,14 +287,14 @@ class Arrangement:
     def close(self) -> None:
         """Make way for another arrangement, or for none. Idempotent."""
         for unit in (*self.all_units, *self.in_window):
-            # saved weights lead to units, and must not lead to the module (see graphs.py)
+            # saved weights lead to units, and must not lead to the module (see backward.py)
             unit.members.clear()
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         # the garbage collector would only free memory with this object, a part of cycles
         for weight in self.weights:
             weight.host = weight.home = nothing
         for segment in self.segments:
-            segment.leave_memory()
+            segment.copies.clear()
         if any(unit.handles for unit in self.in_window):  # a graph holds weights
             return
         for unit in self.in_window:

@@ -18,9 +18,8 @@ has the truth.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 
@@ -33,15 +32,12 @@ from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
-_Neighbor = TypeVar("_Neighbor")  # a unit, or what a planner knows of one
-
 
 @dataclass(frozen=True)
 class WindowPlan:
     """A planner's choice for the window, and what it is expected to cost."""
 
     k: int  # units on the device at once, not counting those in `on_device`
-    k_prime: int  # units that travel together
     # names of units that live on the device, with their gradients and optimizer state; of what is resident, too
     on_device: tuple[str, ...] = ()
     # names of units whose optimizer steps are made on the device, where their state visits
@@ -58,22 +54,7 @@ class WindowPlan:
     @property
     def window(self) -> tuple[object, ...]:
         """What units are arranged by."""
-        return self.k, self.k_prime, self.on_device, self.visiting
-
-
-def travel_together(
-    units: Iterable[_Neighbor], k_prime: int, alone: Collection[_Neighbor] = ()
-) -> list[list[_Neighbor]]:
-    """Divide units (or their numbers) into lists that are joined: up to `k_prime` neighbors, or one of `alone`.
-
-    The gradients of neighbors arrive in succession.
-    """
-    parts: list[list[_Neighbor]] = []
-    for unit in units:
-        if not parts or unit in alone or parts[-1][0] in alone or len(parts[-1]) == k_prime:
-            parts.append([])
-        parts[-1].append(unit)
-    return parts
+        return self.k, self.on_device, self.visiting
 
 
 def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
@@ -123,16 +104,9 @@ class DeviceLayout:
         self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
         # units that do not stream: those, and what is resident
         self.staying = {*self.units_on_device, division.resident}
-        # lists of neighbors that are joined, or of one unit that has a place of its own
-        self.parts = travel_together(division.units, window.k_prime, self.staying)
-        streamed_bytes = [
-            sum(sent_bytes(unit.weights) for unit in part) for part in self.parts if part[0] not in self.staying
-        ]
-        if division.resident.weights and division.resident not in self.units_on_device:
-            self.parts.append([division.resident])
-        # where each part without a place of its own lies in the arena, and the size of that
-        slots = max(1, window.k // window.k_prime)
-        self.offsets, self.arena_bytes = place_in_arena(streamed_bytes, slots)
+        streamed_bytes = [sent_bytes(unit.weights) for unit in division.units if unit not in self.staying]
+        # where each unit that streams lies in the arena, and the size of that
+        self.offsets, self.arena_bytes = place_in_arena(streamed_bytes, window.k)
         resident_bytes = 0 if division.resident in self.units_on_device else sent_bytes(division.resident.weights)
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # device memory for weights, and for all state of units that live on the device
@@ -149,23 +123,22 @@ def choose_device_layout(
 
     The planner's does not if weights are sent in another dtype than when the plan was made.
     """
-    together = options.k_prime if isinstance(options.k_prime, int) else 1
-    k = options.k if isinstance(options.k, int) else _DEFAULT_SLOTS * together
+    slots = options.slots
     windows = [] if plan is None else [plan]
-    windows.append(WindowPlan(k, together))
-    if options.k == "auto":
-        windows.append(WindowPlan(together, together))
+    windows.append(WindowPlan(_DEFAULT_SLOTS if slots == "auto" else slots))
+    if slots == "auto":
+        windows.append(WindowPlan(1))
     layouts = [DeviceLayout(division, window) for window in windows]
     for layout in layouts:
         if budget is None or layout.streaming_bytes <= budget:
             return layout
     smallest = layouts[-1]
-    least = DeviceLayout(division, WindowPlan(1, 1)).streaming_bytes
+    least = DeviceLayout(division, WindowPlan(1)).streaming_bytes
     raise ValueError(
-        f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k}`: "
+        f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k * options.k_prime}`: "
         "weights, and gradients on their way to the host, take "
         f"{readable_bytes(smallest.streaming_bytes)}. It takes at least {least} bytes "
-        f"({readable_bytes(least)}), with k=1."
+        f"({readable_bytes(least)}), with k={options.k_prime}."
     )
 
 

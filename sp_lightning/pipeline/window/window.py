@@ -272,7 +272,7 @@ class Window:
             segment.lying = segment.epoch
         unit.residency = Residency.COMING
         if not unit.resident:
-            self.stats.loads += len(unit.parts)
+            self.stats.loads += 1
 
     def _evict(self, unit: Unit) -> None:
         """Give a unit's place away."""

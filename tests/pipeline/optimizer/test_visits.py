@@ -47,7 +47,7 @@ def assert_same(
 ) -> int:
     """Both trainings have the same bits; returns the number of visits."""
     expected, _ = train_placed(make, None, **options)
-    actual, stats = train_placed(make, Fixed((2, 1), (k, 1, (), visiting)), backend=backend, **options)
+    actual, stats = train_placed(make, Fixed((2,), (k, (), visiting)), backend=backend, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     return stats.visits
 
@@ -119,7 +119,7 @@ def visiting(
     units: Sequence[int], backend: HostBackend | None = None, **options: Any
 ) -> Iterator[tuple[nn.Module, Pipeline, Optimizer]]:
     """Blocks, some of which visit."""
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (options.get("k", 2), 1, (), units))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (options.get("k", 2), (), units))
     backend = backend or HostBackend(poison=True, max_delay=0.002)
     chosen = PipelineOptions(units=is_block, **options)
     pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner)
@@ -172,7 +172,7 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
 
 
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0, 1]))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0, 1]))
     backend = HostBackend(poison=True, max_delay=0.002)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
     optimizer = AdamW(model.parameters(), fused=True)
@@ -199,7 +199,7 @@ def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
 @pytest.mark.parametrize("where", ["before it begins", "while it is asked for"])
 def test_a_visit_that_fails_leaves_its_unit_to_the_host(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when units are arranged anew. A step that has not begun is made on the host; one that has raises."""
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2, 1), (2, 1, (), [0]), (2, 1, (), [0]), (3, 1, (), [0, 1]))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0]), (2, (), [0]), (3, (), [0, 1]))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=HostBackend(), planner=planner)
     optimizer = AdamW(model.parameters(), fused=True)
     fails = []
@@ -255,7 +255,7 @@ def test_two_optimizers_step_a_unit_in_turn() -> None:
         moments = [state[name] for each in both for state in each.state.values() for name in ("exp_avg", "exp_avg_sq")]
         return [*(parameter.detach() for parameter in model.parameters()), *moments]
 
-    torch.testing.assert_close(train(Fixed((2, 1), (2, 1, (), [0, 3]))), train(None), rtol=0, atol=0)
+    torch.testing.assert_close(train(Fixed((2,), (2, (), [0, 3]))), train(None), rtol=0, atol=0)
 
 
 def test_state_is_page_locked_from_when_it_is_made() -> None:

@@ -40,7 +40,7 @@ class Superpipeline(System):
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        k, k_prime = self.window or ("auto", "auto")
+        k, k_prime = self.window or ("auto", 1)
         strategy = sp_lightning.SuperpipelineStrategy(
             k=k, k_prime=k_prime, activations=self.activations, memory_budget=self.budget
         )
@@ -120,7 +120,7 @@ class _Observer(L.Callback):
         self.facts = {
             "units": plan.units,
             "k": plan.k,
-            "k_prime": plan.k_prime,
+            "k_prime": pipeline.options.k_prime,
             "pinned": plan.pinned,
             "host_bytes_per_parameter": (plan.host_bytes + plan.host_gradient_bytes + plan.optimizer_bytes)
             / plan.parameters,
