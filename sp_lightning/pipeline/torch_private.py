@@ -1,10 +1,10 @@
 """The private torch APIs that the engine needs, each with the reason why no public one serves.
 
-`tests/pipeline/test_torch_private.py` fails when one of them changes. All else is public torch, or is used where it is
-needed because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`,
-`torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and `_version`, the dictionaries in
-which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`,
-`_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
+`tests/pipeline/test_torch_private.py`, or a test of what needs it, fails when one of them changes. All else is public
+torch, or is used where it is needed because torch itself relies on it across packages: `torch.utils._pytree`,
+`torch.utils._python_dispatch`, `torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and
+`_version`, the dictionaries in which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`,
+`_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
 What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
 trainer/__init__.py.
 """
