@@ -74,7 +74,8 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
 
 
 METHODS = [
-    "step", "record", "in_all_processes", "meet_processes", "weights_changed", "reset", "summary", "plain_classes"
+    "step", "record", "in_all_processes", "meet_processes", "weights_changed", "reset", "summary", "plain_classes",
+    "arrangement", "budget",
 ]  # fmt: skip
 
 
@@ -84,8 +85,17 @@ def test_a_detached_pipeline_does_nothing_but_say_so(name: str) -> None:
     with attached(model := layers()) as pipeline:
         model(torch.ones(1, 8))
     with pytest.raises(RuntimeError, match="was detached from its module, which is a plain one since"):
-        getattr(pipeline, name)().__enter__()
+        getattr(pipeline, name)().__enter__()  # a property raises by itself
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+
+
+def test_a_sparse_gradient_of_the_users() -> None:
+    with attached(model := layers()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = model[0].weight
+        weight.grad = torch.ones_like(weight).to_sparse()
+        with pytest.raises(RuntimeError, match="Weight '0.weight' got a sparse gradient. Let it be dense"):
+            optimizer.step()
 
 
 def test_detach_twice_and_in_the_middle_of_a_step() -> None:

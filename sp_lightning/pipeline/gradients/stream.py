@@ -239,8 +239,9 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
         )
     if tensor.layout is not torch.strided:
         return RuntimeError(
-            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`), or "
-            "compute it in an `nn.Embedding(sparse=True)`, which lives on the device."
+            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`, "
+            "`to_dense()`), or compute it in an `nn.Embedding(sparse=True)`, which lives on the "
+            "device."
         )
     return RuntimeError(
         f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. "

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.stream import refusal
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
@@ -252,6 +253,8 @@ class Optimizers:
                 tensor = weight.master.grad
                 if tensor is None:
                     continue
+                if tensor.is_sparse:
+                    raise refusal(weight, tensor)
                 waits.add(weight.unit)
             weight.follow()
             state, is_new = step.state_of(gradient)
