@@ -97,7 +97,7 @@ class Engine:
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
-        # of several processes: the plan that this one's planner wants, and the least that any may take of a device
+        # the plan that the planner wants, and the least that any of several processes may take of a device
         self._own_plan: WindowPlan | None = None
         self._least_budget: int | None = None
 
@@ -199,15 +199,14 @@ class Engine:
         # what is free still includes what the first backward will allocate
         if torch.is_grad_enabled():
             streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        own = streaming + self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
-        return min(own, self._least_budget or own)
+        streaming += self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return min(streaming, self._least_budget or streaming)
 
     # ------------------------------------------------------------------------------------- reasons for another one
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
         """Arrange units anew if there is a reason to, unless a graph is `waiting` for its backward."""
         autocast = self.arrangement.autocast
-        learned = self.learned
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
         if waiting:
@@ -217,50 +216,49 @@ class Engine:
         if self.arrangement.is_lent_out():
             return
         with self.at_work:
-            arrangement = self.arrangement
-            is_converted = any(weight.is_converted for weight in arrangement.weights)
-            is_converted |= any(weight.device != self.device for weight in arrangement.parameters_on_device)
+            is_converted = any(weight.is_converted for weight in self.arrangement.weights)
+            living = self.arrangement.parameters_on_device
+            is_converted |= any(each.device != self.device for each in living)
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         if torch.is_grad_enabled():
             with without_torch_function():
-                learned.note_trained(self.arrangement.parameters)
-        if learned.has_news and self.processes is not None:
+                self.learned.note_trained(self.arrangement.parameters)
+        if self.learned.has_news and self.processes is not None:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()
-        plan = self.planner.before_step(self, torch.is_grad_enabled())
-        if self._sums_gradients:
-            self._own_plan = plan  # all follow the first process's, when they meet
-        elif plan != learned.plan and not self.optimizers.repeats_closure:
-            self._follow(plan)
+        self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
+        # of several processes all follow the first one's, when they meet
+        if not (self._sums_gradients or self.optimizers.repeats_closure):
+            self._follow(self._own_plan)
 
     def meet(self) -> None:
         """Meet the other processes, before the first step after one that changed weights."""
-        if self.processes is None:
-            return
         processes = self.processes
+        if processes is None:
+            return
         learned = self.learned
         with self.at_work:
-            edited: list[str] = []
-            refused = None
+            edited: Sequence[str] | RuntimeError
             try:
                 edited = self.window.edited()
             except RuntimeError as error:  # this process may not write
-                refused = error
+                edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
                 learned.outdated |= self.stream.exchange.lacks_sums
             self._least_budget = None
-            own = edited, learned.has_news, refused, self._own_plan, self.budget
-            edits, news, refusals, plans, budgets = zip(*processes.gather(own), strict=True)
-            for refusal in filter(None, refusals):
-                raise refusal
+            own = edited, learned.has_news, self._own_plan, self.budget
+            edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
+            for edit in edits:
+                if isinstance(edit, RuntimeError):
+                    raise edit
             self.window.note_edited(edits[processes.owner])
             self._least_budget = min(filter(None, budgets), default=None)
             if any(news):
                 learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()
-            elif plans[0] != learned.plan:
+            else:
                 self._follow(plans[0])
 
     def _conclude(self) -> None:
@@ -277,6 +275,8 @@ class Engine:
     def _follow(self, plan: WindowPlan | None) -> None:
         """Adopt the window that the planner wants, and what becomes of activations."""
         before = self.learned.plan
+        if plan == before:
+            return
         auto = self.activations.auto
         self.learned.plan = plan
         if before is None or plan is None or before.window != plan.window:
@@ -340,7 +340,7 @@ class Engine:
     def end_pass(self) -> None:
         """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""
         processes = self.processes
-        if processes is None or not processes.trains:
+        if not (processes and processes.trains):
             return
         with self.at_work:
             processes.passes += 1

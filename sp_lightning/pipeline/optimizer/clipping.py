@@ -215,7 +215,8 @@ class Clipping:
 def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
     """Return the norm of all gradients, from those of each."""
     with torch.inference_mode(False), torch.no_grad():
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.measure(dtype) for norm in norms]))
+        measured = torch.stack([norm.measure(dtype) for norm in norms])
+        total: Tensor = torch.linalg.vector_norm(measured)
         return total
 
 

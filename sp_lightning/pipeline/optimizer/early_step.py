@@ -92,7 +92,8 @@ class EarlyStep:
         steps = self._steps
         step = self._step
         if step is None:
-            step = self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
+            settings = settings_of(self.optimizer, steps.fused)
+            step = self._step = Step(self.optimizer, self.plan, settings)
         shipments = self._shipments
         self._shipments = []
         copies = steps.window.copies_of([unit])

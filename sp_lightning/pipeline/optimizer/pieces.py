@@ -126,7 +126,8 @@ def pieces_of(segment: Segment, memories: Sequence[Memory], sums: Tensor | None)
     for start in range(0, most, PIECE):
         parts: list[Part] = []
         for number, memory in enumerate(memories):
-            begin, end = max(0, start - first[number]), min(sizes[number], start + PIECE - first[number])
+            begin = max(0, start - first[number])
+            end = min(sizes[number], start + PIECE - first[number])
             if begin < end:
                 parts.append(Part(number, begin, part_of(memory, begin, end)))
         pieces.append(Piece(fields, parts))

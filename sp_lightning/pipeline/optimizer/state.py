@@ -92,14 +92,17 @@ class States:
             stepped.update(map(id, parameters_of(optimizer)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         own = parameters if self.look_at_weights_together else trained
-        return any(id(each) in stepped for each in own) and all(id(each) in stepped for each in trained)
+        if not all(id(each) in stepped for each in trained):
+            return False
+        return any(id(each) in stepped for each in own)
 
     # -------------------------------------------------------------------------------------------------- how large it is
 
     def nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the state of parameters takes."""
         with without_torch_function():
-            states = [optimizer.state.get(each, {}) for each, optimizer in product(parameters, self._optimizers)]
+            both = product(parameters, self._optimizers)
+            states = [optimizer.state.get(parameter, {}) for parameter, optimizer in both]
         # lists, because the thread that steps may add state at the same time
         leaves = tree_leaves([list(state.values()) for state in states])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
@@ -116,7 +119,8 @@ class States:
             times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
             for group in optimizer.param_groups if type(optimizer) not in OURS else ():
                 if group.get("foreach", False) is not False and not group.get("fused"):
-                    nbytes += times * sum(each.nbytes for each in group["params"] if id(each) in trained)
+                    own = [each for each in group["params"] if id(each) in trained]
+                    nbytes += times * sum(each.nbytes for each in own)
         return nbytes
 
     def bytes_of_visit(self, unit: Unit, fused: bool) -> tuple[int, int]:
@@ -128,10 +132,12 @@ class States:
         may = bool(trained and self._optimizers)
         for optimizer in self._optimizers:
             may &= why_not_by_unit(optimizer) is None
-            may &= all(OnePass(optimizer, settings).is_possible for settings in settings_of(optimizer, fused))
+            for settings in settings_of(optimizer, fused):
+                may &= OnePass(optimizer, settings).is_possible
         if not may:
             return 0, 0
-        nbytes = self.nbytes(weight.master for weight in trained) + sum(weight.nbytes for weight in trained)
+        nbytes = self.nbytes(weight.master for weight in trained)
+        nbytes += sum(weight.nbytes for weight in trained)
         return nbytes, nbytes + sum(weight.compute_bytes for weight in trained if weight.lowered)
 
     # -------------------------------------------------------------------------------------------------------- moving it
@@ -143,7 +149,8 @@ class States:
 
     def lay_together(self, units: Iterable[Unit], progress: Progress) -> None:
         """Have the state of units that visit the device lie together, page-locked."""
-        nbytes = {unit: self.nbytes(weight.master for weight in unit.weights) for unit in units if unit.visits}
+        visiting = [unit for unit in units if unit.visits]
+        nbytes = {unit: self.nbytes(weight.master for weight in unit.weights) for unit in visiting}
         with progress.begin("Arranging optimizer state", sum(nbytes.values())) as work:
             for unit, optimizer in product(nbytes, self._optimizers):
                 lay_together(unit, optimizer)

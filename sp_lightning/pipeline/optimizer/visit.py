@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, cycle
+from itertools import cycle
 from operator import is_
 from typing import NamedTuple
 
@@ -62,7 +62,10 @@ class _Update(NamedTuple):
 
 def _lying(updates: Iterable[_Update]) -> list[object]:
     """Return what may lie elsewhere in the next step."""
-    return list(chain.from_iterable((work.gradient, *work.state.values()) for _, work, *_ in updates))
+    found: list[object] = []
+    for _, work, *_ in updates:
+        found += (work.gradient, *work.state.values())
+    return found
 
 
 def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
@@ -99,7 +102,8 @@ class Visit(Ticket):
         self._copies = copies  # to the device, which may still read masters
         self._is_placed = False
         self._ready: Ticket | None = None  # done when the new weights are in the unit's place
-        self._gone: Ticket | None = None  # done when all has come down; None before the device was asked
+        # done when all has come down; None before the device was asked
+        self._gone: Ticket | None = None
 
     def begin_in_place(self) -> Ticket:
         """Begin it, and return the ticket of new weights in the unit's place."""
@@ -142,7 +146,9 @@ class Visit(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return self._ready is not None and self._ready.done and (self._gone is None or self._gone.done)
+        if self._ready is None or not self._ready.done:
+            return False
+        return self._gone is None or self._gone.done
 
     def _ask(self) -> Ticket:
         """Ask the device for all pieces, and return a ticket for the new weights."""
@@ -163,7 +169,12 @@ class Visit(Ticket):
         ready, self._gone = last
         return ready
 
-    def _send(self, piece: Piece, passes: Sequence[Pass], last: Sequence[Ticket]) -> Sequence[Ticket]:
+    def _send(
+        self,
+        piece: Piece,
+        passes: Sequence[Pass],
+        last: Sequence[Ticket],
+    ) -> Sequence[Ticket]:
         """Ask for a piece after the last one; return when it is stepped, and when it has come down."""
         name, stats, trace = self._unit.name, self._visits.stats, self._visits.backend.trace
         up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
@@ -189,8 +200,9 @@ class Visit(Ticket):
             steps: list[Pass] = []
             for number, begin, memory in piece.parts:
                 if memory.gradient is None:
-                    gradient = flat(updates[number].gradient)
-                    memory = memory._replace(gradient=gradient[begin : begin + memory.weight.numel()])
+                    end = begin + memory.weight.numel()
+                    gradient = flat(updates[number].gradient)[begin:end]
+                    memory = memory._replace(gradient=gradient)
                 steps.append(passes[number]._replace(memory=memory, begin=begin))
             run(steps)
             for number, begin, memory in piece.parts if self._is_placed else ():
@@ -212,7 +224,8 @@ class Visits:
         self.stats = stats
         self.why_not = ""
         self.left_to_host: set[str] = set()
-        self.asking = threading.Lock()  # one visit after the other takes buffers: two threads ask for visits
+        # one visit after the other takes buffers: two threads ask for visits
+        self.asking = threading.Lock()
         # the pieces of each segment, and what has to lie where it lay for them
         self._known: dict[Segment, tuple[Sequence[object], Sequence[Piece]]] = {}
         self._buffers: list[PieceBuffer] = []

@@ -114,7 +114,7 @@ class Processes:
     @torch.no_grad()
     def share(self, state: Any) -> Any:
         """Return the first process's state of a weight, which lies on the host, in all processes."""
-        holder = [tree_map_only(Tensor, _form_of, state)]
+        holder = [tree_map_only(Tensor, partial(torch.empty_like, device="meta"), state)]
         dist.broadcast_object_list(holder, 0, group=self._everyone)
         if dist.get_rank() != 0:
             state = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), holder[0])
@@ -207,10 +207,6 @@ class Processes:
 def _group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
     """Make a group for tensors in host memory; all processes have to ask for the same ones."""
     return cast("dist.ProcessGroup", dist.new_group(list(ranks), timeout=timeout, backend="gloo"))
-
-
-def _form_of(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
 
 
 def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:

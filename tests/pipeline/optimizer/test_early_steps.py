@@ -321,14 +321,13 @@ def test_two_optimizers_that_step_when_both_have_had_their_backward() -> None:
 
 
 def test_state_that_is_forgotten_is_made_anew() -> None:
-    """In backward, and in the order in which torch makes it."""
+    """In backward."""
 
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = adam(model)
         before = train_in_backward(model, optimizer, pipeline)
         optimizer.state.clear()
         after = train_in_backward(model, optimizer, pipeline, first=0)
-        assert [id(weight) for weight in optimizer.state] == [id(weight) for weight in model.parameters()]
         return before + after
 
     assert check_story(story).steps_in_backward == (3 + 4) * 5

@@ -196,8 +196,8 @@ def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
     pipeline.detach()
 
 
-@pytest.mark.parametrize("where", ["before it begins", "while it is asked for"])
-def test_a_visit_that_fails_leaves_its_unit_to_the_host(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_visit_that_fails_leaves_its_unit_to_the_host(begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when units are arranged anew. A step that has not begun is made on the host; one that has raises."""
     model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0]), (2, (), [0]), (3, (), [0, 1]))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=HostBackend(), planner=planner)
@@ -214,65 +214,46 @@ def test_a_visit_that_fails_leaves_its_unit_to_the_host(where: str, monkeypatch:
         optimizer.zero_grad()
 
     step()
-    with monkeypatch.context() as patch:
-        if where == "before it begins":
-            patch.setattr(pieces.Piece, "lie_in", fail)
-            with pytest.warns(UserWarning, match="'blocks.0' cannot visit the device.*no memory for pieces"):
-                step()
-        else:
-            patch.setattr(visit.Visit, "_send", fail)
-            with pytest.raises(RuntimeError, match="no memory for pieces"):
-                step()
-            with pytest.raises(RuntimeError, match="no memory for pieces"):
-                model.blocks[0].up.weight.sum()
+    monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "lie_in", fail)
+    if begins:
+        with pytest.raises(RuntimeError, match="no memory for pieces"):
+            step()
+        with pytest.raises(RuntimeError, match="no memory for pieces"):
+            model.blocks[0].up.weight.sum()
+    else:
+        with pytest.warns(UserWarning, match="'blocks.0' cannot visit the device.*no memory for pieces"):
+            step()
+    monkeypatch.undo()
     with warnings.catch_warnings(action="error"):
         for _ in range(4):
             step()
     assert len(fails) == 1
-    assert planner.seen[-1][0] == 3
-    assert pipeline.stats.visits - (where != "before it begins") == 3, "of the other one, since it is to visit"
-    if where == "before it begins":
-        assert optimizer.state[model.blocks[0].up.weight]["step"] == 6
+    assert pipeline.stats.visits == 3 + begins, "of the other one, since it is to visit"
     pipeline.detach()
 
 
 def test_two_optimizers_step_a_unit_in_turn() -> None:
     """Each has state of its own, which lies together when it visits."""
+    others: dict[nn.Module, Optimizer] = {}
 
-    def train(planner: Fixed | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = chain(BLOCKS, 16, 48)
-        options = PipelineOptions(units=is_block)
-        pipeline = Pipeline(model, "cpu", options=options, planner=planner) if planner is not None else None
-        both = [Adam(model.parameters(), lr=1e-2, fused=True) for _ in range(2)]
-        for step in range(8):
-            model(torch.ones(4, 16)).square().mean().backward()
-            both[step % 2].step()
-            both[step % 2].zero_grad()
-        if pipeline is not None:
-            assert pipeline.stats.visits == 2 * 6
-            pipeline.detach()
-        moments = [state[name] for each in both for state in each.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        return [*(parameter.detach() for parameter in model.parameters()), *moments]
+    def step_other(step: int, model: nn.Module, _: Optimizer) -> None:
+        other = others.setdefault(model, OPTIMIZERS["Adam"](model.parameters()))
+        if step % 2:
+            other.step()
+            other.zero_grad()
 
-    torch.testing.assert_close(train(Fixed((2,), (2, (), [0, 3]))), train(None), rtol=0, atol=0)
+    assert assert_same(OPTIMIZERS["Adam"], [0, 3], between=step_other) == 2 * (3 + 2)
+    states = [other.state_dict()["state"] for other in others.values()]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_state_is_page_locked_from_when_it_is_made() -> None:
-    """By a unit that is to visit; of one that has state already, when that is decided."""
     backend = LocksPages()
-
-    def locked(unit: int) -> bool:
-        start = optimizer.state[model.blocks[unit].up.weight]["exp_avg"].data_ptr()
-        return any(begin <= start < begin + size for begin, size in list(backend.locked.items()))
-
     with visiting([0], backend) as (model, pipeline, optimizer):
-        for step in range(2):
-            model(torch.ones(4, 16)).square().mean().backward()
-            with pipeline.step():  # which arranges units
-                assert locked(0) if step else True
-                assert pipeline.stats.visits == 0
-            optimizer.step()
-            pipeline._engine.settle()
-        assert locked(0)
-        assert not locked(1)
+        model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+        with pipeline.step():  # which arranges units
+            for number, block in enumerate(model.blocks):
+                start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
+                assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number == 0)
+        assert pipeline.stats.visits == 0
