@@ -68,16 +68,16 @@ def choose(
     if not search.found:
         least = min(search.bytes_of(_Draft(places[0], policy)) for policy in _POLICIES)
         raise TooLittleMemory(budget, least + workload.reserve_bytes - budget)
-    for k in {draft.k for draft in search.found}:
+    for k in {choice.k for choice in search.found}:
         search.refine(k)
-    return search.found[search.cheapest()]
+    return search.cheapest()[1]
 
 
 class _Search:
     """Fills drafts up with what fits, and prices them."""
 
     def __init__(self, workload: Workload, machine: Machine, room: int, by_size: bool) -> None:
-        self.found: dict[_Draft, Prediction] = {}
+        self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
         self._workload = workload
         self._machine = machine
         self._room = room
@@ -90,19 +90,19 @@ class _Search:
         self._able_to_live = [number for number in in_order if everything[number].bytes_on_device]
         self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in _POLICIES}
 
-    def cheapest(self, k: int | None = None) -> _Draft:
+    def cheapest(self, k: int | None = None) -> tuple[_Draft, Prediction]:
         """Return the best draft, of all or of those with so many places."""
-        return min((draft for draft in self.found if k in (None, draft.k)), key=self._cost)
+        found = [(draft, prediction) for draft, prediction in self.found.values() if k in (None, draft.k)]
+        return min(found, key=lambda each: self._cost(each[1]))
 
     def refine(self, k: int) -> None:
         """Look at what is near the best draft with so many places, until that does not help."""
         best = None
-        while (cheapest := self.cheapest(k)) != best:
+        while (cheapest := self.cheapest(k)[0]) != best:
             best = cheapest
             self.look_at(self.near(best))
 
-    def _cost(self, draft: _Draft) -> float:
-        prediction = self.found[draft]
+    def _cost(self, prediction: Prediction) -> float:
         if self._by_size:
             repeating = sum(way.repeating > 0 for way in prediction.choice.ways)
             return prediction.bytes_to_device + prediction.bytes_to_host + repeating
@@ -136,8 +136,9 @@ class _Search:
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""
         for draft in drafts:
-            if draft not in self.found and self.bytes_of(draft) <= self._room:
-                self.found[draft] = predict(self._workload, self._machine, self._choice(draft))
+            choice = self._choice(draft)
+            if choice not in self.found and device_bytes(self._workload, choice) <= self._room:
+                self.found[choice] = draft, predict(self._workload, self._machine, choice)
 
     def _choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
