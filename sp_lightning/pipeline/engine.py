@@ -224,7 +224,7 @@ class Engine:
         if torch.is_grad_enabled():
             with without_torch_function():
                 self.learned.note_trained(self.arrangement.parameters)
-        if self.learned.has_news and self.processes is not None:
+        if self.learned.has_news and self.processes:
             return  # processes that share weights arrange them anew when they meet
         self._conclude()
         self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())

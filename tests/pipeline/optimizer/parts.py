@@ -57,7 +57,7 @@ def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
     for optimizer in optimizers:
         states = copy.deepcopy(optimizer.state_dict())["state"]
         seen += sorted(states)
-        seen += [states[number][key] for number in states for key in sorted(states[number])]
+        seen += [states[number][key] for number in sorted(states) for key in sorted(states[number])]
     return seen
 
 
