@@ -26,14 +26,14 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import recipe
 import torch
 from long_runs import Loader, for_trainer, for_validation
 from offline import read_text
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -54,7 +54,6 @@ OPTIMIZERS = {
     "split": sp_lightning.optim.AdamW,  # this and the next for bf16 weights
     "int8": partial(sp_lightning.optim.AdamW, moments="int8"),
 }
-LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 
 
 class CausalLM(L.LightningModule):
@@ -94,8 +93,6 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if model is not None:
             self.model = load(model, getattr(torch, dtype), four_bit).train()
-            if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
-                raise ValueError(f"{model} scales its logits, which the loss of this example does not")
         else:
             tokenizer = make_tokenizer(None)
             config = LlamaConfig(
@@ -112,6 +109,7 @@ class CausalLM(L.LightningModule):
                 pad_token_id=tokenizer.pad_token_id,
             )
             self.model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+        sp_lightning.loss_in_slices(self.model)  # without all logits in memory at once
         if weights is not None:
             try:
                 saved = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
@@ -131,8 +129,8 @@ class CausalLM(L.LightningModule):
         self.log("val_loss", self.loss(batch[0], batch[0]), prog_bar=True, sync_dist=True)
 
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return `self.model(input_ids=tokens, labels=labels).loss`, without all logits in memory at once."""
-        return cross_entropy(self.model, tokens, labels, "mean", **inputs)
+        """Return the mean loss of predicting each label from the tokens before it."""
+        return self.model(input_ids=tokens, labels=labels, use_cache=False, **inputs).loss
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the tokens that transformers' `generate` appends to each prompt."""
@@ -156,22 +154,6 @@ class CausalLM(L.LightningModule):
         """Leave the frozen base of adapters out of the checkpoint."""
         if not self.strict_loading:
             recipe.leave_out_frozen(self, checkpoint)
-
-
-def cross_entropy(
-    model: PreTrainedModel,
-    tokens: torch.Tensor,
-    labels: torch.Tensor,
-    reduction: Literal["mean", "none"],
-    **inputs: torch.Tensor,
-) -> torch.Tensor:
-    """Return the loss of predicting each label from the tokens before it, without all logits in memory at once."""
-    hidden = model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
-    head = model.get_output_embeddings()
-    softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma's
-    return sp_lightning.chunked_cross_entropy(
-        hidden, head.weight, labels, bias=head.bias, reduction=reduction, softcap=softcap, shift=True
-    )
 
 
 def load(model: str, dtype: torch.dtype, four_bit: bool) -> PreTrainedModel:
@@ -240,9 +222,10 @@ class TextData(L.LightningDataModule):
                 f"the text has {len(tokens)} tokens, but one batch takes {self.batch_size} chunks of {self.length}: "
                 f"give a longer text, a smaller batch, shorter chunks or a smaller stride"
             )
-        self.chunks = TensorDataset(tokens.unfold(0, self.length, self.stride))
-        shares = [1 - self.held_out, self.held_out]
-        self.learned, self.kept = random_split(self.chunks, shares, torch.Generator().manual_seed(0))
+        self.learned: Dataset[Any] = TensorDataset(tokens.unfold(0, self.length, self.stride))
+        if self.held_out:
+            shares = [1 - self.held_out, self.held_out]
+            self.learned, self.kept = random_split(self.learned, shares, torch.Generator().manual_seed(0))
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return full batches in random order."""

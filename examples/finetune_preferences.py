@@ -34,7 +34,6 @@ from finetune_lm import (
     add_optimizer,
     check_optimizer,
     check_sizes,
-    cross_entropy,
     make_tokenizer,
 )
 from long_runs import Loader, for_trainer, for_validation
@@ -46,7 +45,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+import sp_lightning
+
 PREFERENCE_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha", "beta"]
+LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 
 
 class PreferenceLM(CausalLM):
@@ -87,6 +89,8 @@ class PreferenceLM(CausalLM):
     ) -> None:
         check_train(train, model)
         super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
+            raise ValueError(f"{model} scales its logits, which the loss of this recipe does not")
         self.model.eval()  # no dropout, which would tell the model and its reference apart
         self.reference: PreTrainedModel | None = None
         if train == "full":
@@ -132,7 +136,13 @@ class PreferenceLM(CausalLM):
 
 def log_probabilities(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Return the log-probability of each answer. Texts are padded on the right, where a causal model does not look."""
-    return -cross_entropy(model, batch["tokens"], batch["labels"], "none").sum(1)
+    hidden = model.base_model(input_ids=batch["tokens"], use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma's
+    losses = sp_lightning.chunked_cross_entropy(
+        hidden, head.weight, batch["labels"], bias=head.bias, reduction="none", softcap=softcap, shift=True
+    )
+    return -losses.sum(1)
 
 
 class PreferenceData(L.LightningDataModule):

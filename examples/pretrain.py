@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig
 
+import sp_lightning
+
 HIDDEN = 0.25  # the share of tokens that a masked model has to guess
 IGNORED = -100
 
@@ -137,6 +139,8 @@ class NewLM(L.LightningModule):
                 initializer_range=hidden**-0.5,
             )
         self.model = kind.from_config(config).float().train()
+        if objective == "causal":
+            sp_lightning.loss_in_slices(self.model)  # without all logits in memory at once
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the tokens to guess, as transformers computes it."""
