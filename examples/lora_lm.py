@@ -242,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
         max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
         callbacks=[losses, *options.callbacks],
         **for_trainer(options),
     )
