@@ -12,6 +12,7 @@ import lightning as L
 import recipe
 import torch
 from diffusion_models import family_of
+from long_runs import Loader, for_validation
 from offline import WrittenNumbers, read_captions
 from PIL import Image, ImageOps
 from torch import Tensor, nn
@@ -127,11 +128,11 @@ class CaptionedImages(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return images in random order."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
+        return Loader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return noise, and what is to be drawn from it."""
-        return DataLoader(self.drawn, self.batch_size)
+        return for_validation(self.drawn, self.batch_size)
 
 
 def rows_of(told: dict[str, Tensor]) -> list[dict[str, Tensor]]:

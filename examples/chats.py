@@ -1,4 +1,11 @@
-"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed. pairs.py reads like it."""
+"""Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed. pairs.py reads like it.
+
+A file has one chat a line, or is one list of chats, as many data sets come. Its keys tell in which form a chat is:
+
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]}
+    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]}   (ShareGPT)
+    {"instruction": "Translate.", "input": "Warum?", "output": "Why?"}                              (Alpaca)
+"""
 
 from __future__ import annotations
 
@@ -14,38 +21,86 @@ from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 MESSAGES = 'messages with "role" and "content", which are texts'
+FORMS = '"messages", "conversations" (ShareGPT), or "instruction" and "output" (Alpaca)'
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 Found = TypeVar("Found")
 Message = dict[str, str]
 Text = tuple[list[int], list[int]]  # tokens, and the same as labels, with IGNORED for what is not learned
 
 
 def read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each with its place."""
+    """Yield the objects of a file of JSON lines, or of a list in JSON, each with its place."""
     with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            place = f"{path}, line {number}"
-            if line.strip():
-                try:
-                    found = json.loads(line)
-                except ValueError as error:
-                    reason = error.msg if isinstance(error, json.JSONDecodeError) else f"not in UTF-8: {error}"
-                    raise ValueError(f"{place}: not JSON: {reason}") from None
-                if not isinstance(found, dict):
-                    raise ValueError(f"{place}: not a JSON object")
-                yield place, found
+        is_list = lines.read(1) == b"["
+        lines.seek(0)
+        if is_list:
+            found = parsed(path, 1, lines.read())
+            places = ((f"{path}, entry {number}", entry) for number, entry in enumerate(found, 1))
+        else:
+            numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            places = ((f"{path}, line {number}", parsed(path, number, line)) for number, line in numbered)
+        for place, entry in places:
+            if not isinstance(entry, dict):
+                raise ValueError(f"{place}: not a JSON object")
+            yield place, entry
+
+
+def parsed(path: str, line: int, text: bytes) -> Any:
+    """Return what a text in JSON says that begins in this line of a file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {line + error.lineno - 1}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {line}: not JSON: not in UTF-8: {error}") from None
 
 
 def read_chats(path: str) -> Iterator[tuple[str, list[Message]]]:
-    """Yield the chats of a file of JSON lines, each with its place."""
-    for place, line in read_lines(path):
-        if "messages" not in line:
-            raise ValueError(f'{place}: a chat without "messages"')
-        messages = line["messages"]
-        if not are_messages(messages):
-            raise ValueError(f'{place}: "messages" must be a list of {MESSAGES}')
+    """Yield the chats of a file, each with its place."""
+    for place, found in read_lines(path):
+        messages = chat_of(place, found)
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{place}: no message of the assistant to learn from")
         yield place, messages
+
+
+def chat_of(place: str, found: dict[str, Any]) -> list[Message]:
+    """Return the messages of a chat in one of three forms, which its keys tell apart.
+
+    Raises:
+        ValueError: If it is of none of them.
+
+    """
+    if "instruction" in found and "output" in found:
+        return chat_of_alpaca(place, found)
+    key = next((key for key in ("messages", "conversations") if key in found), None)
+    if key is None:
+        keys = ", ".join(f'"{key}"' for key in found)
+        raise ValueError(f"{place}: a chat has {FORMS}, but here is {keys or 'nothing'}")
+    messages = found[key]
+    if isinstance(messages, list):
+        messages = [message_of_sharegpt(message) for message in messages]
+    if not are_messages(messages):
+        raise ValueError(f'{place}: "{key}" must be a list of {MESSAGES}')
+    return messages
+
+
+def message_of_sharegpt(message: Any) -> Any:
+    """Return a message with the names that templates know, if it has those of ShareGPT."""
+    if not isinstance(message, dict) or not isinstance(message.get("from"), str):
+        return message
+    return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message.get("value")}
+
+
+def chat_of_alpaca(place: str, found: dict[str, Any]) -> list[Message]:
+    """Return an instruction, what it is about if there is anything, and the output as a question and its answer."""
+    texts = [found.get("system") or "", found["instruction"], found.get("input") or "", found["output"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f'{place}: "instruction", "input" and "output" must be texts')
+    system, instruction, about, output = texts
+    question = "\n\n".join(filter(None, [instruction, about]))
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": question}, {"role": "assistant", "content": output}]
 
 
 def are_messages(found: object) -> bool:

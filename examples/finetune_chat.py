@@ -4,13 +4,15 @@ Chats go through the tokenizer's own template, several of them in one row, witho
 covers what the assistant says. After each epoch, the model answers questions from chats that it has not seen.
 
     python examples/finetune_chat.py                    # a tiny random model learns what some of HTTP's errors mean
-    python examples/finetune_chat.py --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 --lr 1e-5 \
+    python examples/finetune_chat.py --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 \
         --precision bf16-true --optimizer int8          # with 6 bytes a parameter instead of 16
-    python examples/finetune_chat.py --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 --lr 1e-4 \
-        --train qlora --dtype bfloat16 --save my-model  # `pip install bitsandbytes accelerate`
+    python examples/finetune_chat.py --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 \
+        --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
 
-Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub; the
-last tenth is for validation. `--save` writes a folder for transformers' `from_pretrained`, with adapters merged.
+Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or
+a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For a night, add `--clip 1 --accumulate 8
+--warmup 50 --schedule cosine --save-every 100 --resume`: the same command goes on where it was stopped. `--save` writes
+a folder for transformers' `from_pretrained`, with adapters merged, `--save-adapters` one for peft.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import lightning as L
 import recipe
 from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
-from lora_lm import add_adapters, add_rank, merge_adapters
+from long_runs import Loader, for_trainer, for_validation
+from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save_adapters
 from offline import chats_about_http
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -48,7 +51,7 @@ class ChatLM(CausalLM):
         layers: Number of blocks in the random model.
         hidden: Hidden size of the random model.
         heads: Number of attention heads in the random model; must divide `hidden`.
-        lr: Learning rate of AdamW.
+        lr: Learning rate of AdamW. `None` takes what suits the size of a pretrained model.
         dtype: Storage dtype of the weights; those of a frozen base can be `"bfloat16"`.
         weights: A checkpoint of `finetune_lm.py`, with the same sizes, to start from.
         optimizer: One of `finetune_lm.OPTIMIZERS`.
@@ -65,7 +68,7 @@ class ChatLM(CausalLM):
         layers: int = 4,
         hidden: int = 64,
         heads: int = 4,
-        lr: float = 3e-3,
+        lr: float | None = 3e-3,
         dtype: str = "float32",
         weights: str | None = None,
         optimizer: str = "adamw",
@@ -123,7 +126,7 @@ class ChatData(L.LightningDataModule):
     """Rows of chats for training and validation, and questions to answer.
 
     Args:
-        chats: A file of JSON lines with `messages`; its last tenth is for validation. `None` uses chats about HTTP.
+        chats: A file of chats, in a form of `chats.py`; the last tenth is for validation. `None` uses some about HTTP.
         model: Name of the hub model whose tokenizer and template are used. `None` tokenizes into bytes.
         batch_size: Rows per batch.
         length: Tokens per row; longer chats are cut.
@@ -180,13 +183,13 @@ class ChatData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return rows in random order."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
+        return Loader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
         """Return rows and questions that are not in the training set."""
         return [
-            DataLoader(self.val, self.batch_size, collate_fn=self.collate),
-            DataLoader(self.asked, self.batch_size, collate_fn=self.ask),
+            for_validation(self.val, self.batch_size, collate_fn=self.collate),
+            for_validation(self.asked, self.batch_size, collate_fn=self.ask),
         ]
 
 
@@ -208,7 +211,7 @@ class PrintAnswers(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the loss and the answers."""
         loss = trainer.callback_metrics["val_loss"]
-        recipe.say("\n".join([f"\nEpoch {trainer.current_epoch + 1}: validation loss {loss:.4f}", *self.lines]))
+        recipe.say("\n".join([f"\n{recipe.moment(trainer)}: validation loss {loss:.4f}", *self.lines]))
         self.lines.clear()
 
 
@@ -224,9 +227,10 @@ def save(module: ChatLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> Non
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, epochs=10, batch_size=2, lr=3e-3)
+    recipe.add_training(parser, epochs=10, batch_size=2, lr=3e-3, lr_by_size=True)
+    recipe.add_night(parser, "runs/finetune_chat")
     data = add_model(parser)
-    data.add_argument("--chats", type=recipe.file, metavar="FILE", help="JSON lines with messages (default: on HTTP)")
+    data.add_argument("--chats", type=recipe.file, metavar="FILE", help="JSON or JSON lines (default: chats on HTTP)")
     data.add_argument("--length", type=recipe.positive, default=256, help="tokens in a row (default: %(default)s)")
     parser.set_defaults(layers=4, hidden=64)
     add_optimizer(parser)
@@ -235,6 +239,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
     check_optimizer(parser, options)
+    check_adapters(parser, options)
     return options
 
 
@@ -249,17 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
         callbacks=[losses, PrintAnswers(), *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data)
+    recipe.fit(trainer, model, data, ckpt_path=options.resume)
+    if options.save_adapters is not None and trainer.is_global_zero:
+        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
     if options.save is not None and trainer.is_global_zero:
         save(model, data.tokenizer, options.save)
     recipe.say(losses)

@@ -5,20 +5,23 @@ epoch, the model draws a grid of images, one column for each prompt.
 
     python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
     python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 --rows 1 \
-        --train lora --dtype bfloat16 --lr 1e-4 --batch-size 1      # `pip install diffusers accelerate`
+        --train qlora --dtype bfloat16 --batch-size 1 --accumulate 4 --save-every 100 --resume --save-adapters mine \
+        # `pip install diffusers accelerate bitsandbytes`; `--train lora` has a base of 16 bits
 
 The model is a pipeline of diffusers with a transformer: FLUX.1, Stable Diffusion 3, PixArt, Wan (as a model of images).
 Each image of FOLDER has its caption in a text file beside it (`a.png`, `a.txt`), or in the folder's `metadata.jsonl`,
 `{"file_name": "a.png", "text": "what it shows"}`, as in data sets of the hub. `--save` writes the transformer for
-`from_pretrained`, with adapters merged.
+`from_pretrained`, with adapters merged, `--save-adapters` a file for `pipeline.load_lora_weights`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -27,7 +30,9 @@ import torch
 from captioned_images import CaptionedImages
 from diffusion_models import family_of
 from finetune_lm import OPTIMIZERS, add_optimizer, check_optimizer
-from lora_lm import add_adapters, add_rank, merge_adapters
+from long_runs import for_trainer
+from lora_lm import adapter_weights, add_adapters, add_rank, check_adapters, merge_adapters, quantize
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.utils import save_image
@@ -107,10 +112,11 @@ class DiffusionModel(L.LightningModule):
     Args:
         model: Name of a pipeline of the hub, or its folder. `None` builds a tiny transformer.
         objective: `"flow"` or `"noise"`; `None` takes what the hub's model was trained with, and flow for the tiny one.
-        train: `"full"` trains all weights of the transformer, `"lora"` adapters in its blocks.
+        train: `"full"` trains all weights of the transformer, `"lora"` adapters in its blocks, `"qlora"` adapters in
+            blocks whose frozen weights have 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
-        lr: Learning rate of AdamW.
+        lr: Learning rate of AdamW. `None` takes what suits the size of a pretrained transformer.
         dtype: Storage dtype of the transformer; that of a frozen base can be `"bfloat16"`.
         optimizer: One of `finetune_lm.OPTIMIZERS`.
         denoising: Steps from noise to an image in validation.
@@ -123,10 +129,10 @@ class DiffusionModel(L.LightningModule):
         self,
         model: str | None = None,
         objective: Literal["flow", "noise"] | None = None,
-        train: Literal["full", "lora"] = "full",
+        train: Literal["full", "lora", "qlora"] = "full",
         rank: int = 8,
         alpha: float = 16,
-        lr: float = 4e-3,
+        lr: float | None = 4e-3,
         dtype: str = "float32",
         optimizer: str = "adamw",
         denoising: int = 16,
@@ -134,6 +140,8 @@ class DiffusionModel(L.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        if train == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError("qlora needs what is not installed: pip install bitsandbytes")
         self.family = family_of(model)
         objective = objective or self.family.objective
         if model is not None and objective != self.family.objective:
@@ -141,10 +149,13 @@ class DiffusionModel(L.LightningModule):
         self.objective = Flow(self.family.shift) if objective == "flow" else Noise()
         self.guidance = self.family.guidance if guidance is None else guidance
         self.transformer = self.family.transformer(getattr(torch, dtype))
-        if train == "lora":
+        self.size = sum(parameter.numel() for parameter in self.transformer.parameters())
+        if train != "full":
             self.transformer.requires_grad_(False)
             for blocks in self.transformer.children():
                 if isinstance(blocks, nn.ModuleList):
+                    if train == "qlora":
+                        quantize(blocks)
                     add_adapters(blocks, self.transformer.proj_out, rank, alpha)
         self.vae = self.family.vae().requires_grad_(False)
         self.strict_loading = False  # a checkpoint contains only what is trained
@@ -183,7 +194,10 @@ class DiffusionModel(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW over the weights that are trained."""
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=self.hparams["lr"])
+        lr = self.hparams["lr"]
+        if lr is None:
+            lr = recipe.learning_rate(self.size, self.hparams["train"] == "full")
+        return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=lr)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave what is frozen out of the checkpoint."""
@@ -191,7 +205,7 @@ class DiffusionModel(L.LightningModule):
 
 
 class SaveSamples(L.Callback):
-    """Writes what is drawn after each epoch as one picture."""
+    """Writes what is drawn in a validation as one picture."""
 
     def __init__(self) -> None:
         self.images: list[Tensor] = []
@@ -210,10 +224,12 @@ class SaveSamples(L.Callback):
             images = pl_module.all_gather(images).transpose(0, 1).flatten(0, 1)
         images = images[: len(data.drawn)].float().cpu()
         zoomed = images.repeat_interleave(data.family.zoom, 2).repeat_interleave(data.family.zoom, 3)
-        file = data.output / f"epoch_{trainer.current_epoch + 1:02}.png"
+        by_step = trainer.check_val_every_n_epoch is None
+        name = f"step_{trainer.global_step:06}" if by_step else f"epoch_{trainer.current_epoch + 1:02}"
+        file = data.output / f"{name}.png"
         if trainer.is_global_zero:
             save_image(zoomed, file, nrow=len(data.prompts), normalize=True, value_range=(-1, 1))
-        recipe.say(f"\nEpoch {trainer.current_epoch + 1}: {file}")
+        recipe.say(f"\n{recipe.moment(trainer)}: {file}")
         self.images.clear()
 
 
@@ -223,10 +239,17 @@ def save(module: DiffusionModel, folder: str) -> None:
     module.transformer.save_pretrained(folder)
 
 
+def save_adapters(module: DiffusionModel, folder: str) -> None:
+    """Write the adapters by the names of diffusers, which takes them to be scaled already."""
+    weights = adapter_weights(module.transformer, "transformer.", is_scaled=True)
+    save_file(weights, Path(folder, "pytorch_lora_weights.safetensors"), metadata={"format": "pt"})
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, epochs=8, batch_size=64, lr=4e-3)
+    recipe.add_training(parser, epochs=8, batch_size=64, lr=4e-3, lr_by_size=True)
+    recipe.add_night(parser, "samples")
     parser.add_argument("--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, SD3, PixArt, Wan")
     parser.add_argument("--objective", choices=["flow", "noise"], help="what is predicted (default: as the model was)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="storage of the weights")
@@ -238,16 +261,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--guidance", type=recipe.amount, help="of what is drawn (default: what is usual for the model)"
     )
-    parser.add_argument(
-        "--output", type=recipe.new_folder, default="samples", metavar="FOLDER", help="(default: %(default)s)"
-    )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write the transformer")
     add_optimizer(parser)
-    add_rank(parser).add_argument("--train", choices=["full", "lora"], default="full", help="what is trained")
+    add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
     options = recipe.parse(parser, arguments)
     check_optimizer(parser, options)
+    check_adapters(parser, options)
     if options.save and options.model is None:
         parser.error("--save writes a transformer of diffusers: add --model")
+    if options.save and options.train == "qlora":
+        parser.error("--save writes whole weights, which --train qlora rounds: take --save-adapters")
     return options
 
 
@@ -261,17 +284,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
         callbacks=[losses, SaveSamples(), *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data)
+    recipe.fit(trainer, model, data, ckpt_path=options.resume)
+    if options.save_adapters is not None and trainer.is_global_zero:
+        save_adapters(model, options.save_adapters)
     if options.save is not None and trainer.is_global_zero:
         save(model, options.save)
     recipe.say(losses)

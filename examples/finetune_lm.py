@@ -13,6 +13,7 @@ host memory and stream them through the device, a few blocks at a time:
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
     python examples/finetune_lm.py --strategy auto              # the same run without streaming, for comparison
     python examples/finetune_lm.py --precision bf16-true --optimizer int8   # with 6 bytes a parameter instead of 16
+    python examples/finetune_lm.py --save-every 500 --resume                # goes on where it was stopped, if it was
 
 Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
 `--save` writes an ordinary Lightning checkpoint, from which `generate.py` and `lora_lm.py` can continue.
@@ -25,13 +26,14 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import recipe
 import torch
+from long_runs import Loader, for_trainer, for_validation
 from offline import read_text
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -46,12 +48,12 @@ from transformers import (
 import sp_lightning
 
 MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "lr", "dtype", "weights"]
-OPTIMIZERS = {  # all but the first for bf16 weights
+OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, fused=True),  # the same kernel under every strategy
-    "split": sp_lightning.optim.AdamW,
+    "unfused": torch.optim.AdamW,  # Lightning clips nothing for a fused one under mixed precision
+    "split": sp_lightning.optim.AdamW,  # this and the next for bf16 weights
     "int8": partial(sp_lightning.optim.AdamW, moments="int8"),
 }
-LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 
 
 class CausalLM(L.LightningModule):
@@ -62,7 +64,7 @@ class CausalLM(L.LightningModule):
         layers: Number of blocks in the random model.
         hidden: Hidden size of the random model.
         heads: Number of attention heads in the random model; must divide `hidden`.
-        lr: Learning rate of AdamW.
+        lr: Learning rate of AdamW. `None` takes what suits the size of a pretrained model.
         dtype: Storage dtype of the weights, whatever `precision` computes in. AdamW needs `"float32"`; weights that are
             not trained (the base of adapters, generation) can use `"bfloat16"`, at half the host memory.
         generation: Arguments for transformers' `generate` in prediction.
@@ -72,13 +74,15 @@ class CausalLM(L.LightningModule):
 
     """
 
+    objective_rate = 1.0  # how much of the usual learning rate the objective takes
+
     def __init__(
         self,
         model: str | None = None,
         layers: int = 12,
         hidden: int = 128,
         heads: int = 4,
-        lr: float = 1e-3,
+        lr: float | None = 1e-3,
         dtype: str = "float32",
         generation: dict[str, Any] | None = None,
         weights: str | None = None,
@@ -89,8 +93,6 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if model is not None:
             self.model = load(model, getattr(torch, dtype), four_bit).train()
-            if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
-                raise ValueError(f"{model} scales its logits, which the loss of this example does not")
         else:
             tokenizer = make_tokenizer(None)
             config = LlamaConfig(
@@ -107,6 +109,7 @@ class CausalLM(L.LightningModule):
                 pad_token_id=tokenizer.pad_token_id,
             )
             self.model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+        sp_lightning.loss_in_slices(self.model)  # without all logits in memory at once
         if weights is not None:
             try:
                 saved = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
@@ -121,9 +124,13 @@ class CausalLM(L.LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        """Log the loss on text that is not learned."""
+        self.log("val_loss", self.loss(batch[0], batch[0]), prog_bar=True, sync_dist=True)
+
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return `self.model(input_ids=tokens, labels=labels).loss`, without all logits in memory at once."""
-        return cross_entropy(self.model, tokens, labels, "mean", **inputs)
+        """Return the mean loss of predicting each label from the tokens before it."""
+        return self.model(input_ids=tokens, labels=labels, use_cache=False, **inputs).loss
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the tokens that transformers' `generate` appends to each prompt."""
@@ -133,23 +140,20 @@ class CausalLM(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW over the weights that are trained."""
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=self.hparams["lr"])
+        if (lr := self.hparams["lr"]) is None:
+            is_full = all(parameter.requires_grad for parameter in self.model.parameters())
+            lr = recipe.learning_rate(self.model.num_parameters(), is_full, self.objective_rate)
+        return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=lr)
 
+    @property
+    def strict_loading(self) -> bool:
+        """Whether a checkpoint has all weights: what is frozen is left out."""
+        return all(parameter.requires_grad for parameter in self.parameters())
 
-def cross_entropy(
-    model: PreTrainedModel,
-    tokens: torch.Tensor,
-    labels: torch.Tensor,
-    reduction: Literal["mean", "none"],
-    **inputs: torch.Tensor,
-) -> torch.Tensor:
-    """Return the loss of predicting each label from the tokens before it, without all logits in memory at once."""
-    hidden = model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
-    head = model.get_output_embeddings()
-    softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma's
-    return sp_lightning.chunked_cross_entropy(
-        hidden, head.weight, labels, bias=head.bias, reduction=reduction, softcap=softcap, shift=True
-    )
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the frozen base of adapters out of the checkpoint."""
+        if not self.strict_loading:
+            recipe.leave_out_frozen(self, checkpoint)
 
 
 def load(model: str, dtype: torch.dtype, four_bit: bool) -> PreTrainedModel:
@@ -188,6 +192,7 @@ class TextData(L.LightningDataModule):
         length: Tokens per chunk.
         stride: Tokens from the start of one chunk to the start of the next; `None` means `length`. A smaller stride
             yields more chunks from a short text.
+        held_out: Share of the chunks that is not learned, but for validation.
 
     """
 
@@ -198,6 +203,7 @@ class TextData(L.LightningDataModule):
         batch_size: int = 8,
         length: int = 64,
         stride: int | None = None,
+        held_out: float = 0.0,
     ) -> None:
         super().__init__()
         self.text = text
@@ -205,6 +211,7 @@ class TextData(L.LightningDataModule):
         self.batch_size = batch_size
         self.length = length
         self.stride = stride or length
+        self.held_out = held_out
 
     def setup(self, stage: str) -> None:
         """Read, tokenize and cut the text."""
@@ -215,17 +222,25 @@ class TextData(L.LightningDataModule):
                 f"the text has {len(tokens)} tokens, but one batch takes {self.batch_size} chunks of {self.length}: "
                 f"give a longer text, a smaller batch, shorter chunks or a smaller stride"
             )
-        self.chunks = TensorDataset(tokens.unfold(0, self.length, self.stride))
+        self.learned: Dataset[Any] = TensorDataset(tokens.unfold(0, self.length, self.stride))
+        if self.held_out:
+            shares = [1 - self.held_out, self.held_out]
+            self.learned, self.kept = random_split(self.learned, shares, torch.Generator().manual_seed(0))
 
-    def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Return full batches in random order."""
-        return DataLoader(self.chunks, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return Loader(self.learned, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        """Return what is held out, if anything is."""
+        return [for_validation(self.kept, self.batch_size)] if self.held_out else []
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3)
+    recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3, lr_by_size=True)
+    recipe.add_night(parser, "runs/finetune_lm")
     add_model_and_text(parser)
     parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
@@ -243,6 +258,12 @@ def add_model_and_text(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument("--length", type=recipe.positive, default=64, help="tokens in a chunk (default: %(default)s)")
     data.add_argument("--stride", type=recipe.positive, help="tokens from chunk to chunk (default: --length)")
+
+
+def text_data(options: argparse.Namespace) -> TextData:
+    """Return the training text; a twentieth of it is for validation, if that is asked for."""
+    names = ["text", "model", "batch_size", "length", "stride"]
+    return TextData(**{name: getattr(options, name) for name in names}, held_out=0.05 if options.eval_every else 0.0)
 
 
 def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -275,9 +296,11 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 
 
 def check_optimizer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Report an optimizer that the weights' dtype is not for."""
-    if options.optimizer != "adamw" and options.precision != "bf16-true":
+    """Report an optimizer that the weights' dtype is not for, and take one whose gradients can be clipped."""
+    if options.optimizer in ("split", "int8") and options.precision != "bf16-true":
         parser.error(f"--optimizer {options.optimizer} is for bf16 weights: add --precision bf16-true")
+    if options.optimizer == "adamw" and options.clip and options.precision.endswith("mixed"):
+        options.optimizer = "unfused"
 
 
 def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -293,20 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
         max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
         callbacks=[losses, *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **for_trainer(options),
     )
     with recipe.one_line():
         model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
-    recipe.fit(
-        trainer, model, TextData(options.text, options.model, options.batch_size, options.length, options.stride)
-    )
+    recipe.fit(trainer, model, text_data(options), ckpt_path=options.resume)
     if options.save is not None:
         trainer.save_checkpoint(options.save)
     recipe.say(losses)

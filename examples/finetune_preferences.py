@@ -5,12 +5,13 @@ reference is the model as it was: without its adapters, or with `--train full` a
 
     python examples/finetune_preferences.py             # a tiny random model learns to answer in a friendly way
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
-        --train full --lr 5e-7 --precision bf16-true --optimizer int8   # 6 bytes a parameter, and 2 of the reference
+        --train full --precision bf16-true --optimizer int8   # 6 bytes a parameter, and 2 of the reference
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
-        --train qlora --dtype bfloat16 --lr 5e-6 --save my-model        # `pip install bitsandbytes accelerate`
+        --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
 
 Each line of `pairs.jsonl` is `{"prompt": ..., "chosen": ..., "rejected": ...}`, in any of the forms in `pairs.py`; the
-last tenth is for validation. `--save` writes a folder for transformers' `from_pretrained`, with adapters merged.
+last tenth is for validation. `--save` writes a folder for transformers' `from_pretrained`, with adapters merged,
+`--save-adapters` one for peft.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from finetune_lm import (
     add_optimizer,
     check_optimizer,
     check_sizes,
-    cross_entropy,
     make_tokenizer,
 )
-from lora_lm import add_adapters, add_rank, without_adapters
+from long_runs import Loader, for_trainer, for_validation
+from lora_lm import add_adapters, add_rank, check_adapters, save_adapters, without_adapters
 from offline import preferences_about_http
 from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
@@ -44,7 +45,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+import sp_lightning
+
 PREFERENCE_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha", "beta"]
+LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 
 
 class PreferenceLM(CausalLM):
@@ -55,7 +59,7 @@ class PreferenceLM(CausalLM):
         layers: Number of blocks in the random model.
         hidden: Hidden size of the random model.
         heads: Number of attention heads in the random model; must divide `hidden`.
-        lr: Learning rate of AdamW.
+        lr: Learning rate of AdamW. `None` takes what suits the size of a pretrained model.
         dtype: Storage dtype of the weights; those of a frozen base can be `"bfloat16"`.
         weights: A checkpoint of `finetune_lm.py`, with the same sizes, to start from.
         optimizer: One of `finetune_lm.OPTIMIZERS`.
@@ -66,13 +70,15 @@ class PreferenceLM(CausalLM):
 
     """
 
+    objective_rate = 0.05  # 5e-7 for all weights of a model of 8 billion, as its recipes have it
+
     def __init__(
         self,
         model: str | None = None,
         layers: int = 4,
         hidden: int = 64,
         heads: int = 4,
-        lr: float = 5e-4,
+        lr: float | None = 5e-4,
         dtype: str = "float32",
         weights: str | None = None,
         optimizer: str = "adamw",
@@ -83,6 +89,8 @@ class PreferenceLM(CausalLM):
     ) -> None:
         check_train(train, model)
         super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
+            raise ValueError(f"{model} scales its logits, which the loss of this recipe does not")
         self.model.eval()  # no dropout, which would tell the model and its reference apart
         self.reference: PreTrainedModel | None = None
         if train == "full":
@@ -128,7 +136,13 @@ class PreferenceLM(CausalLM):
 
 def log_probabilities(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Return the log-probability of each answer. Texts are padded on the right, where a causal model does not look."""
-    return -cross_entropy(model, batch["tokens"], batch["labels"], "none").sum(1)
+    hidden = model.base_model(input_ids=batch["tokens"], use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma's
+    losses = sp_lightning.chunked_cross_entropy(
+        hidden, head.weight, batch["labels"], bias=head.bias, reduction="none", softcap=softcap, shift=True
+    )
+    return -losses.sum(1)
 
 
 class PreferenceData(L.LightningDataModule):
@@ -174,11 +188,11 @@ class PreferenceData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return pairs in random order."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
+        return Loader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return pairs that are not in the training set."""
-        return DataLoader(self.val, self.batch_size, collate_fn=self.collate)
+        return for_validation(self.val, self.batch_size, collate_fn=self.collate)
 
 
 class PrintMargins(L.Callback):
@@ -187,14 +201,15 @@ class PrintMargins(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the loss, the margin and the accuracy."""
         loss, margin, accuracy = (trainer.callback_metrics[f"val_{name}"] for name in ("loss", "margin", "accuracy"))
-        when = "Before" if trainer.sanity_checking else f"Epoch {trainer.current_epoch + 1}"
+        when = "Before" if trainer.sanity_checking else recipe.moment(trainer)
         recipe.say(f"\n{when}: validation loss {loss:.4f}, margin {margin:.2f}, accuracy {accuracy:.0%}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, epochs=3, batch_size=8, lr=5e-4)
+    recipe.add_training(parser, epochs=3, batch_size=8, lr=5e-4, lr_by_size=True)
+    recipe.add_night(parser, "runs/finetune_preferences")
     data = add_model(parser)
     data.add_argument("--pairs", type=recipe.file, metavar="FILE", help="JSON lines with chosen and rejected answers")
     data.add_argument("--length", type=recipe.positive, default=256, help="tokens of both parts (default: %(default)s)")
@@ -208,6 +223,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
     check_optimizer(parser, options)
+    check_adapters(parser, options)
     return options
 
 
@@ -222,16 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
         max_epochs=options.epochs,
         callbacks=[losses, PrintMargins(), *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data)
+    recipe.fit(trainer, model, data, ckpt_path=options.resume)
+    if options.save_adapters is not None and trainer.is_global_zero:
+        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
     if options.save is not None and trainer.is_global_zero:
         save(model, data.tokenizer, options.save)
     recipe.say(losses)

@@ -6,21 +6,38 @@ Frozen weights have no gradients and no optimizer state. In host memory, each of
     python examples/lora_lm.py                                          # a tiny random model, on any machine
     python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
     python examples/lora_lm.py --peft                                   # with adapters of peft (`pip install peft`)
+
+`--save` writes a Lightning checkpoint of the adapters, `--save-adapters` a folder that peft and others load.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import recipe
 import torch
-from finetune_lm import MODEL_OPTIONS, CausalLM, TextData, add_model_and_text, check_sizes
+from finetune_lm import (
+    MODEL_OPTIONS,
+    CausalLM,
+    add_model_and_text,
+    add_optimizer,
+    check_optimizer,
+    check_sizes,
+    text_data,
+)
+from long_runs import for_trainer
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+LORA_OPTIONS = [*MODEL_OPTIONS, "rank", "alpha", "peft", "optimizer"]
 
 
 class Adapted(nn.Module):
@@ -86,6 +103,56 @@ def merge_adapters(model: nn.Module) -> None:
             model.set_submodule(name, module.base)
 
 
+def adapter_weights(model: nn.Module, prefix: str, *, is_scaled: bool) -> dict[str, Tensor]:
+    """Return the weights of a model's adapters by the names of peft, with their scale in them if that is asked for."""
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Adapted):
+            up = module.up.weight.detach() * (module.scale if is_scaled else 1)
+            weights[f"{prefix}{name}.lora_A.weight"] = module.down.weight.detach().cpu().contiguous().clone()
+            weights[f"{prefix}{name}.lora_B.weight"] = up.cpu().contiguous()
+    return weights
+
+
+def save_adapters(model: PreTrainedModel, folder: str, base: str | None, rank: int, alpha: float) -> None:
+    """Write adapters for peft's `PeftModel.from_pretrained`, and whatever else reads such a folder."""
+    weights = adapter_weights(model, "base_model.model.", is_scaled=False)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in weights}),
+        "inference_mode": True,
+    }
+    save_file(weights, Path(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+    Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def quantize(model: nn.Module) -> None:
+    """Replace the linear layers of a model, which stays frozen, by those of bitsandbytes with 4-bit weights (NF4)."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            bits = Linear4bit(
+                layer.in_features,
+                layer.out_features,
+                layer.bias is not None,
+                compute_dtype=layer.weight.dtype,
+                quant_type="nf4",
+                device="meta",
+            )
+            weight = layer.weight.detach()
+            bits.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", module=bits).to("cpu")
+            bits.bias = layer.bias
+            bits.support_avx512bf16_for_cpu = False  # or validation on a CPU would round its scales to bf16, for good
+            model.set_submodule(name, bits)
+
+
 class LoRALM(CausalLM):
     """A causal language model of which only the adapters are trained.
 
@@ -94,13 +161,14 @@ class LoRALM(CausalLM):
         layers: Number of blocks in the random model.
         hidden: Hidden size of the random model.
         heads: Number of attention heads in the random model; must divide `hidden`.
-        lr: Learning rate of AdamW.
+        lr: Learning rate of AdamW. `None` takes what suits the size of a pretrained model.
         dtype: Storage dtype of the base: `"float32"` or `"bfloat16"`. Adapters are in fp32.
         generation: Arguments for transformers' `generate` in prediction.
         weights: A checkpoint of `finetune_lm.py`, with the same sizes, for the base.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
         peft: Use the adapters of the `peft` package instead of those above.
+        optimizer: One of `finetune_lm.OPTIMIZERS`.
 
     """
 
@@ -110,15 +178,16 @@ class LoRALM(CausalLM):
         layers: int = 12,
         hidden: int = 128,
         heads: int = 4,
-        lr: float = 1e-2,
+        lr: float | None = 1e-2,
         dtype: str = "float32",
         generation: dict[str, Any] | None = None,
         weights: str | None = None,
         rank: int = 8,
         alpha: float = 16,
         peft: bool = False,
+        optimizer: str = "adamw",
     ) -> None:
-        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights)
+        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights, optimizer)
         if peft:
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -126,16 +195,6 @@ class LoRALM(CausalLM):
             inject_adapter_in_model(config, self.model)
         else:
             add_adapters(self.model, self.model.get_output_embeddings(), rank, alpha)
-        self.strict_loading = False  # a checkpoint contains only the adapters
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over the adapters."""
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, lr=self.hparams["lr"], fused=True)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen base out of the checkpoint."""
-        recipe.leave_out_frozen(self, checkpoint)
 
 
 def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -143,14 +202,25 @@ def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     adapters = parser.add_argument_group("adapters")
     adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
     adapters.add_argument("--alpha", type=recipe.amount, default=16, help="strength times rank (default: %(default)s)")
+    adapters.add_argument(
+        "--save-adapters", type=recipe.new_folder, metavar="FOLDER", help="write them for peft, or diffusers"
+    )
     return adapters
+
+
+def check_adapters(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Report that there are no adapters to write."""
+    if options.save_adapters and options.train == "full":
+        parser.error("--save-adapters has none to write: add --train lora")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, steps=60, batch_size=8, lr=1e-2)
+    recipe.add_training(parser, steps=60, batch_size=8, lr=1e-2, lr_by_size=True)
+    recipe.add_night(parser, "runs/lora_lm")
     add_model_and_text(parser)
+    add_optimizer(parser)
     adapters = add_rank(parser)
     adapters.add_argument("--peft", action="store_true", help="use the adapters of the peft package")
     adapters.add_argument(
@@ -158,6 +228,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
+    check_optimizer(parser, options)
+    if options.save_adapters and options.peft:
+        parser.error("--save-adapters is for the adapters of this recipe: leave out --peft")
     return options
 
 
@@ -168,24 +241,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
         max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
         callbacks=[losses, *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **for_trainer(options),
     )
     with recipe.one_line():
-        model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
+        model = LoRALM(**{name: getattr(options, name) for name in LORA_OPTIONS})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
-    recipe.fit(
-        trainer, model, TextData(options.text, options.model, options.batch_size, options.length, options.stride)
-    )
+    recipe.fit(trainer, model, text_data(options), ckpt_path=options.resume)
     if options.save is not None:
         trainer.save_checkpoint(options.save)
+    if options.save_adapters is not None and trainer.is_global_zero:
+        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
     recipe.say(losses)
     return 0
 

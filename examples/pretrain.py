@@ -12,7 +12,7 @@ time is up, however long a step takes on this machine.
 
 `--model` names the architecture and the tokenizer; its weights are not read. With `--save`, a checkpoint is written
 every quarter of an hour and at the end. With `--resume`, a run goes on with the weights and the optimizer, the time and
-the tokens of a checkpoint, over the text in a new order. Without `--text`, it learns Python's reference manual.
+the tokens of a checkpoint, over what is left of the text. Without `--text`, it learns Python's reference manual.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ import recipe
 import torch
 from finetune_lm import TextData, make_tokenizer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from long_runs import Loader
 from torch import Tensor
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig
+
+import sp_lightning
 
 HIDDEN = 0.25  # the share of tokens that a masked model has to guess
 IGNORED = -100
@@ -136,6 +139,8 @@ class NewLM(L.LightningModule):
                 initializer_range=hidden**-0.5,
             )
         self.model = kind.from_config(config).float().train()
+        if objective == "causal":
+            sp_lightning.loss_in_slices(self.model)  # without all logits in memory at once
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the tokens to guess, as transformers computes it."""
@@ -172,18 +177,13 @@ class Texts(TextData):
         batch_size: int = 16,
         length: int = 64,
     ) -> None:
-        super().__init__(text, model, batch_size, length)
+        super().__init__(text, model, batch_size, length, held_out=0.05)
         tokenizer = make_tokenizer(model)
         # Text never becomes the byte tokenizer's token for what is unknown: it takes the place of what is hidden.
         self.mask = tokenizer.unk_token_id if model is None else tokenizer.mask_token_id
         self.masked = objective == "masked"
         if self.masked and self.mask is None:
             raise ValueError(f"the tokenizer of {model} has no token for what is hidden: take `causal`")
-
-    def setup(self, stage: str) -> None:
-        """Read the text, and put a twentieth of it aside."""
-        super().setup(stage)
-        self.learned, self.kept = random_split(self.chunks, [0.95, 0.05], torch.Generator().manual_seed(0))
 
     def collate(self, chunks: list[tuple[Tensor]]) -> dict[str, Tensor]:
         """Hide tokens of a batch, unless the model cannot see what comes next anyway."""
@@ -195,7 +195,9 @@ class Texts(TextData):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return full batches in random order."""
-        return DataLoader(self.learned, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
+        return Loader(self.learned, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
+
+    val_dataloader = L.LightningDataModule.val_dataloader  # none: what was put aside is for the test alone
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return what was put aside."""

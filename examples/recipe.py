@@ -14,8 +14,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from long_runs import Schedule
 from offline import read_examples
 
 import sp_lightning
@@ -29,6 +31,13 @@ def positive(text: str) -> int:
     """Parse an integer of at least one."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Parse an integer of at least zero."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 0")
     return int(text)
 
 
@@ -143,8 +152,12 @@ def add_training(
     epochs: int | None = None,
     batch_size: int,
     lr: float | list[float],
+    lr_by_size: bool = False,
 ) -> None:
-    """Add the options of a training run, counted in steps or in epochs, with a script's own defaults."""
+    """Add the options of a training run, counted in steps or in epochs, with a script's own defaults.
+
+    With `lr_by_size`, `--model` without `--lr` leaves the learning rate to `learning_rate`.
+    """
     train = parser.add_argument_group("training")
     if epochs:
         train.add_argument("--epochs", type=positive, default=epochs, help="(default: %(default)s)")
@@ -153,13 +166,39 @@ def add_training(
         train.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps ({often})")
     train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
     many = "+" if isinstance(lr, list) else None
-    train.add_argument("--lr", type=amount, nargs=many, default=lr, help="learning rate (default: %(default)s)")
+    by_size = "; with --model, what suits its size" if lr_by_size else ""
+    train.add_argument("--lr", type=amount, nargs=many, help=f"learning rate (default: {lr}{by_size})")
+    parser.set_defaults(usual_lr=lr, lr_by_size=lr_by_size)
+
+
+def add_night(parser: argparse.ArgumentParser, output: str) -> None:
+    """Add the options of a run that is left alone for a night."""
+    night = parser.add_argument_group("long runs")
+    night.add_argument("--clip", type=amount, metavar="NORM", help="clip gradients to this norm")
+    night.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in a step (default: 1)")
+    night.add_argument("--warmup", type=whole, default=0, metavar="N", help="steps in which the learning rate rises")
+    night.add_argument(
+        "--schedule", choices=["constant", "cosine"], default="constant", help="of the learning rate after --warmup"
+    )
+    night.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
+    night.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
+    night.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --output, if there is one"
+    )
+    night.add_argument(
+        "--output",
+        type=new_folder,
+        default=output,
+        metavar="FOLDER",
+        help="for what a run leaves (default: %(default)s)",
+    )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins.
 
-    `strategy`, `callbacks` and `accelerator` of the result are what the Trainer takes.
+    `strategy`, `callbacks` and `accelerator` of the result are what the Trainer takes. `resume` is the checkpoint to go
+    on from, if there is one; `lr` is `None` where the model chooses.
     """
     options = parser.parse_args(arguments)
     options.callbacks = []
@@ -171,7 +210,28 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         options.callbacks = [sp_lightning.SuperpipelineCallback()]  # says at the end what limits a step
         if options.accelerator == "auto" and torch.backends.mps.is_available():
             options.accelerator = "cpu"  # Lightning would choose a Mac's GPU, which cannot stream
+    if getattr(options, "lr", 0) is None and not (options.lr_by_size and options.model):
+        options.lr = options.usual_lr
+    if hasattr(options, "save_every"):
+        try:
+            new_folder(options.output)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--output: {error}")
+        prepare_night(options)
     return options
+
+
+def prepare_night(options: argparse.Namespace) -> None:
+    """Add the callbacks of a long run, and find its checkpoint."""
+    last = Path(options.output, "checkpoints", "last.ckpt")
+    if options.schedule != "constant" or options.warmup:
+        options.callbacks += [Schedule(options.schedule, options.warmup), LearningRateMonitor("step")]
+    if options.save_every:
+        often = {"every_n_train_steps": options.save_every, "enable_version_counter": False}
+        options.callbacks.append(ModelCheckpoint(last.parent, last.stem, **often))
+    if options.resume:
+        say(f"Going on from {last}" if last.is_file() else f"There is no {last} yet: the run begins")
+    options.resume = str(last) if options.resume and last.is_file() else None
 
 
 def streaming(options: argparse.Namespace) -> dict[str, Any]:
@@ -197,6 +257,31 @@ def fit(trainer: L.Trainer, *arguments: Any, **options: Any) -> None:
         if not str(error).startswith("`memory_budget="):
             raise
         sys.exit(f"error: {error}")
+
+
+def learning_rate(parameters: int, is_full: bool, part: float = 1.0) -> float:
+    """Return a learning rate that suits a pretrained model of this size, and say so.
+
+    It falls with the cube root of the size, from 4e-5 for GPT-2 to 1e-5 for a model of 8 billion parameters and 5e-6
+    for one of 70, as recipes for these do; adapters (LoRA) take ten times as much.
+
+    Args:
+        parameters: Number of all parameters.
+        is_full: Whether all of them are trained, or adapters alone.
+        part: What an objective takes of it.
+
+    """
+    rate = float(f"{1e-5 * (8e9 / parameters) ** (1 / 3) * (1 if is_full else 10) * part:.0e}")
+    trained = "full training" if is_full else "adapters"
+    say(f"Learning rate {rate:.0e}, as suits {trained} of {parameters / 1e9:.2g} B parameters; --lr takes another")
+    return rate
+
+
+def moment(trainer: L.Trainer) -> str:
+    """Return when a validation takes place: after an epoch, or every so many batches."""
+    if trainer.check_val_every_n_epoch is None:
+        return f"Step {trainer.global_step}"
+    return f"Epoch {trainer.current_epoch + 1}"
 
 
 def leave_out_frozen(module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

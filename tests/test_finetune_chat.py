@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import IGNORED, encode, prompt
+from chats import IGNORED, chat_of, encode, prompt, read_chats
 from finetune_chat import TEMPLATE, ChatData, ChatLM, main, make_chat_tokenizer, save
 from finetune_lm import make_tokenizer
+from lora_lm import save_adapters
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, GPT2Config, LlamaConfig, MambaConfig
 
 SMALL = ["--accelerator=cpu", "--layers=2", "--hidden=64", "--lr=4e-3", "--batch-size=1", "--length=128"]
@@ -84,6 +85,20 @@ def test_what_is_saved_is_what_was_learned(how):
     assert prompt(AutoTokenizer.from_pretrained("saved"), chat) == prompt(tokenizer, chat)
 
 
+def test_peft_loads_the_adapters():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    save(ChatLM(layers=2), make_chat_tokenizer(None), "base")
+    module = ChatLM("base", train="lora", alpha=24)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    Path("mine").mkdir()
+    save_adapters(module.model, "mine", "base", rank=8, alpha=24)
+    tokens = torch.randint(3, 259, (2, 9))
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained("mine")
+    torch.testing.assert_close(logits(loaded, tokens), logits(module.model, tokens))
+
+
 SIZE = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 1}
 
@@ -124,6 +139,22 @@ def test_answers_alone_are_learned():
         learned(system, *first)
 
 
+ALPACA = {"instruction": "dog?", "input": "a big one", "output": "bark", "system": "Hi."}
+ASKED = [{"role": "system", "content": "Hi."}, *turn("dog?\n\na big one", "bark")]
+NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
+SHAREGPT = [{"from": NAMES[message["role"]], "value": message["content"]} for message in ASKED]
+
+
+@pytest.mark.parametrize("found", [{"messages": ASKED}, {"conversations": SHAREGPT}, ALPACA], ids=list)
+def test_every_form_of_a_chat_is_read_alike(found):
+    """In lines, and in a list."""
+    Path("lines.jsonl").write_text(f"{json.dumps(found)}\n" * 2, encoding="utf-8")
+    Path("list.json").write_text(json.dumps([found] * 2, indent=1), encoding="utf-8")
+    chats = [messages for name in ("lines.jsonl", "list.json") for _, messages in read_chats(name)]
+    assert chats == [ASKED] * 4
+    assert chat_of("", {**ALPACA, "input": "", "system": None}) == turn("dog?", "bark")
+
+
 GOOD = json.dumps({"messages": turn("dog?", "bark")})
 
 
@@ -131,7 +162,16 @@ GOOD = json.dumps({"messages": turn("dog?", "bark")})
     ("lines", "arguments", "message"),
     [
         ([GOOD, '{"messages": ['], [], "chats.jsonl, line 2: not JSON: "),
-        ([GOOD, '{"text": "dog"}'], [], 'line 2: a chat without "messages"'),
+        (
+            [GOOD, '{"text": "dog"}'],
+            [],
+            'line 2: a chat has "messages", "conversations" (ShareGPT), or "instruction" and',
+        ),
+        (["[", GOOD, "]"], [], "too few lines"),
+        (["[", f"{GOOD},", "oh]"], [], "chats.jsonl, line 3: not JSON: Expecting value"),
+        (["[3, 4]"], [], "chats.jsonl, entry 1: not a JSON object"),
+        (['{"conversations": [{"from": "gpt"}]}'], [], 'line 1: "conversations" must be a list of messages'),
+        (['{"instruction": 1, "output": "a"}'], [], 'line 1: "instruction", "input" and "output" must be texts'),
         ([GOOD, '{"messages": []}'], [], "line 2: no message of the assistant to learn from"),
         (['{"messages": [{"role": "user"}]}'], [], 'line 1: "messages" must be a list of messages with "role" and'),
         ([GOOD.replace("user", "tool"), GOOD], [], "line 1: the chat template refuses it: unknown role"),

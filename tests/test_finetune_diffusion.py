@@ -11,7 +11,7 @@ import pytest
 import recipe
 import torch
 from diffusion_models import SIDE
-from finetune_diffusion import Flow, Noise, main
+from finetune_diffusion import DiffusionModel, Flow, Noise, main, save_adapters
 from offline import WrittenNumbers
 from PIL import Image
 from torch import nn
@@ -87,13 +87,43 @@ def truncated() -> str:
 SMALL = ["--epochs=2", "--batch-size=2", "--denoising=3", "--rows=2", "--prompts", "3", "7"]
 
 
-@pytest.mark.parametrize("how", ["--objective=flow", "--objective=noise", "--train=lora", "--guidance=1"])
+@pytest.mark.parametrize(
+    "how", ["--objective=flow", "--objective=noise", "--train=lora", "--train=qlora", "--guidance=1"]
+)
 def test_the_numbers_are_those_of_plain_training(run, images, how):
+    if how == "--train=qlora":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     _, *streamed = run(images, *SMALL, how, "--k=1", "--optimizer-on=host")
     Path("images/metadata.jsonl").unlink()
     assert run(images, *SMALL, how, "--strategy=auto") == (False, *streamed)
     Path("images/0.txt").write_text("another", encoding="utf-8")
     assert run(images, *SMALL, how)[0]
+
+
+def test_diffusers_loads_the_adapters():
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    pytest.importorskip("peft", reason="diffusers loads adapters with peft, which is not installed")
+    sizes = {"in_channels": 16, "attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 4, 8)}
+    layers = {"num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 16, "pooled_projection_dim": 16}
+    flux = diffusers.FluxTransformer2DModel(**sizes, **layers)
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4)
+    without = dict.fromkeys(["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    diffusers.FluxPipeline(scheduler, vae, transformer=flux, **without).save_pretrained("flux")
+    module = DiffusionModel("flux", train="lora", alpha=24).eval()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.2)
+    Path("mine").mkdir()
+    save_adapters(module, "mine")
+    pipeline = diffusers.FluxPipeline.from_pretrained("flux", **without)
+    pipeline.load_lora_weights("mine")
+    told = {"encoder_hidden_states": torch.randn(2, 5, 16), "pooled_projections": torch.randn(2, 16)}
+    models = [module.transformer, pipeline.transformer]
+    image, time = torch.randn(2, 4, 8, 8), torch.rand(2)
+    with torch.no_grad():
+        ours, theirs = (module.family.predict(model, image, time, told) for model in models)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_damaged_file_of_what_was_encoded_is_written_anew(run, images):

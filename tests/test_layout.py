@@ -252,7 +252,7 @@ def test_every_room_is_on_the_map():
 
 def test_top_level():
     allowed = {"docs", "examples", "sp_lightning", "tests"}
-    caches = {"build", "dist", "site"}
+    caches = {"build", "dist", "runs", "samples", "site"}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
     assert {name for name in folders - caches if not name.endswith(".egg-info")} == allowed
 

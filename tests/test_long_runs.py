@@ -1,0 +1,178 @@
+"""Recipes that are left alone for a night: what was killed goes on with the same numbers, and the log says what was."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recipe
+import torch
+from finetune_chat import ChatLM
+from long_runs import Loader, Schedule
+from offline import WrittenNumbers
+from torch.utils._pytree import tree_leaves
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+TINY = ["--accelerator=cpu", "--layers=1", "--hidden=16", "--heads=2"]
+CHAT = [*TINY, "--chats=chats.jsonl", "--epochs=2", "--batch-size=2", "--eval-every=99", "--save-every=1"]
+KILLED = """
+import os, signal, sys
+import finetune_chat, recipe
+def look(self, trainer, *_):
+    if trainer.global_step == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+recipe.Losses.on_train_batch_start = look
+finetune_chat.main(sys.argv[2:])
+"""
+
+
+class Stopped(Exception):
+    """In place of a signal."""
+
+
+def run(script: str, *arguments: str, output: str, stop: int | None = None) -> dict[str, Any]:
+    """Run a recipe, up to a batch, and return its last checkpoint."""
+
+    class Stop(recipe.Losses):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if len(self.values) == stop:
+                raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "Losses", Stop)
+        try:
+            import_module(script).main([*arguments, f"--output={output}"])
+        except Stopped:
+            assert stop is not None
+    return torch.load(f"{output}/checkpoints/last.ckpt", weights_only=True)
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name in ("state_dict", "optimizer_states", "global_step"):
+        for a, b in zip(tree_leaves(one[name]), tree_leaves(other[name]), strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
+
+
+@pytest.mark.slow
+def test_a_chat_recipe_that_was_killed_goes_on_with_the_same_numbers(capsys):
+    chats = [[{"role": "user", "content": "2?" * 40}, {"role": "assistant", "content": f"{n}."}] for n in range(30)]
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    whole = run("finetune_chat", *CHAT, output="whole")
+    step = random.randrange(1, whole["global_step"])
+    command = [sys.executable, "-c", KILLED, str(step), *CHAT, "--output=part"]
+    killed = subprocess.run(command, env={"PYTHONPATH": f"{EXAMPLES}:{EXAMPLES.parent}"}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert torch.load("part/checkpoints/last.ckpt", weights_only=True)["global_step"] == step
+    capsys.readouterr()
+    assert_same(run("finetune_chat", *CHAT, "--resume", output="part"), whole)
+    assert "Going on from part/checkpoints/last.ckpt" in capsys.readouterr().out
+
+
+EXACT = ["--clip=0.5", "--accumulate=2", "--warmup=2", "--schedule=cosine"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "stop"),
+    [
+        ("finetune_lm", [*TINY, *EXACT, "--text=text.txt", "--length=8", "--steps=9", "--eval-every=3"], 7),
+        ("lora_lm", [*TINY, *EXACT, "--text=text.txt", "--length=8", "--steps=5", "--precision=bf16-mixed"], 4),
+        ("finetune_preferences", [*TINY, "--epochs=2", "--batch-size=48"], 3),
+        (
+            "finetune_diffusion",
+            ["--accelerator=cpu", "--images=images", "--epochs=2", "--batch-size=2", "--denoising=1"],
+            4,
+        ),
+    ],
+)
+def test_a_recipe_goes_on_with_the_same_numbers(script, arguments, stop):
+    """At the end of an epoch, in its middle, and between two steps; with random numbers that the model draws."""
+    Path("text.txt").write_text("one two three four five six " * 12, encoding="utf-8")
+    Path("images").mkdir()
+    for number, (image, text) in enumerate(WrittenNumbers(5)):
+        image.save(f"images/{number}.png")
+        Path(f"images/{number}.txt").write_text(text, encoding="utf-8")
+    arguments = [*arguments, "--save-every=1"]
+    whole = run(script, *arguments, output="whole")
+    run(script, *arguments, output="part", stop=stop)
+    assert_same(run(script, *arguments, "--resume", output="part"), whole)
+
+
+def test_a_loader_goes_on_after_each_batch():
+    """With random numbers that it draws, and others that the model draws in between."""
+
+    def loader() -> Loader:
+        return Loader(range(7), batch_size=2, shuffle=True, collate_fn=lambda rows: [*rows, torch.rand(()).item()])
+
+    whole, found = loader(), []
+    for _ in range(2):
+        found += [(batch, torch.rand(()).item(), whole.state_dict()) for batch in whole]
+    for number, (*_, state) in enumerate(found[:-1], 1):
+        torch.manual_seed(number)
+        resumed = loader()
+        resumed.load_state_dict(state)
+        rest = [(batch, torch.rand(()).item()) for _ in range(2 - number // 4) for batch in resumed]
+        assert rest == [(batch, drawn) for batch, drawn, _ in found[number:]], number
+
+
+def test_the_learning_rate_rises_and_falls_and_is_in_the_log(monkeypatch):
+    rates: list[float] = []
+
+    def record(self, trainer, pl_module, outputs, *_):
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.values.append(0.0)
+
+    monkeypatch.setattr(recipe.Losses, "on_train_batch_end", record)
+    Path("text.txt").write_text("one two three four " * 40, encoding="utf-8")
+    arguments = [*TINY, "--text=text.txt", "--length=8", "--batch-size=2", "--steps=10", "--lr=0.8", "--eval-every=5"]
+    assert not import_module("finetune_lm").main([*arguments, "--warmup=3", "--schedule=cosine"])
+    cosine = [0.4 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, *cosine])
+    constant = Schedule("constant", warmup=1)
+    assert [constant.part(step) for step in range(3)] == [0.5, 1, 1]
+    with Path("runs/finetune_lm/logs/version_0/metrics.csv").open(encoding="utf-8") as file:
+        found = {name for row in csv.DictReader(file) for name, value in row.items() if value}
+    assert found >= {"train_loss", "val_loss", "lr-AdamW"}
+
+
+def test_the_learning_rate_suits_the_size(capsys):
+    for parameters, is_full, part, rate in [
+        (124e6, True, 1, 4e-5), (8e9, True, 1, 1e-5), (8e9, False, 1, 1e-4), (70e9, False, 1, 5e-5),
+        (8e9, True, 0.05, 5e-7),
+    ]:  # fmt: skip
+        assert recipe.learning_rate(int(parameters), is_full, part) == rate
+    ChatLM(layers=1, hidden=16, heads=2, lr=None, train="lora").configure_optimizers()
+    assert "as suits adapters of" in capsys.readouterr().out.splitlines()[-1]
+    parse = import_module("finetune_lm").parse
+    assert [parse(arguments).lr for arguments in ([], ["--model=gpt2"], ["--model=gpt2", "--lr=1"])] == [1e-3, None, 1]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("finetune_lm", ["--save-every=0"], "--save-every: 0 is not an integer of at least 1"),
+        ("finetune_lm", ["--warmup=-1"], "--warmup: -1 is not an integer of at least 0"),
+        ("finetune_lm", ["--schedule=linear"], "--schedule: invalid choice: 'linear'"),
+        ("finetune_lm", ["--output=text.txt"], "--output: text.txt: a file, not a folder"),
+        ("finetune_chat", ["--save-adapters=mine"], "--save-adapters has none to write: add --train lora"),
+        (
+            "finetune_diffusion",
+            ["--train=qlora", "--save=a", "--model=b"],
+            "--train qlora rounds: take --save-adapters",
+        ),
+        ("lora_lm", ["--peft", "--save-adapters=mine"], "for the adapters of this recipe: leave out --peft"),
+    ],
+)
+def test_what_is_refused_in_one_line(script, arguments, message, capsys):
+    Path("text.txt").touch()
+    with pytest.raises(SystemExit):
+        import_module(script).parse(arguments)
+    assert message in capsys.readouterr().err.splitlines()[-1]
