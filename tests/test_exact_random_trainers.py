@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "ours, adam": partial(optim.Adam, lr=0.01, weight_decay=0.1),
 }
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"]
+HABITS = [None, "state", "called twice", "gradients left", "fails and goes on"]
 
 
 class Thaw(callbacks.BaseFinetuning):
@@ -57,6 +58,18 @@ if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
     CALLBACKS["ema"] = partial(callbacks.EMAWeightAveraging, decay=0.5, device="cpu")
 
 
+class Counts(Block):
+    """Changes what it keeps in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        return super().forward(x * (1 + 0.1 * (self.calls[-1] % 3)))
+
+
 @dataclass(frozen=True)
 class Program:
     """All that is random in one run."""
@@ -72,6 +85,7 @@ class Program:
     is_read: bool  # whether a worker process reads a weight
     activations: ActivationPolicy
     wanders: int  # where units live, from the second step on; below zero, as the planner says
+    habit: str | None  # what the user's own code does besides
 
     @property
     def is_possible(self) -> bool:
@@ -81,10 +95,12 @@ class Program:
         return not (self.optimizer.startswith("ours") and self.precision in ("64-true", "16-true"))
 
     def block(self) -> nn.Module:
-        return (Block if self.shape is None else shaped(Block, self.shape))()
+        block = Counts if self.habit == "state" else Block
+        return (block if self.shape is None else shaped(block, self.shape))()
 
     def module(self) -> Base:
-        module = (Module if self.shape is None else shaped(Module, self.shape))()
+        base = LeavesGradients if self.habit == "gradients left" else Module
+        module = (base if self.shape is None else shaped(base, self.shape))()
         module.prepare(self)
         return module
 
@@ -112,7 +128,13 @@ class Module(Base):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch[0].to(self.head.weight.dtype), batch[1]
-        loss = nn.functional.cross_entropy(self(x), y)
+        if self.program.habit == "fails and goes on":
+            with suppress(TypeError):
+                self.head(self.blocks[0](x), "an argument too many")
+        logits = self(x)
+        if self.program.habit == "called twice":
+            logits = logits + self(x.tanh())
+        loss = nn.functional.cross_entropy(logits, y)
         for teacher in self.teachers:
             pairs = zip(self.blocks.parameters(), teacher.parameters(), strict=True)
             loss = loss + 0.01 * sum((own - other).square().sum() for own, other in pairs)
@@ -132,6 +154,14 @@ class Module(Base):
 
     def configure_optimizers(self) -> Optimizer:
         return OPTIMIZERS[self.program.optimizer]([p for p in self.parameters() if p.requires_grad])
+
+
+class LeavesGradients(Module):
+    """Has gradients of two steps add up."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if batch_idx % 2:
+            optimizer.zero_grad()
 
 
 class Looking(Dataset):
@@ -173,6 +203,7 @@ programs = st.builds(
     is_read=st.sampled_from([False, False, False, True]),
     activations=st.sampled_from(["keep", "recompute", "offload", "auto"]),
     wanders=st.integers(-1, 999),
+    habit=st.sampled_from(HABITS),
 )
 
 
