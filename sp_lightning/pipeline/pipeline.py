@@ -114,7 +114,7 @@ class Pipeline:
         # what is on now is likely to be on in steps, too
         self._parts.arrange(autocast_dtype(self.device.type))
         if processes is not None:  # these are not in the memory that is shared
-            processes.broadcast(self._parts.arrangement.unmanaged.values())
+            processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
         atexit.register(self._end_threads)
@@ -219,7 +219,7 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """The units, and where their weights currently lie."""
-        return self._engine.arrangement
+        return self._parts.arrangement
 
     @property
     def _engine(self) -> Engine:
@@ -252,7 +252,7 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._engine.budget
+        return self._parts.budget
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

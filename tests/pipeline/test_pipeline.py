@@ -74,8 +74,7 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
 
 
 METHODS = [
-    "step", "record", "in_all_processes", "meet_processes", "weights_changed", "reset", "summary", "plain_classes",
-    "arrangement", "budget",
+    "step", "record", "in_all_processes", "meet_processes", "weights_changed", "reset", "summary", "plain_classes"
 ]  # fmt: skip
 
 
@@ -85,7 +84,7 @@ def test_a_detached_pipeline_does_nothing_but_say_so(name: str) -> None:
     with attached(model := layers()) as pipeline:
         model(torch.ones(1, 8))
     with pytest.raises(RuntimeError, match="was detached from its module, which is a plain one since"):
-        getattr(pipeline, name)().__enter__()  # a property raises by itself
+        getattr(pipeline, name)().__enter__()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
