@@ -211,7 +211,8 @@ def test_errors(arguments, says, capsys):
 
 
 def test_without_transformers(monkeypatch, capsys):
-    monkeypatch.setattr("sp_lightning.cli.find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    finds = "sp_lightning.planning.known.find_spec"
+    monkeypatch.setattr(finds, lambda name: None if name == "transformers" else find_spec(name))
     assert status("sp-lightning plan --model Llama-3.1-8B") == 2
     assert "needs transformers: pip install transformers" in capsys.readouterr().err
 

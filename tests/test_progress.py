@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import sp_lightning
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress, Work, progress
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress, Work
+from sp_lightning.pipeline import stats as progress
 from sp_lightning.trainer import checkpoint_io
 
 from .helpers import Fingerprint, assert_same_facts
@@ -34,7 +35,7 @@ IN_A_TERMINAL = """
 import sys, lightning as L, torch
 from lightning.pytorch import callbacks
 from torch import nn
-from sp_lightning.pipeline import progress
+from sp_lightning.pipeline import stats as progress
 
 class Net(L.LightningModule):
     def __init__(self):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, State
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -124,7 +124,7 @@ class Clipping:
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
         with self._at_work:
-            found = self._find(parameters)
+            found = self._find(each for each in parameters if not self._is_stepped(each))
             left = found.parameters
             if found.why_torch_reads is None:
                 for gradient in found.ours:
@@ -132,6 +132,10 @@ class Clipping:
                 left = [parameter for parameter in left if id(parameter) not in self._weights]
         if left:  # torch would raise if there were none
             nn.utils.clip_grad_value_(left, limit)
+
+    def _is_stepped(self, parameter: nn.Parameter) -> bool:
+        weight = self._weights.get(id(parameter))
+        return weight is not None and self._stream.of[weight].of_segment.state is State.CONSUMED
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
-from sp_lightning.pipeline.optimizer.kinds import settings_of
+from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
 from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.units.unit import Unit
@@ -48,7 +48,16 @@ class EarlyStep:
         # with settings as they are when the first unit is stepped: hooks before backward may change them
         self._step: Step | None = None
         self._shipments: list[Shipment] = []  # of one unit, until all that it waits for are there
-        self._makes_state = False  # whether the step makes state, in this process
+        # the gradients of weights whose state this step makes, in this process
+        self._new: list[Gradient] = []
+        for gradient, number in plan.gradients.items():
+            master = gradient.weight.master
+            is_followed = gradient.weight.unit.is_followed
+            if is_followed or not master.requires_grad or optimizer.state.get(master):
+                continue
+            if makes_state(optimizer, optimizer.param_groups[number]):
+                self._new.append(gradient)
+                optimizer.state[master] = {}  # it stands in the order in which torch would make it
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -119,28 +128,27 @@ class EarlyStep:
     def _hand_over(self, unit: Unit, step: Step, shipments: Sequence[Shipment]) -> bool:
         """Hand a unit's step over, and tell whether it makes state."""
         used: dict[Gradient, Used] = {}
-        makes_state = False
         for shipment in shipments:
             for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
-                state, is_new = step.state_of(gradient)
-                used[gradient] = tensor, state
-                makes_state |= is_new
+                used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
         buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
         self._steps.step(unit, step, used, buffers)
         if unit.visit is not None:
             unit.visit.begin()
-        self._makes_state |= makes_state
-        return makes_state
+        return not used.keys().isdisjoint(self._new)
 
     # -------------------------------------------------------------------------------------------------- after backward
 
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
-        if self._makes_state:  # other processes, which backward could not wait for, have ended theirs
+        if self._new:  # other processes, which backward could not wait for, have ended theirs
             self._steps.finish([of_segment.unit for of_segment in self.stepped])
         for of_segment in self.stepped:
             of_segment.unit.is_ahead = False
             of_segment.acknowledge_step(self.keeps_gradients)
+        for gradient in self._new:
+            if not self.optimizer.state.get(gradient.weight.master):
+                self.optimizer.state.pop(gradient.weight.master, None)  # it got no gradient
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""

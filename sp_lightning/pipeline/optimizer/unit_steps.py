@@ -102,7 +102,6 @@ class UnitSteps:
         Weights without a gradient stay as they are.
         """
         if unit.visits:
-            self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
             visit = self._visit_of(unit, step, gradients)
             if visit is not None:
                 self._hand_over_visit(unit, visit)
@@ -139,6 +138,7 @@ class UnitSteps:
         if len(trained) != 1:
             return None
         (of_segment,) = trained
+        self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
         copies = self.window.copies_of([unit])
         return self.visits.visit_of(unit, step, of_segment, gradients, copies)
 

@@ -56,8 +56,8 @@ def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
     seen: list[Any] = [p.detach().clone() for p in model.parameters()]
     for optimizer in optimizers:
         states = copy.deepcopy(optimizer.state_dict())["state"]
-        seen += sorted(states)
-        seen += [states[number][key] for number in sorted(states) for key in sorted(states[number])]
+        seen += list(states)  # in their order
+        seen += [states[number][key] for number in states for key in sorted(states[number])]
     return seen
 
 

@@ -321,11 +321,12 @@ def test_two_optimizers_that_step_when_both_have_had_their_backward() -> None:
 
 
 def test_state_that_is_forgotten_is_made_anew() -> None:
-    """In backward."""
+    """In backward, and in the order in which torch makes it."""
 
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
         optimizer = adam(model)
         before = train_in_backward(model, optimizer, pipeline)
+        assert [id(weight) for weight in optimizer.state] == [id(weight) for weight in model.parameters()]
         optimizer.state.clear()
         after = train_in_backward(model, optimizer, pipeline, first=0)
         return before + after
