@@ -57,7 +57,7 @@ def how(request) -> dict[str, str]:
 
 
 def test_answers_are_learned(capsys, file):
-    output = run(capsys, f"--chats={file}", "--epochs=6", "--k=1")
+    output = run(capsys, f"--chats={file}", "--epochs=6", "--schedule=cosine", "--k=1")
     losses = [float(value) for value in re.findall(r"loss (\d\.\d+)", output)]
     assert len(losses) == 6
     assert losses[-1] < 0.2 * losses[0]
