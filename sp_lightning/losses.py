@@ -325,7 +325,8 @@ class _LossOfHidden:
         head = self._model.get_output_embeddings()
         softcap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
         if not self._is_checked:
-            expected = _logits(hidden[:, -1:].detach(), head.weight.detach(), head.bias, softcap)
+            with torch.no_grad():
+                expected = _logits(hidden[:, -1:], head.weight, head.bias, softcap)
             if not torch.allclose(logits[:, -1:].float(), expected, rtol=0.02, atol=0.02):
                 words = "does more to its logits than its head and a soft cap: train without `loss_in_slices`"
                 raise RuntimeError(f"`{type(self._model).__name__}` {words}.")
