@@ -169,18 +169,19 @@ class Pipeline:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
         if self not in _attached or self.is_forked:
             return
-        if self._engine.calls in open_steps:
+        engine = self._engine
+        if engine.calls in open_steps.models:
             with open_steps.ending():
                 pass
         failed = None
         try:
-            self._engine.settle()
+            engine.settle()
         except Exception as error:
             # a pending optimizer step failed: give the module back first, then raise
             failed = error
-        if self._engine.graphs.scopes or self._engine.backward.running or failed is not None:
+        if engine.graphs.scopes or engine.backward.running or failed is not None:
             self.reset()
-        self._engine.planner.abandon()
+        engine.planner.abandon()
         self._give_back()
         if failed is not None:
             raise failed

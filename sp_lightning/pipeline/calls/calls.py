@@ -49,6 +49,8 @@ class Calls:
         self._engine = engine
         # the units that each running call computes with, innermost call last
         self._inside: list[list[Unit]] = []
+        # a graph of torch.compile is thrown away with the class of its module, also if only a new arrangement is made
+        self.gate_classes: set[type] = set()
 
     # -------------------------------------------------------------------------------------------------------- a step
 
@@ -112,7 +114,7 @@ class Calls:
     def _step_of_call(self) -> Iterator[None]:
         """Open the step of a call that is in none, or in one that was left open; leave it open if it may be."""
         graphs = self._engine.graphs
-        if self in open_steps and not open_steps.calls:
+        if self in open_steps.models and not open_steps.calls:
             graphs.begin()
             if not graphs.waiting():  # its backward is over, or will never come
                 with open_steps.ending():
@@ -124,9 +126,10 @@ class Calls:
         try:
             with self.step():
                 yield
-        except BaseException as error:
-            if self in open_steps:
-                open_steps.ending().__exit__(type(error), error, error.__traceback__)
+        except BaseException:
+            if self in open_steps.models:
+                with open_steps.ending():
+                    raise
             raise
         finally:
             open_steps.calls -= 1
@@ -236,8 +239,7 @@ class Calls:
 
     def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
-        uncached = autocast is not None and not torch.is_grad_enabled()
-        uncached = uncached and torch.is_autocast_cache_enabled()
+        uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
         number = self._enter(member)
         try:
             if uncached:

@@ -71,8 +71,10 @@ _gates: dict[int, tuple[Calls, Member]] = {}
 
 def install_gate(member: Member, calls: Calls) -> None:
     """Route calls of the member's module to `calls`."""
-    _gates[id(member.module)] = (calls, member)
-    _change_class(member.module, type(member.module))
+    module = member.module
+    _gates[id(module)] = (calls, member)
+    _change_class(module, type(module))
+    calls.gate_classes.add(type(module))
 
 
 def remove_gate(member: Member) -> None:
@@ -99,8 +101,11 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         return forward(*args, **kwargs) if found is None else found[0].call(found[1], forward, args, kwargs)
 
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
-    methods: dict[str, Any] = {_PLAIN: plain, "__call__": __call__}
-    methods["__class__"] = property(lambda self: plain, _change_class)
+    methods: dict[str, Any] = {
+        _PLAIN: plain,
+        "__call__": __call__,
+        "__class__": property(lambda self: plain, _change_class),
+    }
     methods |= {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods |= {name: _as_plain(name) for name in _OF_THE_CLASS if hasattr(plain, name)}
     return _subclass_unheard(plain, methods)
@@ -194,11 +199,8 @@ class OpenSteps(threading.local):
     def __init__(self) -> None:
         self._scopes = ExitStack()
         self.calls = 0  # of models that are running, one inside of the other
-        self._models: list[object] = []
+        self.models: list[object] = []
         self._on_top: SavedTensorHooks | None = None  # what the last one has left on top of torch's stack
-
-    def __contains__(self, model: object) -> bool:
-        return model in self._models
 
     def may_begin(self) -> bool:
         """Tell whether no scope of the user's would end before a step that began now."""
@@ -207,12 +209,12 @@ class OpenSteps(threading.local):
     def begin(self, model: object, step: AbstractContextManager[None]) -> None:
         """Begin a step of a model and leave it open."""
         self._scopes.enter_context(step)
-        self._models.append(model)
+        self.models.append(model)
         self._on_top = top_saved_tensor_hooks()
 
     def ending(self) -> AbstractContextManager[object]:
         """Return a scope with which all of them end; if by an exception, they are abandoned."""
-        self._models = []
+        self.models = []
         self._on_top = None
         return self._scopes.pop_all()
 
