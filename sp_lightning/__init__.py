@@ -9,15 +9,18 @@ already imported or, if none is, in each one that is installed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from sp_lightning.arguments import refuse_unknown
 from sp_lightning.losses import chunked_cross_entropy, loss_in_slices
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, UnitPolicy
 from sp_lightning.planning import Assumptions, AutoPlanner, plan
 from sp_lightning.timeline import write_timeline
 
@@ -46,19 +49,38 @@ __all__ = [
 ]
 
 
-def superpipeline(module: nn.Module, device: torch.device | str | None = None, **options: Any) -> Pipeline:
+def superpipeline(  # noqa: D417 - PipelineOptions describes them
+    module: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    k: int | Literal["auto"] = "auto",
+    k_prime: int = 1,
+    memory_budget: int | float | str | None = None,
+    units: UnitPolicy | None = None,
+    resident: Sequence[str] = (),
+    activations: ActivationPolicy = "auto",
+    overlap_optimizer: bool | Literal["auto"] = "auto",
+    optimizer_on: OptimizerPlace = "auto",
+    pin_memory: bool = True,
+    host_threads: int | Literal["auto"] = "auto",
+    compile: bool = False,
+    debug: bool = False,
+    **unknown: Any,
+) -> Pipeline:
     """Stream a module that is larger than device memory, to train or run it in a plain PyTorch loop.
 
     Args:
         module: The module; its weights move to the host, if they are elsewhere. Inputs go on the device, as usual.
         device: The device to compute on; by default the current accelerator, or else the CPU.
-        options: The arguments of `PipelineOptions`.
+        k, k_prime, ..., debug: The arguments of `PipelineOptions`, which tells what each does.
+        unknown: Refused, with the names that there are.
 
     Returns:
         The attached pipeline. Its `detach()` gives the plain module back; until then the module and its memory stay.
 
     Raises:
         ValueError: If an argument is invalid, or does not fit the module or the available memory.
+        TypeError: If there is no such argument.
 
     Examples:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
@@ -66,7 +88,22 @@ def superpipeline(module: nn.Module, device: torch.device | str | None = None, *
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> pipeline.detach()
     """
-    return Pipeline(module, device, options=PipelineOptions(**options), planner=AutoPlanner())
+    refuse_unknown("superpipeline()", unknown)
+    options = PipelineOptions(
+        k=k,
+        k_prime=k_prime,
+        memory_budget=memory_budget,
+        units=units,
+        resident=resident,
+        activations=activations,
+        overlap_optimizer=overlap_optimizer,
+        optimizer_on=optimizer_on,
+        pin_memory=pin_memory,
+        host_threads=host_threads,
+        compile=compile,
+        debug=debug,
+    )
+    return Pipeline(module, device, options=options, planner=AutoPlanner())
 
 
 _ADAPTORS = {

@@ -11,21 +11,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from sp_lightning.arguments import StrategyWithOptions
 from sp_lightning.fabric_model import AttachedModel, give_all_back
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress, open_steps
+from sp_lightning.pipeline import Pipeline, Progress, open_steps
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.planning import AutoPlanner
-from sp_lightning.trainer import RegisteredStrategy
 from sp_lightning.trainer.checkpoint_io import (
     StreamingCheckpointIO,
     optimizer_state_on_host,
@@ -39,28 +37,25 @@ from sp_lightning.trainer.precision import autocast_of, host_precision, tell_sca
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 
 if TYPE_CHECKING:
-    from lightning.fabric.accelerators.accelerator import Accelerator
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from lightning.fabric.plugins import Precision
     from lightning.fabric.strategies.parallel import ParallelStrategy
 else:
     ParallelStrategy = object
 
 
-class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
+class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
     """Trains models larger than device memory in a loop of one's own, written for Lightning Fabric.
 
     Each model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory;
     `k` of them are on the device at a time. Losses, gradients and weights are those of plain training.
 
     Args:
-        accelerator: Set by Fabric, as in every strategy.
-        parallel_devices: Set by Fabric. Each device has a process; those of a machine share the weights.
-        cluster_environment: Set by Fabric.
+        k, k_prime, ..., debug: The arguments of `PipelineOptions`, for each model; it tells what each does.
         checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
-        precision: Set by Fabric.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        options: The arguments of `PipelineOptions`, for each model.
+        set_by_lightning: What Lightning gives to every strategy. Each device has a process; those of a machine share
+            the weights.
 
     Raises:
         ValueError: If an argument has an invalid value.
@@ -76,21 +71,8 @@ class FabricMixin(RegisteredStrategy, ProcessesMixin, ParallelStrategy):
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
     _num_nodes = 1  # set by Fabric
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        **options: Any,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        self.process_group_backend = process_group_backend
-        self.timeout = timeout
-        self.options = PipelineOptions(**options)
+    @override
+    def _make_parts(self) -> None:
         self._references: list[weakref.ref[AttachedModel]] = []
         self._clips_by_norm = False  # whether the loop has, so that gradients had better bring their norms
         self._backward_sync_control = self  # type: ignore[assignment]

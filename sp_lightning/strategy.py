@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.arguments import StrategyWithOptions
+from sp_lightning.pipeline import Pipeline
 from sp_lightning.planning import AutoPlanner
-from sp_lightning.trainer import Namespace, RegisteredStrategy, is_fitting
+from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
 from sp_lightning.trainer.host_memory import (
     check_optimizer_memory,
@@ -34,13 +33,10 @@ from sp_lightning.trainer.progress import CountedCopies, TrainerProgress
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Trainer
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.plugins import CheckpointIO, Precision
 
 
-class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, PrecisionMixin):
+class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, PrecisionMixin):
     """Trains, validates, tests and predicts with models larger than device memory.
 
     The model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory; `k`
@@ -49,14 +45,12 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
     are those of plain training.
 
     Args:
-        accelerator: Set by the Trainer, as in every Lightning strategy.
-        parallel_devices: Set by the Trainer. Each device has a process; those of a machine share the weights.
-        cluster_environment: Set by the Trainer.
+        k, k_prime, ..., debug: The arguments of `PipelineOptions`, which tells what each does.
         checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
-        precision_plugin: Set by the Trainer.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        options: The arguments of `PipelineOptions`.
+        set_by_lightning: What Lightning gives to every strategy. Each device has a process; those of a machine share
+            the weights.
 
     Raises:
         ValueError: If an argument has an invalid value.
@@ -71,27 +65,8 @@ class SuperpipelineMixin(RegisteredStrategy, ProcessesMixin, CheckpointsMixin, P
     callback: ClassVar[type[Any]]
     _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-        )
-        self.process_group_backend = process_group_backend
-        self.timeout = timeout
-        self.options = PipelineOptions(**options)
+    @override
+    def _make_parts(self) -> None:
         self.pipeline: Pipeline | None = None
         self.progress = TrainerProgress(self)
         self.meetings = Meetings()

@@ -8,7 +8,6 @@ it is needed, so that a change in Lightning is followed up in one place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import resolve_name
 from types import ModuleType
@@ -76,23 +75,6 @@ class Namespace(FabricNamespace):
         self.wrapping_checkpoint_io = resolve_name(f"{name}.plugins.io.wrapper:_WrappingCheckpointIO")
         # Private. As Fabric's, but it knows the Trainer.
         self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
-
-
-class RegisteredStrategy:
-    """A strategy that can be named: `strategy="superpipeline"`, or a preset's name."""
-
-    strategy_name = "superpipeline"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "superpipeline_recompute": {"activations": "recompute"},
-        "superpipeline_offload": {"activations": "offload"},
-    }
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's names, unless they already are: Lightning refuses to register a name twice."""
-        for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.__name__, **choices)
 
 
 def is_fitting(trainer: Trainer) -> bool:

@@ -61,7 +61,7 @@ def model() -> nn.Module:
         ({"units": "NoSuchBlock"}, "`units='NoSuchBlock'` matches no module"),
         ({"resident": ["nowhere"]}, "`resident` names 'nowhere'"),
         ({"resident": ["blocks.0", "blocks.0.up.weights"]}, "`resident` names 'blocks.0.up.weights'"),
-        ({"memory_budget": 1000}, "`memory_budget=1000` is too small"),
+        ({"memory_budget": 20}, "(?s)`memory_budget=20` is too small.*text has a unit, as '20GB'"),
         ({"memory_budget": "1kB", "k": 3, "units": Block}, "`memory_budget='1kB'` is too small with `k=3`"),
         ({"k": 0}, "`k=0` must be"),
         ({"units": nn.Tanh()}, "`units=` was given an instance of `Tanh`. Give its class"),

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
-from sp_lightning.pipeline.optimizer.kinds import makes_state, settings_of
-from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used, makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.units.unit import Unit
 

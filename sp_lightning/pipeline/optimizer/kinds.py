@@ -1,11 +1,15 @@
-"""Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step; hearing of steps."""
+"""Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step; hearing of steps.
+
+What a step has to do with our weights is decided once for an optimizer (`Plan`); `Step` is one of its steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim import optimizers as ours
+from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, stand_in_for, step_is_replaced
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.weight import Weight
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.optimizers import Optimizers
@@ -92,6 +101,54 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
             settings["fused"] = None if type(optimizer) is SGD and is_half else True
         groups.append(settings)
     return groups
+
+
+# --------------------------------------------------------------------------------- what is decided for a step
+
+
+class Plan:
+    """What is decided once for an optimizer, as long as its param groups have the same parameters."""
+
+    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
+        # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
+        self.gradients: dict[Gradient, int] = {}
+        self.others: list[nn.Parameter] = []  # that are no weights of ours
+        for number, param_group in enumerate(optimizer.param_groups):
+            for parameter in param_group["params"]:
+                weight = weights.get(id(parameter))
+                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
+                    self.others.append(parameter)
+                else:
+                    self.gradients[stream.of[weight]] = number
+        units = {gradient.weight.unit for gradient in self.gradients}
+        # the units that its weights are in, first the one that the next forward needs first
+        self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
+
+
+Used: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of an optimizer."""
+
+    optimizer: Optimizer
+    plan: Plan
+    settings: Sequence[dict[str, Any]]  # of each param group
+
+    def state_of(self, gradient: Gradient) -> tuple[dict[str, Any], bool]:
+        """Return the optimizer's state of a weight, and whether the step makes it."""
+        master = gradient.weight.master
+        state = self.optimizer.state.get(master, {})
+        if state or not makes_state(self.optimizer, self.settings[self.plan.gradients[gradient]]):
+            return state, False
+        return self.optimizer.state.setdefault(master, state), True
+
+    @cached_property
+    def one_passes(self) -> list[OnePass]:
+        """What steps weights of each param group in one pass."""
+        return [OnePass(self.optimizer, settings) for settings in self.settings]
 
 
 # ------------------------------------------------------------------------------------------------- hearing of steps

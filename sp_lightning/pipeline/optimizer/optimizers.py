@@ -37,8 +37,7 @@ from sp_lightning.pipeline.gradients.stream import refusal
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
-from sp_lightning.pipeline.optimizer.kinds import parameters_of, settings_of, why_not_by_unit
-from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.optimizer.state import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes

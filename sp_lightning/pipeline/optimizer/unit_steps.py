@@ -28,8 +28,8 @@ from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.pieces import lay_together
-from sp_lightning.pipeline.optimizer.plan import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.visit import Visit, Visits, note_stepped
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function

@@ -35,6 +35,7 @@ from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.optimizer.kinds import Step, Used
 from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
     Piece,
@@ -42,7 +43,6 @@ from sp_lightning.pipeline.optimizer.pieces import (
     lay_together,
     pieces_of,
 )
-from sp_lightning.pipeline.optimizer.plan import Step, Used
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit

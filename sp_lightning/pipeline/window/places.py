@@ -138,7 +138,7 @@ def choose_device_layout(
         f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k * options.k_prime}`: "
         "weights, and gradients on their way to the host, take "
         f"{readable_bytes(smallest.streaming_bytes)}. It takes at least {least} bytes "
-        f"({readable_bytes(least)}), with k={options.k_prime}."
+        f"({readable_bytes(least)}), with k={options.k_prime}. A whole number counts bytes; text has a unit, as '20GB'."
     )
 
 
