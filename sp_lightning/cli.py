@@ -1,8 +1,8 @@
-"""`sp-lightning fit|validate|test|predict|plan|measure`: the strategy from the command line.
+"""`sp-lightning fit|validate|test|predict|plan|measure|check`: the strategy from the command line.
 
 The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
 model would take, without the machine for it (see `planning/report.py`); `measure` finds the rates of the machine that
-there is, which `plan` starts from (see `planning/rates.py`).
+there is, which `plan` starts from (see `planning/rates.py`); `check` compares numbers there with plain training's.
 
 Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` installs.
 """
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sp_lightning.check import check
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import find, known, named_model, rates_of
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
 """The commands of LightningCLI."""
-COMMANDS = (*RUNS, "plan", "measure")
+COMMANDS = (*RUNS, "plan", "measure", "check")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -47,7 +48,7 @@ _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def main() -> int:
-    """Run `sp-lightning`, and return its status: 0, 2 if an argument is wrong, or 1 if the extra is not installed."""
+    """Run `sp-lightning`, and return its status: 0, 2 if an argument is wrong, 1 if `check` or the extra fails."""
     if find_spec("jsonargparse") is None:
         return _fail("the command line needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
     # unlike `python -m`, a console script does not import from the current folder
@@ -62,12 +63,14 @@ def main() -> int:
             _plan(arguments)
         elif command == ["measure"]:
             _measure(arguments)
+        elif command == ["check"]:
+            return 0 if check(full_device(arguments[0] if arguments else None)) else 1
         else:
             _run()
     except ArgumentError as error:
         return _fail(str(error), 2)
-    except (OSError, ValueError) as error:  # what `plan` and `measure` were given, or files that they cannot use
-        if command[0] not in ("plan", "measure"):
+    except (OSError, ValueError) as error:  # what our own commands were given, or files that they cannot use
+        if command[0] in RUNS:
             raise
         return _fail(str(error), 2)
     return 0

@@ -130,10 +130,10 @@ def test_imports_point_one_way_within_the_engine():
 AT_MOST = {
     "# type: ignore": 26,
     "code lines of more than 100 columns, per mille": 28,
-    "files": 107,
+    "files": 108,
     "imports that lead back": 13,
-    "lines of tests": 23_249,
-    "tokens": 115_902,
+    "lines of tests": 23_331,
+    "tokens": 116_975,
     "tokens of optim": 8_519,
     "tokens of pipeline": 8_893,
     "tokens of pipeline/activations": 9_321,
@@ -146,7 +146,7 @@ AT_MOST = {
     "tokens of pipeline/weights": 6_627,
     "tokens of pipeline/window": 5_923,
     "tokens of planning": 12_895,
-    "tokens of the top": 10_331,
+    "tokens of the top": 11_404,
     "tokens of timeline": 1_558,
     "tokens of trainer": 7_446,
 }

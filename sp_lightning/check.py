@@ -1,0 +1,138 @@
+"""`sp-lightning check`: does a machine train with the numbers of plain training, wherever units are stepped?
+
+A small model is trained plainly, and then streamed in each of the ways that there are. Losses, the gradients of the
+first step and the weights after the last one are compared. On an accelerator the host's AdamW rounds in another way
+than the device's, as torch's kernels do: what it has stepped may differ by that, and nothing else may.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, WindowPlan, readable_bytes
+from sp_lightning.planning import AutoPlanner
+
+_STEPS = 8
+_ROUNDING = 1e-5  # of the largest weight: so far apart may two kernels for AdamW be after these steps
+
+
+@dataclass
+class _Placed(Planner):
+    """Has all units visit the device, or live there, from the second step on."""
+
+    visit: bool
+
+    @override
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        names = tuple(unit.name for unit in engine.arrangement.units) if engine.stats.steps else ()
+        return WindowPlan(2, visiting=names) if self.visit else WindowPlan(2, on_device=names)
+
+    @override
+    def abandon(self) -> None:
+        pass
+
+
+class _Trained(NamedTuple):
+    """What a run has brought, on the host."""
+
+    first: Sequence[Tensor]  # the loss and the gradients of the first step
+    weights: Sequence[Tensor]
+    seconds: float  # of a step
+    device_bytes: int
+    where: str = ""  # what has happened to units
+
+    def __str__(self) -> str:
+        memory = f", {readable_bytes(self.device_bytes)} of the device" if self.device_bytes else ""
+        return f"{1000 * self.seconds:.1f} ms a step{memory}{self.where}"
+
+
+def check(device: torch.device) -> bool:
+    """Print a line for each way, and one to paste into an issue; tell whether all of them train as plain training."""
+    api: Any = torch.get_device_module(device)
+    machine = "the CPU" if device.type == "cpu" else api.get_device_name(device)
+    others: list[str] = []
+    for precision in ("32-true", "bf16-mixed"):
+        plain = _train(device, precision)
+        print(f"{precision}, plain training: {plain}")
+        host = {"k": 2, "optimizer_on": "host"}
+        ways: dict[str, tuple[dict[str, Any], Planner]] = {
+            "the host steps": (host, AutoPlanner()),
+            "recomputed": ({**host, "activations": "recompute"}, AutoPlanner()),
+            "offloaded": ({**host, "activations": "offload"}, AutoPlanner()),
+            "units visit": ({}, _Placed(visit=True)),
+            "units live there": ({}, _Placed(visit=False)),
+            "automatic": ({}, AutoPlanner()),
+        }
+        for way, (options, planner) in ways.items():
+            streamed = _train(device, precision, PipelineOptions(**options), planner)
+            verdict = _compare(plain, streamed, device)
+            if verdict is None:
+                others.append(f"{way} in {precision}")
+            print(f"  {way:<17} {verdict or 'OTHER NUMBERS':<23} {streamed}")
+    outcome = f"other numbers: {', '.join(others)}" if others else "the numbers of plain training in all ways"
+    print(f"\nsp-lightning {version('sp_lightning')}, torch {torch.__version__}, {machine}: {outcome}")
+    return not others
+
+
+def _train(
+    device: torch.device, precision: str, options: PipelineOptions | None = None, planner: Planner | None = None
+) -> _Trained:
+    """Train a model of norms and layers for some steps; plainly, if there are no options."""
+    on_cpu = device.type == "cpu"
+    api: Any = torch.get_device_module(device)
+    width = 64 if on_cpu else 512
+    torch.manual_seed(0)
+    layers = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+    model = nn.Sequential(*[nn.Sequential(*copy.deepcopy(layers)) for _ in range(8)])
+    x = torch.randn(16, width).to(device)
+    if not on_cpu:
+        api.reset_peak_memory_stats(device)
+    if options is None:
+        model.to(device)
+    pipeline = None if options is None else Pipeline(model, device, options=options, planner=planner)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=on_cpu or None)
+    first: list[Tensor] = []
+    begins: list[float] = []
+    for _ in range(_STEPS):
+        begins.append(time.perf_counter())
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        if not first:
+            gradients = [weight.grad for weight in model.parameters()]
+            first = [each.detach().cpu().clone() for each in (loss, *gradients) if each is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+    where = ""
+    if pipeline is not None:
+        summary = pipeline.summary()
+        where = f", {pipeline.stats.visits} visits, {len(summary.living)} units live there"
+        if summary.plan is not None and summary.plan.step_seconds:
+            where += f", planned {1000 * summary.plan.step_seconds:.1f} ms"
+        pipeline.detach()
+    weights = [weight.detach().cpu() for weight in model.parameters()]
+    seconds = median(end - begin for begin, end in pairwise(begins[_STEPS // 2 :]))
+    return _Trained(first, weights, seconds, 0 if on_cpu else api.max_memory_allocated(device), where)
+
+
+def _compare(plain: _Trained, streamed: _Trained, device: torch.device) -> str | None:
+    """Say how numbers compare; None if they are others."""
+    if not all(map(torch.equal, plain.first, streamed.first)):
+        return None
+    pairs = zip(plain.weights, streamed.weights, strict=True)
+    apart = max(float((one - other).abs().max() / one.abs().max()) for one, other in pairs)
+    if apart == 0:
+        return "same bits"
+    return f"AdamW's rounding, {apart:.0e}" if device.type != "cpu" and apart < _ROUNDING else None

@@ -1,0 +1,64 @@
+"""`sp-lightning check`: passes where training is exact, counts what happened, and sees a single bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sp_lightning import cli
+from sp_lightning.check import _Placed, _train
+from sp_lightning.pipeline import Engine, WindowPlan
+
+CPU = torch.device("cpu")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", "cpu"])
+    return cli.main(), capsys.readouterr().out.splitlines()
+
+
+def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same bits in each way and precision; units that are to visit do, and those that are to live do."""
+    status, lines = run(monkeypatch, capsys)
+    assert status == 0
+    ways = [line for line in lines if line.startswith("  ")]
+    assert len(ways) == 12
+    assert all("same bits" in line for line in ways)
+    assert sum("56 visits" in line for line in ways) == 2
+    assert sum("8 units live there" in line for line in ways) == 2
+    assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
+
+
+def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one weight, of one step, in one of the ways."""
+    before_step = _Placed.before_step
+
+    def spoil(self: _Placed, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        if self.visit and engine.stats.steps == 3:
+            weight = next(iter(engine.module.parameters()))
+            with torch.no_grad():
+                weight.view(torch.int32)[7] ^= 1
+        return before_step(self, engine, builds_graph)
+
+    monkeypatch.setattr(_Placed, "before_step", spoil)
+    status, lines = run(monkeypatch, capsys)
+    assert status == 1
+    assert [line.split("  ")[1].strip() for line in lines if "OTHER NUMBERS" in line] == ["units visit"] * 2
+    assert lines[-1].endswith("other numbers: units visit in 32-true, units visit in bf16-mixed")
+
+
+def test_plain_training_is_plain() -> None:
+    """The reference has nothing of ours in it, and is the same each time."""
+    one, other = _train(CPU, "32-true"), _train(CPU, "32-true")
+    assert all(map(torch.equal, one.weights, other.weights))
+    assert one.where == ""
+
+
+def test_the_notebook() -> None:
+    """Its last cell is the command."""
+    cells = json.loads((Path(__file__).parents[1] / "examples/check_on_colab.ipynb").read_text())["cells"]
+    assert cells[-1]["source"] == ["!sp-lightning check"]
