@@ -17,7 +17,6 @@ optimizer steps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ from sp_lightning.pipeline.torch_private import (
     in_backward,
     in_transform,
     make_parameters_of,
-    sees_torch_functions,
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
@@ -49,7 +47,6 @@ _OF_THE_MASTER = {
     "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
 _GRADIENT: Any = Tensor.grad
-_NAMED_MEMBERS = nn.Module._named_members.__code__
 
 # the guards of masters and their weights, by the identity of the masters
 _guarded: dict[int, tuple[Guard, Weight]] = {}
@@ -89,16 +86,6 @@ class HostParameter(nn.Parameter):
         _before_access(self)
         with without_torch_function():
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __hash__(self) -> int:
-        """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        found = _guarded.get(id(self))
-        if found is None or found[0].window.settled or found[0].in_step or not sees_torch_functions():
-            return id(self)
-        # `parameters()` looks up what it has yielded already: `model.zero_grad()` must not wait for a step
-        if sys._getframe(1).f_code is not _NAMED_MEMBERS:
-            _before_access(self)
-        return id(self)
 
 
 make_parameters_of(HostParameter)
