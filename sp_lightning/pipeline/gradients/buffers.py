@@ -1,13 +1,11 @@
 """How gradients lie in memory, and the memory through which they come to the host.
 
 The gradients of a unit are put together in a *staging buffer* on the device, and leave it with one copy. Those that do
-not stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. One
-can be left to other processes of the machine, which add what lies in it to a sum that they share (processes/sums.py).
+not stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -16,13 +14,11 @@ from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, GradientLayout, gradient_bytes
 
 _UNITS_PER_BUFFER = 5  # landing buffers limit how far the optimizer may fall behind
-_PAUSE = 1e-3  # seconds between two looks whether others have read what was left to them
 
 
 class GradientMemory:
@@ -30,7 +26,7 @@ class GradientMemory:
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
-        # done when what was put into it last has been copied, or added up by another process; None if nobody else reads
+        # done when what was put into it last has been copied to the host; None if nothing was
         self.ticket: Ticket | None = None
         self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
 
@@ -80,47 +76,23 @@ class StagingBuffers:
 
 
 class LandingBuffer(GradientMemory):
-    """Such memory on the host, through which gradients of one unit after the other pass.
+    """Such memory on the host, through which gradients of one unit after the other pass."""
 
-    Attributes:
-        file: The number of its file, by which other processes can look into it; -1 if there are none.
-    """
-
-    def __init__(self, nbytes: int, backend: Backend, released: threading.Condition, box: Box | None) -> None:
-        memory, self.file = (None, -1) if box is None else box.offer(nbytes)
-        self._host = HostBuffer(nbytes, backend, pin=True, memory=memory)
+    def __init__(self, nbytes: int, backend: Backend, released: threading.Condition) -> None:
+        self._host = HostBuffer(nbytes, backend, pin=True)
         super().__init__(self._host.bytes)
-        # whether nothing is on its way into it, or waits in it to be read by this process
-        self._is_free = False
+        self.is_free = False  # whether nothing is on its way into it, or waits in it to be read
         self._released = released
 
-    @property
-    def is_left(self) -> bool:
-        """Whether another process has still to read it."""
-        return self.ticket is not None and not self.ticket.done
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is on its way into it, or waits in it to be read."""
-        return self._is_free and not self.is_left
-
-    def use(self) -> None:
-        """Take it for other gradients."""
-        self._is_free = False
-        self.ticket = None
-
     def release(self) -> None:
-        """Free it, as its gradients have been read, or left to another process."""
+        """Free it, as its gradients have been read."""
         with self._released:
-            self._is_free = True
+            self.is_free = True
             self._released.notify_all()
 
     def close(self) -> None:
         """Unpin the memory, and let go of it; what lies in it keeps it."""
         self._host.release()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
 
 
 def landing_buffers(units: int) -> int:
@@ -131,9 +103,8 @@ def landing_buffers(units: int) -> int:
 class LandingBuffers:
     """Host memory through which gradients pass: a few buffers that are used again."""
 
-    def __init__(self, backend: Backend, box: Box | None) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._box = box  # the processes that may look into them
         self._count = 0  # how many there may be
         self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
@@ -145,11 +116,9 @@ class LandingBuffers:
     def take(self, nbytes: int) -> LandingBuffer:
         """Take a buffer; block until one is released if all are in use."""
         with self._released:
-            free = self._free()
-            while not free and len(self._buffers) >= self._count:
-                self._released.wait(_PAUSE if self._count_left() else None)
-                free = self._free()
+            self._released.wait_for(lambda: len(self._buffers) < self._count or self._free())
             is_full = len(self._buffers) >= self._count
+            free = self._free()
             fitting = [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
             # not a much larger one, or all would become as large as the largest unit's
             if fitting and (is_full or fitting[0].bytes.nbytes <= 2 * nbytes):
@@ -158,25 +127,15 @@ class LandingBuffers:
                 if is_full:
                     self._buffers.remove(free[0])
                     free[0].close()
-                buffer = LandingBuffer(nbytes, self._backend, self._released, self._box)
+                buffer = LandingBuffer(nbytes, self._backend, self._released)
                 self._buffers.append(buffer)
-            buffer.use()
+            buffer.is_free = False
             return buffer
 
     def _free(self) -> list[LandingBuffer]:
         """Return the buffers that are free, the smallest first."""
         free = [buffer for buffer in self._buffers if buffer.is_free]
         return sorted(free, key=lambda buffer: buffer.bytes.nbytes)
-
-    def _count_left(self) -> int:
-        """Return how many are left to other processes."""
-        return sum(buffer.is_left for buffer in self._buffers)
-
-    @property
-    def may_leave_one(self) -> bool:
-        """Whether one may be left to other processes: half of them pass on, so that nobody waits for another's."""
-        with self._released:
-            return 2 * (self._count_left() + 1) <= self._count
 
     def abandon(self) -> None:
         """Release all buffers, after an exception."""
