@@ -82,10 +82,9 @@ class Graphs:
         for graph in self._earlier:
             graph.outdated = True
 
-    def may_have_backward(self, number: int) -> bool:
-        """Tell whether a graph is being built, or waits for its backward."""
-        earlier = any(graph.number == number and not graph.done for graph in self._earlier)
-        return earlier or number == self.current.number
+    def earlier_waiting(self) -> bool:
+        """Tell whether a graph of an earlier step still waits for its backward."""
+        return any(not graph.done for graph in self._earlier)
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""

@@ -245,16 +245,15 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> nn.Parameter:
+    def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
         engine = self._engine
         follow = engine.backward.follow_requires_grad
-        return engine.learned.casts.note(weight, dtype, builds_graph, engine.graphs, follow)
+        return engine.learned.casts.note(weight, builds_graph, engine.graphs, follow)
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._engine.learned.casts.used_as_is.add(id(weight.master))
-        weight.cast_to = None
         if weight.lowered:
             self._make_resident(weight)
 

@@ -172,7 +172,7 @@ class SegmentGradients:
 
     def lay_out(self, tensors: Mapping[Gradient, Tensor]) -> GradientLayout:
         """Return how these are sent: as `layout` tells, unless some are missing, or came in another dtype."""
-        expected = {gradient: gradient.weight.gradient_dtype for gradient in self.trained}
+        expected = {gradient: gradient.weight.compute_dtype for gradient in self.trained}
         dtypes = list(expected.values())
         if self.trained != self._laid_out or dtypes != self.layout.dtypes:
             if self._laid_out:
