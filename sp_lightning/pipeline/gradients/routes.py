@@ -142,22 +142,14 @@ class Routes:
         return list(tensor_in(memory, 0, measured, torch.float32))
 
     def bring_home(self, of_segment: SegmentGradients) -> None:
-        """Have gradients that have stayed on the device land after all."""
-        tensors = {gradient: gradient.tensor for gradient in of_segment.gradients if gradient.tensor is not None}
-        norms = [gradient.norm for gradient in tensors]
+        """Have gradients that have stayed on the device land after all, which the host waits for: it is rare."""
+        for gradient in of_segment.gradients:
+            if gradient.tensor is not None:
+                landed = torch.empty_like(gradient.weight.host, dtype=gradient.tensor.dtype)
+                self._backend.download(as_bytes(landed), as_bytes(gradient.tensor)).join()
+                gradient.tensor = landed
         of_segment.is_on_device = False
-        layout = of_segment.lay_out(tensors)
-        shipment = Shipment(of_segment, list(tensors), list(tensors.values()), layout, is_new=True, is_watched=False)
-        if layout is of_segment.kept_as:
-            self.keep(shipment)
-        else:  # some were dropped
-            for gradient in tensors:
-                gradient.tensor = None
-            self.land(shipment)
-            self.add(shipment, measures_norms=False)
-        for gradient, norm in zip(tensors, norms, strict=True):
-            gradient.norm = norm
-        of_segment.ticket = shipment.ticket
+        self._stats.host_syncs += 1
 
     def keep(self, shipment: Shipment) -> None:
         """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
