@@ -21,8 +21,7 @@ from sp_lightning.pipeline.calls.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
-from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.routes import Routes
+from sp_lightning.pipeline.gradients.routes import LandingBuffers, Routes, StagingBuffers
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import Exchange, GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork

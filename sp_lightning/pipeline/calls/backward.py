@@ -29,7 +29,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import (
     graph_task,
@@ -288,6 +290,30 @@ class BackwardPass:
             unit.leave(is_over=True)
         self._reached.clear()
         self.in_use = []
+
+
+def reach(
+    engine_ref: weakref.ref[Engine],
+    member_ref: weakref.ref[Member],
+    graph: Graph,
+    needed: Sequence[Unit],
+    bundle: Bundle | None,
+    _gradients: tuple[Tensor, ...],
+) -> None:
+    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward])."""
+    engine, member = engine_ref(), member_ref()
+    if engine is None or member is None or graph.outdated:
+        return  # if it matters, unpacking raises
+    if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
+        raise RuntimeError(
+            "A backward pass with create_graph=True will need the weights once more. Surround "
+            "forward and backward with `with pipeline.step():`."
+        )
+    engine.backward.reach(member, graph, needed)
+    if member.is_streamed:
+        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+        if not engine.activations.are_kept:
+            engine.activations.reach(bundle)
 
 
 def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> None:

@@ -126,18 +126,14 @@ class Guard:
         for weight in self._weights:
             weight.guard = self
             _guarded[id(weight.master)] = self, weight
-        self._give_class(HostParameter)
+            weight.master.__class__ = HostParameter
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
-        self._give_class(nn.Parameter)
         for weight in self._weights:
+            weight.master.__class__ = nn.Parameter
             weight.guard = None
             _guarded.pop(id(weight.master), None)
-
-    def _give_class(self, cls: type[nn.Parameter]) -> None:
-        for weight in self._weights:
-            weight.master.__class__ = cls
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""

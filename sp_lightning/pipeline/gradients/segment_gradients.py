@@ -12,13 +12,13 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from sp_lightning.optim import rules
 from sp_lightning.optim.of_torch import scaling_of
-from sp_lightning.pipeline.gradients.buffers import GradientMemory
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
@@ -97,6 +97,23 @@ class Gradient:
         if master._backward_hooks or master._post_accumulate_grad_hooks:
             return True
         return master.grad is not None
+
+
+class GradientMemory:
+    """Memory for the gradients of one unit; the tensors in it are made once for each layout."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        # done when what was put into it last has been copied to the host; None if nothing was
+        self.ticket: Ticket | None = None
+        self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
+
+    def views(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
+        """Return it as gradients, and as their norms."""
+        found = self._views.get(layout)
+        if found is None:
+            found = self._views[layout] = layout.views(self.bytes)
+        return found
 
 
 class SegmentGradients:

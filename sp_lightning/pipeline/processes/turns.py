@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.gradients.buffers import LandingBuffer
-from sp_lightning.pipeline.gradients.routes import Shipment
+from sp_lightning.pipeline.gradients.routes import LandingBuffer, Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State
 from sp_lightning.pipeline.gradients.stream import Exchange
 from sp_lightning.pipeline.lanes.backend import Backend
