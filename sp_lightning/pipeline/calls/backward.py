@@ -221,28 +221,50 @@ class BackwardPass:
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, member: Member, graph: Graph, needed: Sequence[Unit]) -> None:
-        """Prepare for the nodes of a member's call, which built the graph and computed with the weights of `needed`."""
-        unit = member.unit
-        with self._engine.at_work:
-            self.note()
-            self._graphs.add(graph)
+    @staticmethod
+    def reach(
+        engine_ref: weakref.ref[Engine],
+        member_ref: weakref.ref[Member],
+        graph: Graph,
+        needed: Sequence[Unit],
+        bundle: Bundle | None,
+        _gradients: tuple[Tensor, ...],
+    ) -> None:
+        """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward]).
+
+        The call has built the graph, and computed with the weights of `needed`.
+        """
+        engine, member = engine_ref(), member_ref()
+        if engine is None or member is None or graph.outdated:
+            return  # if it matters, unpacking raises
+        if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
+            raise RuntimeError(
+                "A backward pass with create_graph=True will need the weights once more. Surround "
+                "forward and backward with `with pipeline.step():`."
+            )
+        backward, unit = engine.backward, member.unit
+        with engine.at_work:
+            backward.note()
+            backward._graphs.add(graph)
             if unit is None or unit.resident:
                 return
-            self._window.order.visit(member.index, Pass.BACKWARD)
-            self._stream.send_others(unit)
+            backward._window.order.visit(member.index, Pass.BACKWARD)
+            backward._stream.send_others(unit)
             for each in needed:
-                self._window.bring(each)
+                backward._window.bring(each)
             if not unit.is_reached:
                 unit.is_reached = True
-                self._reached.append(unit)
+                backward._reached.append(unit)
             # checkpoints inside of the unit call its parts, and not the unit
             for other in unit.members:
                 if all(map(_is_valid, set(other.needed).difference(needed))):
-                    other.put_in_twins(self.follow_requires_grad)
+                    other.put_in_twins(backward.follow_requires_grad)
             # the backward of calls around it is not over either
-            self.in_use = [*needed, *member.called_in]
-            self._window.prefetch(self.in_use)
+            backward.in_use = [*needed, *member.called_in]
+            backward._window.prefetch(backward.in_use)
+        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+        if not engine.activations.are_kept:
+            engine.activations.reach(bundle)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
@@ -290,30 +312,6 @@ class BackwardPass:
             unit.leave(is_over=True)
         self._reached.clear()
         self.in_use = []
-
-
-def reach(
-    engine_ref: weakref.ref[Engine],
-    member_ref: weakref.ref[Member],
-    graph: Graph,
-    needed: Sequence[Unit],
-    bundle: Bundle | None,
-    _gradients: tuple[Tensor, ...],
-) -> None:
-    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward])."""
-    engine, member = engine_ref(), member_ref()
-    if engine is None or member is None or graph.outdated:
-        return  # if it matters, unpacking raises
-    if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
-        raise RuntimeError(
-            "A backward pass with create_graph=True will need the weights once more. Surround "
-            "forward and backward with `with pipeline.step():`."
-        )
-    engine.backward.reach(member, graph, needed)
-    if member.is_streamed:
-        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
-        if not engine.activations.are_kept:
-            engine.activations.reach(bundle)
 
 
 def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> None:

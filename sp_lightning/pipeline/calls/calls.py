@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.backward import before_backward, reach
+from sp_lightning.pipeline.calls.backward import BackwardPass, before_backward
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -339,6 +339,7 @@ class Calls:
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]
-            action = partial(reach, ref(engine), ref(member), graphs.current, needed, bundle)
+            refs = ref(engine), ref(member)
+            action = partial(BackwardPass.reach, *refs, graphs.current, needed, bundle)
             before_backward(watched, action, number, graphs.calls)
         return output

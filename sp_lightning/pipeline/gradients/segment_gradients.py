@@ -189,8 +189,7 @@ class SegmentGradients:
 
     def lay_out(self, tensors: Mapping[Gradient, Tensor]) -> GradientLayout:
         """Return how these are sent: as `layout` tells, unless some are missing, or came in another dtype."""
-        expected = {gradient: gradient.weight.compute_dtype for gradient in self.trained}
-        dtypes = list(expected.values())
+        dtypes = [gradient.weight.compute_dtype for gradient in self.trained]
         if self.trained != self._laid_out or dtypes != self.layout.dtypes:
             if self._laid_out:
                 self.release_memory()
@@ -200,11 +199,8 @@ class SegmentGradients:
             of_sums = [weight.dtype for weight in weights]
             if dtypes != of_sums:
                 self.sum_layout = GradientLayout(weights, of_sums)
-        arriving = [
-            expected[gradient] if tensor.dtype is gradient.weight.dtype else tensor.dtype
-            for gradient, tensor in tensors.items()
-        ]
-        if arriving == dtypes and len(tensors) == len(self.trained):
+        arriving = [tensor.dtype for tensor in tensors.values()]
+        if arriving == dtypes:
             return self.layout
         return GradientLayout([gradient.weight for gradient in tensors], arriving)
 
