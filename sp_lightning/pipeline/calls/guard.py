@@ -287,8 +287,7 @@ def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
     found: list[Any] = []
     for tensor in tensors:
         if isinstance(tensor, HostParameter):
-            _, weight = _guarded[id(tensor)]
-            found += edges_of(weight)
+            found += edges_of(_guarded[id(tensor)][1])
         else:
             found.append(tensor)
     return found

@@ -95,33 +95,25 @@ class Casts:
         Return the leaf to cast, whose gradients all come out of this cast: of another twin, which `follow` gets, if
         gradients of another cast come to this one's.
         """
-        is_new = id(weight.master) not in self.lowered and id(weight.master) not in self.used_as_is
-        leaf = weight.twin.parameter
-        if builds_graph:
-            leaf = self._leaf_of_cast(weight, graphs, follow)
+        master, leaf = id(weight.master), weight.twin.parameter
         if builds_graph or not weight.master.requires_grad:
-            self.lowered.add(id(weight.master))
-            self.has_news |= is_new
-        return leaf
-
-    def _leaf_of_cast(self, weight: Weight, graphs: Graphs, follow: Callable[[Twin], None]) -> nn.Parameter:
+            self.has_news |= master not in self.lowered and master not in self.used_as_is
+            self.lowered.add(master)
+        if not builds_graph:
+            return leaf
         if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
             weight.casts = {}  # no backward adds gradients of these up with those of this cast
         weight.cast_in = graphs.current.number
         cast = self._cast_in_cache(weight.twin.data.device)
-        leaf = weight.casts.get(cast)
-        if leaf is None:
-            leaf = weight.twin.parameter
-            if weight.casts:
-                self.used_as_is.add(id(weight.master))
-                if weight.lowered:
-                    self.has_news = True
-                    twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
-                    weight.other_twins.append(twin)
-                    follow(twin)
-                    leaf = twin.parameter
-            weight.casts[cast] = leaf
-        return leaf
+        if weight.casts and cast not in weight.casts:
+            self.used_as_is.add(master)
+            if weight.lowered:
+                self.has_news = True
+                twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
+                weight.other_twins.append(twin)
+                follow(twin)
+                leaf = twin.parameter
+        return weight.casts.setdefault(cast, leaf)
 
     def _cast_in_cache(self, device: torch.device) -> object:
         """Return what is the same for as long as autocast has one cast of each weight: no other without its cache.
