@@ -68,15 +68,9 @@ class Calls:
             try:
                 with engine.saved.pushed():
                     yield
-            except BaseException as error:
+            except BaseException:
                 if graphs.scopes == 1 and not in_backward():
                     self.abandon()
-                is_of_torch = isinstance(error, RuntimeError) and error.__cause__ is None
-                if is_of_torch and str(error).startswith("torch.func."):
-                    raise RuntimeError(
-                        f"{error}\nsuperpipeline has such hooks in a step. Use "
-                        "`torch.autograd.grad`, if need be with `create_graph=True`."
-                    ) from error
                 raise
             finally:
                 if graphs.scopes:
