@@ -41,7 +41,6 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency, Unit
-from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 
 
 _WATCHED_AT = "superpipeline"  # a key in a node's metadata
+GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its master's
 
 
 class Graph:
@@ -204,10 +204,11 @@ class BackwardPass:
                 # afterwards: torch 2.9 forgets hooks before a node where a user's function has saved the weight
                 self._refusing[weight] = node, node.register_hook(partial(_refuse, weight))
 
-    def _collect(self, twin: Twin, _leaf: Tensor) -> None:
+    def _collect(self, twin: Twin, leaf: Tensor) -> None:
         with without_torch_function():
             self.note()
-            gradient = take_gradient(twin.parameter)
+            gradient: Tensor | None = GRADIENT.__get__(leaf)
+            GRADIENT.__set__(leaf, None)
             if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
                 return
             # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last

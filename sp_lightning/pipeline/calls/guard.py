@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.backward import differentiate, edges_of
+from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
 from sp_lightning.pipeline.gradients.segment_gradients import State
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
@@ -46,7 +46,6 @@ _OF_THE_MASTER = {
     "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
     "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
-_GRADIENT: Any = Tensor.grad
 
 # the guards of masters and their weights, by the identity of the masters
 _guarded: dict[int, tuple[Guard, Weight]] = {}
@@ -69,7 +68,7 @@ class HostParameter(nn.Parameter):
         found = _guarded.get(id(master))
         if found is not None:
             guard, weight = found
-            if getattr(func, "__self__", None) is not _GRADIENT:
+            if getattr(func, "__self__", None) is not GRADIENT:
                 return guard.run(func, args, kwargs or {})
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
         with without_torch_function():
@@ -180,20 +179,20 @@ class Guard:
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
-        gradient = self._engine.stream.of[weight]
+        engine, stream = self._engine, self._engine.stream
+        gradient = stream.of[weight]
         of_segment = gradient.of_segment
         if of_segment.state is State.EMPTY:
             return
-        if of_segment.state is State.CONSUMED or (reads and self._engine.backward.running):
-            with self._engine.at_work:
-                self._engine.backward.forget_failed()
+        if of_segment.state is State.CONSUMED or (reads and engine.backward.running):
+            with engine.at_work:
+                engine.backward.forget_failed()
         if of_segment.state is State.CONSUMED:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "
                 "was stepped there, because nobody was expected to read or change gradients before "
                 "`step()`. Train with `overlap_optimizer=False`."
             )
-        stream = self._engine.stream
         if not reads:
             stream.exchange.drop([gradient])
             return
@@ -203,7 +202,7 @@ class Guard:
                 "read before backward has ended. Read it in `on_after_backward`, or in a hook on "
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
-        with self._engine.at_work:
+        with engine.at_work:
             if gradient.tensor is not None:
                 self.window.finish_optimizer(weight.unit)
                 stream.exchange.show(gradient)
