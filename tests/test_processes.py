@@ -271,11 +271,6 @@ class Finetunes(callbacks.BackboneFinetuning):
 class ReadsLate(Silent):
     """One process reads what a step has left of gradients when the other has come to the next backward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.unused = nn.Linear(1, 1)  # so the first process leaves nothing to the other, and adds by itself
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         time.sleep(0.1 * self.global_rank)

@@ -21,8 +21,7 @@ from sp_lightning.pipeline.calls.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
-from sp_lightning.pipeline.gradients.buffers import LandingBuffers, StagingBuffers
-from sp_lightning.pipeline.gradients.routes import Routes
+from sp_lightning.pipeline.gradients.routes import LandingBuffers, Routes, StagingBuffers
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import Exchange, GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
@@ -85,7 +84,7 @@ class Engine:
         self.learned = Learned()  # findings from past steps, for the next arrangement
         box = None if processes is None else processes.box
         self.memory = HostMemory(backend, box, progress)
-        self.landing = LandingBuffers(backend, box)
+        self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.meter, self.stats)
@@ -158,7 +157,7 @@ class Engine:
         staging = StagingBuffers(units, self.backend)
         exchange = Exchange()
         if self.processes is not None:
-            exchange = Turns(by_segment, self.backend, self.landing, self.processes, self._sums_gradients)
+            exchange = Turns(by_segment, self.backend, self.processes, self._sums_gradients)
         return GradientStream(by_segment, self.window, Routes(self.window, staging, self.landing), exchange)
 
     def uninstall(self) -> None:

@@ -110,10 +110,6 @@ def make_parameters_of(cls: type[nn.Parameter]) -> None:
     nn.Parameter.__new__ = staticmethod(make_of)  # type: ignore[method-assign, assignment]
 
 
-sees_torch_functions: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
-
-
 def in_transform() -> bool:
     """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None

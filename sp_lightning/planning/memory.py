@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
 from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.gradients.buffers import landing_buffers
+from sp_lightning.pipeline.gradients.routes import landing_buffers
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
@@ -130,5 +130,5 @@ def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:
         return Way(policy, call.held, call.working)
     leaving = 0
     if policy == "offload":
-        leaving = min(call.large, call.saved + (0 if inputs_stay else call.held))
+        leaving = call.saved + (0 if inputs_stay else call.held)
     return Way("keep", call.held + call.saved - leaving, call.working, leaving, under_way=leaving)

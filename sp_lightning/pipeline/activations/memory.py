@@ -30,7 +30,6 @@ class Footprint(NamedTuple):
 
     held: int  # inputs that were not held already
     saved: int  # tensors that the forwards saved, beyond the inputs
-    large: int  # how much of both is in pieces that are worth a copy to the host
     working: int  # the most that a single call took
     repeatable: bool  # whether the forwards can run again, and doing so saves memory
 
@@ -39,7 +38,6 @@ class Footprint(NamedTuple):
         return Footprint(
             held=self.held + call.held,
             saved=self.saved + call.saved,
-            large=self.large + call.large,
             working=max(self.working, call.working),
             repeatable=self.repeatable and call.repeatable,
         )

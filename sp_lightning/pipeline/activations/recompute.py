@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings, differ, numbers_of
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
@@ -119,57 +118,52 @@ class UnitCall:
 
     def conclude(self, output: Any, warns: bool) -> bool:
         """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
-        kept = self._alive()
-        saved = [entry.tensor for entry in kept if entry.tensor is not None]
-        # weights that live on the device stay there
-        leaving = [tensor for tensor in saved if storage_key(tensor) not in self._meter.uncounted]
-        held_anyway = set(map(storage_key, [*self._inputs.tensors, *tensors_in(output)]))
-        # what was changed after it was saved must raise in backward, as it does in plain training
-        is_changed = any(entry.is_changed for entry in kept)
-        is_worth_it = not is_changed and not held_anyway.issuperset(map(storage_key, saved))
-        obstacle = self._obstacle() if is_worth_it else None
-        is_repeatable = obstacle is None and self.member.name not in self._shared.unrepeatable
-        can_be_dropped = is_worth_it and is_repeatable
-        most_bytes = max(self._bytes_with_inputs, self._shared.stats.activation_bytes)
+        stats = self._shared.stats
+        may_be_dropped = self._is_worth_it(output) and self._is_repeatable(warns)
+        held = self._bytes_with_inputs - self._bytes_before
+        working = max(held, stats.activation_bytes - self._bytes_before)
         self._look = None
-        if can_be_dropped:
+        if may_be_dropped:
             self._inputs.tensors.clear()
             if self._shared.comparisons[self.member.name] < _LOOKS:
                 self._outputs = numbers_of(output)
         else:
             del self._inputs, self._surroundings
-            self._bytes_with_inputs = self._bytes_before  # they are not held for it any more
+            held = 0  # they are not held for it any more
         if self._meter.counts:
-            held = self._bytes_with_inputs - self._bytes_before
-            nbytes = max(held, self._shared.stats.activation_bytes - self._bytes_before)
-            self.footprint = Footprint(
-                held=held,
-                saved=nbytes - held,
-                large=min(_bytes_worth_a_copy(leaving), nbytes),
-                working=most_bytes - self._bytes_before,
-                repeatable=can_be_dropped,
-            )
-        if is_worth_it:  # else nobody has looked
-            self._learn(obstacle, warns)
-        return can_be_dropped
+            saved = max(0, stats.activation_bytes - self._bytes_before - held)
+            self.footprint = Footprint(held, saved, working, repeatable=may_be_dropped)
+        return may_be_dropped
 
     def drop(self) -> None:
         """Drop what autograd still needs of it, if `conclude` has said that it can be recomputed."""
         for kept in self._alive():
             kept.drop()
 
-    def _learn(self, obstacle: str | None, warns: bool) -> None:
-        name, shared = self.member.name, self._shared
+    def _is_worth_it(self, output: Any) -> bool:
+        """Tell whether dropping what was saved would free memory, and hide nothing."""
+        kept = self._alive()
+        if any(entry.is_changed for entry in kept):
+            return False  # this must raise in backward, as it does in plain training
+        saved = [storage_key(entry.tensor) for entry in kept if entry.tensor is not None]
+        held_anyway = map(storage_key, [*self._inputs.tensors, *tensors_in(output)])
+        return not set(saved).issubset(held_anyway)
+
+    def _is_repeatable(self, warns: bool) -> bool:
+        """Tell whether the forward can run again; a member of which this was tried often enough is asked no more."""
+        obstacle, name, shared = self._obstacle(), self.member.name, self._shared
         shared.looks[name] += 1
-        if obstacle is not None and shared.looks[name] >= _LOOKS and name not in shared.unrepeatable:
+        if name in shared.unrepeatable:
+            return False
+        if obstacle is not None and shared.looks[name] >= _LOOKS:
             shared.unrepeatable.add(name)
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. "
-                    "What it saves for "
-                    "backward stays on the device.",
+                    "What it saves for backward stays on the device.",
                     stacklevel=2,
                 )
+        return obstacle is None
 
     def _obstacle(self) -> str | None:
         """Return what the forward has done that keeps it from running again, in words; None if it has not."""
@@ -272,14 +266,6 @@ class UnitCall:
             if not self._missing and self._outputs is None:
                 raise _NothingMissing
         return tensor
-
-
-def _bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
-    by_memory = {storage_key(tensor): tensor for tensor in tensors}
-    by_memory.pop(0, None)  # no memory
-    sizes = [tensor.untyped_storage().nbytes() for tensor in by_memory.values()]
-    return sum(nbytes for nbytes in sizes if nbytes >= offload.MIN_OFFLOAD_BYTES)
 
 
 class _NothingMissing(Exception):

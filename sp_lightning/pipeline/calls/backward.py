@@ -29,7 +29,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import (
     graph_task,
@@ -39,7 +41,6 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency, Unit
-from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 
 _WATCHED_AT = "superpipeline"  # a key in a node's metadata
+GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its master's
 
 
 class Graph:
@@ -82,10 +84,9 @@ class Graphs:
         for graph in self._earlier:
             graph.outdated = True
 
-    def may_have_backward(self, number: int) -> bool:
-        """Tell whether a graph is being built, or waits for its backward."""
-        earlier = any(graph.number == number and not graph.done for graph in self._earlier)
-        return earlier or number == self.current.number
+    def earlier_waiting(self) -> bool:
+        """Tell whether a graph of an earlier step still waits for its backward."""
+        return any(not graph.done for graph in self._earlier)
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
@@ -203,10 +204,11 @@ class BackwardPass:
                 # afterwards: torch 2.9 forgets hooks before a node where a user's function has saved the weight
                 self._refusing[weight] = node, node.register_hook(partial(_refuse, weight))
 
-    def _collect(self, twin: Twin, _leaf: Tensor) -> None:
+    def _collect(self, twin: Twin, leaf: Tensor) -> None:
         with without_torch_function():
             self.note()
-            gradient = take_gradient(twin.parameter)
+            gradient: Tensor | None = GRADIENT.__get__(leaf)
+            GRADIENT.__set__(leaf, None)
             if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
                 return
             # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
@@ -220,28 +222,50 @@ class BackwardPass:
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, member: Member, graph: Graph, needed: Sequence[Unit]) -> None:
-        """Prepare for the nodes of a member's call, which built the graph and computed with the weights of `needed`."""
-        unit = member.unit
-        with self._engine.at_work:
-            self.note()
-            self._graphs.add(graph)
+    @staticmethod
+    def reach(
+        engine_ref: weakref.ref[Engine],
+        member_ref: weakref.ref[Member],
+        graph: Graph,
+        needed: Sequence[Unit],
+        bundle: Bundle | None,
+        _gradients: tuple[Tensor, ...],
+    ) -> None:
+        """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward]).
+
+        The call has built the graph, and computed with the weights of `needed`.
+        """
+        engine, member = engine_ref(), member_ref()
+        if engine is None or member is None or graph.outdated:
+            return  # if it matters, unpacking raises
+        if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
+            raise RuntimeError(
+                "A backward pass with create_graph=True will need the weights once more. Surround "
+                "forward and backward with `with pipeline.step():`."
+            )
+        backward, unit = engine.backward, member.unit
+        with engine.at_work:
+            backward.note()
+            backward._graphs.add(graph)
             if unit is None or unit.resident:
                 return
-            self._window.order.visit(member.index, Pass.BACKWARD)
-            self._stream.send_others(unit)
+            backward._window.order.visit(member.index, Pass.BACKWARD)
+            backward._stream.send_others(unit)
             for each in needed:
-                self._window.bring(each)
+                backward._window.bring(each)
             if not unit.is_reached:
                 unit.is_reached = True
-                self._reached.append(unit)
+                backward._reached.append(unit)
             # checkpoints inside of the unit call its parts, and not the unit
             for other in unit.members:
                 if all(map(_is_valid, set(other.needed).difference(needed))):
-                    other.put_in_twins(self.follow_requires_grad)
+                    other.put_in_twins(backward.follow_requires_grad)
             # the backward of calls around it is not over either
-            self.in_use = [*needed, *member.called_in]
-            self._window.prefetch(self.in_use)
+            backward.in_use = [*needed, *member.called_in]
+            backward._window.prefetch(backward.in_use)
+        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+        if not engine.activations.are_kept:
+            engine.activations.reach(bundle)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""

@@ -23,8 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.offload import Bundle
-from sp_lightning.pipeline.calls.backward import Graph, before_backward
+from sp_lightning.pipeline.calls.backward import BackwardPass, before_backward
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -69,15 +68,9 @@ class Calls:
             try:
                 with engine.saved.pushed():
                     yield
-            except BaseException as error:
+            except BaseException:
                 if graphs.scopes == 1 and not in_backward():
                     self.abandon()
-                is_of_torch = isinstance(error, RuntimeError) and error.__cause__ is None
-                if is_of_torch and str(error).startswith("torch.func."):
-                    raise RuntimeError(
-                        f"{error}\nsuperpipeline has such hooks in a step. Use "
-                        "`torch.autograd.grad`, if need be with `create_graph=True`."
-                    ) from error
                 raise
             finally:
                 if graphs.scopes:
@@ -340,30 +333,7 @@ class Calls:
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]
-            reach = partial(_reach, ref(engine), ref(member), graphs.current, needed, bundle)
-            before_backward(watched, reach, number, graphs.calls)
+            refs = ref(engine), ref(member)
+            action = partial(BackwardPass.reach, *refs, graphs.current, needed, bundle)
+            before_backward(watched, action, number, graphs.calls)
         return output
-
-
-def _reach(
-    engine_ref: ref[Engine],
-    member_ref: ref[Member],
-    graph: Graph,
-    needed: list[Unit],
-    bundle: Bundle | None,
-    _gradients: tuple[Tensor, ...],
-) -> None:
-    """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in backward.py)."""
-    engine, member = engine_ref(), member_ref()
-    if engine is None or member is None or graph.outdated:
-        return  # if it matters, unpacking raises
-    if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
-        raise RuntimeError(
-            "A backward pass with create_graph=True will need the weights once more. Surround "
-            "forward and backward with `with pipeline.step():`."
-        )
-    engine.backward.reach(member, graph, needed)
-    if member.is_streamed:
-        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
-        if not engine.activations.are_kept:
-            engine.activations.reach(bundle)

@@ -17,14 +17,13 @@ optimizer steps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.backward import differentiate, edges_of
+from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
 from sp_lightning.pipeline.gradients.segment_gradients import State
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
@@ -32,7 +31,6 @@ from sp_lightning.pipeline.torch_private import (
     in_backward,
     in_transform,
     make_parameters_of,
-    sees_torch_functions,
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
@@ -48,8 +46,6 @@ _OF_THE_MASTER = {
     "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
     "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
-_GRADIENT: Any = Tensor.grad
-_NAMED_MEMBERS = nn.Module._named_members.__code__
 
 # the guards of masters and their weights, by the identity of the masters
 _guarded: dict[int, tuple[Guard, Weight]] = {}
@@ -72,7 +68,7 @@ class HostParameter(nn.Parameter):
         found = _guarded.get(id(master))
         if found is not None:
             guard, weight = found
-            if getattr(func, "__self__", None) is not _GRADIENT:
+            if getattr(func, "__self__", None) is not GRADIENT:
                 return guard.run(func, args, kwargs or {})
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
         with without_torch_function():
@@ -89,16 +85,6 @@ class HostParameter(nn.Parameter):
         _before_access(self)
         with without_torch_function():
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __hash__(self) -> int:
-        """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
-        found = _guarded.get(id(self))
-        if found is None or found[0].window.settled or found[0].in_step or not sees_torch_functions():
-            return id(self)
-        # `parameters()` looks up what it has yielded already: `model.zero_grad()` must not wait for a step
-        if sys._getframe(1).f_code is not _NAMED_MEMBERS:
-            _before_access(self)
-        return id(self)
 
 
 make_parameters_of(HostParameter)
@@ -139,18 +125,14 @@ class Guard:
         for weight in self._weights:
             weight.guard = self
             _guarded[id(weight.master)] = self, weight
-        self._give_class(HostParameter)
+            weight.master.__class__ = HostParameter
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
-        self._give_class(nn.Parameter)
         for weight in self._weights:
+            weight.master.__class__ = nn.Parameter
             weight.guard = None
             _guarded.pop(id(weight.master), None)
-
-    def _give_class(self, cls: type[nn.Parameter]) -> None:
-        for weight in self._weights:
-            weight.master.__class__ = cls
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
@@ -197,20 +179,20 @@ class Guard:
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
-        gradient = self._engine.stream.of[weight]
+        engine, stream = self._engine, self._engine.stream
+        gradient = stream.of[weight]
         of_segment = gradient.of_segment
         if of_segment.state is State.EMPTY:
             return
-        if of_segment.state is State.CONSUMED or (reads and self._engine.backward.running):
-            with self._engine.at_work:
-                self._engine.backward.forget_failed()
+        if of_segment.state is State.CONSUMED or (reads and engine.backward.running):
+            with engine.at_work:
+                engine.backward.forget_failed()
         if of_segment.state is State.CONSUMED:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "
                 "was stepped there, because nobody was expected to read or change gradients before "
                 "`step()`. Train with `overlap_optimizer=False`."
             )
-        stream = self._engine.stream
         if not reads:
             stream.exchange.drop([gradient])
             return
@@ -220,7 +202,7 @@ class Guard:
                 "read before backward has ended. Read it in `on_after_backward`, or in a hook on "
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
-        with self._engine.at_work:
+        with engine.at_work:
             if gradient.tensor is not None:
                 self.window.finish_optimizer(weight.unit)
                 stream.exchange.show(gradient)
@@ -258,16 +240,15 @@ class Guard:
         self._make_resident(weight)
         self._engine.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, dtype: torch.dtype, builds_graph: bool) -> nn.Parameter:
+    def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
         engine = self._engine
         follow = engine.backward.follow_requires_grad
-        return engine.learned.casts.note(weight, dtype, builds_graph, engine.graphs, follow)
+        return engine.learned.casts.note(weight, builds_graph, engine.graphs, follow)
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._engine.learned.casts.used_as_is.add(id(weight.master))
-        weight.cast_to = None
         if weight.lowered:
             self._make_resident(weight)
 
@@ -305,8 +286,7 @@ def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
     found: list[Any] = []
     for tensor in tensors:
         if isinstance(tensor, HostParameter):
-            _, weight = _guarded[id(tensor)]
-            found += edges_of(weight)
+            found += edges_of(_guarded[id(tensor)][1])
         else:
             found.append(tensor)
     return found

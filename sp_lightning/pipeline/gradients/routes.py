@@ -7,32 +7,149 @@
       |                `--------> landing buffer ----> the sum of all processes     the exchange's `add`
       `---------------------------------------- (its norm alone, if it is measured) stay
 
+A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
+stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer.
+
 What lands in memory beside the masters brings its norms, if these are measured; norms of sums are measured there. What
 stays is read there when the unit visits, or brought home if somebody needs it on the host before.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.buffers import (
-    GradientMemory,
-    LandingBuffer,
-    LandingBuffers,
-    StagingBuffers,
-)
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.buffers import as_bytes, tensor_in
-from sp_lightning.pipeline.weights.segment import GradientLayout
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, tensor_in
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, GradientLayout, gradient_bytes
 from sp_lightning.pipeline.window.window import Window
+
+_UNITS_PER_BUFFER = 5  # landing buffers limit how far the optimizer may fall behind
+
+
+class StagingBuffers:
+    """Device memory in which units' gradients are put together: buffers that take turns, each large enough for any."""
+
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
+        self._units = units
+        self._backend = backend
+        self._buffers: list[GradientMemory] = []
+
+    def reserve(self) -> None:
+        """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
+        if self._buffers:
+            return
+        nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
+        if nbytes:
+            for _ in range(STAGING_BUFFERS):
+                self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
+
+    def take(self, nbytes: int) -> GradientMemory:
+        """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
+        self.reserve()
+        buffer = self._buffers.pop(0)
+        if buffer.ticket is not None:
+            self._backend.trace.wait(buffer.ticket, "gradients")
+        if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
+            buffer = GradientMemory(self._backend.allocate(nbytes))
+        self._buffers.append(buffer)
+        return buffer
+
+    def nbytes(self) -> int:
+        """Return the bytes of device memory."""
+        return sum(buffer.bytes.nbytes for buffer in self._buffers)
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self._buffers.clear()
+
+
+class LandingBuffer(GradientMemory):
+    """Such memory on the host, through which gradients of one unit after the other pass."""
+
+    def __init__(self, nbytes: int, backend: Backend, released: threading.Condition) -> None:
+        self._host = HostBuffer(nbytes, backend, pin=True)
+        super().__init__(self._host.bytes)
+        self.is_free = False  # whether nothing is on its way into it, or waits in it to be read
+        self._released = released
+
+    def release(self) -> None:
+        """Free it, as its gradients have been read."""
+        with self._released:
+            self.is_free = True
+            self._released.notify_all()
+
+    def close(self) -> None:
+        """Unpin the memory, and let go of it; what lies in it keeps it."""
+        self._host.release()
+
+
+def landing_buffers(units: int) -> int:
+    """Return how many landing buffers there may be, for so many units."""
+    return max(2, -(-units // _UNITS_PER_BUFFER))
+
+
+class LandingBuffers:
+    """Host memory through which gradients pass: a few buffers that are used again."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._count = 0  # how many there may be
+        self._buffers: list[LandingBuffer] = []
+        self._released = threading.Condition()
+
+    def serve(self, units: int) -> None:
+        """Serve so many units of an arrangement."""
+        self._count = landing_buffers(units)
+
+    def take(self, nbytes: int) -> LandingBuffer:
+        """Take a buffer; block until one is released if all are in use."""
+        with self._released:
+            self._released.wait_for(lambda: len(self._buffers) < self._count or self._free())
+            is_full = len(self._buffers) >= self._count
+            free = self._free()
+            fitting = [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
+            # not a much larger one, or all would become as large as the largest unit's
+            if fitting and (is_full or fitting[0].bytes.nbytes <= 2 * nbytes):
+                buffer = fitting[0]
+            else:
+                if is_full:
+                    self._buffers.remove(free[0])
+                    free[0].close()
+                buffer = LandingBuffer(nbytes, self._backend, self._released)
+                self._buffers.append(buffer)
+            buffer.is_free = False
+            return buffer
+
+    def _free(self) -> list[LandingBuffer]:
+        """Return the buffers that are free, the smallest first."""
+        free = [buffer for buffer in self._buffers if buffer.is_free]
+        return sorted(free, key=lambda buffer: buffer.bytes.nbytes)
+
+    def abandon(self) -> None:
+        """Release all buffers, after an exception."""
+        for buffer in self._buffers:
+            buffer.release()
+
+    def nbytes(self) -> int:
+        """Return the bytes of host memory."""
+        return sum(buffer.bytes.nbytes for buffer in self._buffers)
+
+    def close(self) -> None:
+        """Free the memory, when no copy is under way."""
+        while self._buffers:
+            self._buffers.pop().close()
 
 
 @dataclass(eq=False)
@@ -60,30 +177,19 @@ class _Sum(NamedTuple):
     added: Tensor
     norm: Tensor | None  # where its norm goes, if that is measured
 
-    def add_up(self) -> None:
-        """Add to what is there, or begin with it."""
-        if self.before is None:
-            self.total.copy_(self.added)
-            return
-        if self.before is not self.total:
-            self.total.copy_(self.before)
-        add(self.total, self.added)
 
-
-@dataclass(eq=False)
-class _Addition:
-    """A job: gradients that have landed are added to those that are there."""
-
-    sums: Sequence[_Sum]
-    norm_dtype: torch.dtype | None
-
-    def __call__(self) -> None:
-        with without_torch_function(), torch.no_grad():
-            for of_weight in self.sums:
-                of_weight.add_up()
-                if of_weight.norm is not None:
-                    norm = torch.linalg.vector_norm(of_weight.total, dtype=self.norm_dtype)
-                    of_weight.norm.copy_(norm)
+def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
+    """Add gradients that have landed to those that are there, or begin with them."""
+    with without_torch_function(), torch.no_grad():
+        for total, before, added, norm in sums:
+            if before is None:
+                total.copy_(added)
+            else:
+                if before is not total:
+                    total.copy_(before)
+                add(total, added)
+            if norm is not None:
+                norm.copy_(torch.linalg.vector_norm(total, dtype=norm_dtype))
 
 
 class Routes:
@@ -124,8 +230,7 @@ class Routes:
         for gradient, tensor, norm in zip(shipment.gradients, shipment.gathered, norms, strict=True):
             layout = gradient.weight.layout
             if tensor.stride() != layout.stride():  # a step reads it in the order of memory
-                empty = torch.empty_strided(layout.size(), layout.stride(), dtype=tensor.dtype, device=tensor.device)
-                tensor = empty.copy_(tensor)
+                tensor = tensor.new_empty_strided(layout.size(), layout.stride()).copy_(tensor)
             gradient.tensor = tensor
             gradient.norm = norm
             tensors.append(tensor)
@@ -142,22 +247,14 @@ class Routes:
         return list(tensor_in(memory, 0, measured, torch.float32))
 
     def bring_home(self, of_segment: SegmentGradients) -> None:
-        """Have gradients that have stayed on the device land after all."""
-        tensors = {gradient: gradient.tensor for gradient in of_segment.gradients if gradient.tensor is not None}
-        norms = [gradient.norm for gradient in tensors]
+        """Have gradients that have stayed on the device land after all, which the host waits for: it is rare."""
+        for gradient in of_segment.gradients:
+            if gradient.tensor is not None:
+                landed = torch.empty_like(gradient.weight.host, dtype=gradient.tensor.dtype)
+                self._backend.download(as_bytes(landed), as_bytes(gradient.tensor)).join()
+                gradient.tensor = of_segment.room_for(gradient, landed.dtype).copy_(landed)
         of_segment.is_on_device = False
-        layout = of_segment.lay_out(tensors)
-        shipment = Shipment(of_segment, list(tensors), list(tensors.values()), layout, is_new=True, is_watched=False)
-        if layout is of_segment.kept_as:
-            self.keep(shipment)
-        else:  # some were dropped
-            for gradient in tensors:
-                gradient.tensor = None
-            self.land(shipment)
-            self.add(shipment, measures_norms=False)
-        for gradient, norm in zip(tensors, norms, strict=True):
-            gradient.norm = norm
-        of_segment.ticket = shipment.ticket
+        self._stats.host_syncs += 1
 
     def keep(self, shipment: Shipment) -> None:
         """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
@@ -204,9 +301,9 @@ class Routes:
         moved = 2 * sum(total.nbytes for total in shipment.tensors)
         after = [ticket for ticket in (shipment.ticket, of_segment.ticket) if ticket is not None]
         name = of_segment.unit.name
-        addition = _Addition(sums, norm_dtype)
+        job = partial(_add_up, sums, norm_dtype)
         trace = self._backend.trace
-        shipment.ticket = trace.work(Kind.ADD, name, addition, after, moved, buffer.release)
+        shipment.ticket = trace.work(Kind.ADD, name, job, after, moved, buffer.release)
         shipment.buffer = None
 
     def _download(self, shipment: Shipment, memory: GradientMemory, has_norms: bool = False) -> None:

@@ -12,13 +12,13 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from sp_lightning.optim import rules
 from sp_lightning.optim.of_torch import scaling_of
-from sp_lightning.pipeline.gradients.buffers import GradientMemory
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
@@ -99,6 +99,23 @@ class Gradient:
         return master.grad is not None
 
 
+class GradientMemory:
+    """Memory for the gradients of one unit; the tensors in it are made once for each layout."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        # done when what was put into it last has been copied to the host; None if nothing was
+        self.ticket: Ticket | None = None
+        self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
+
+    def views(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
+        """Return it as gradients, and as their norms."""
+        found = self._views.get(layout)
+        if found is None:
+            found = self._views[layout] = layout.views(self.bytes)
+        return found
+
+
 class SegmentGradients:
     """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
@@ -172,8 +189,7 @@ class SegmentGradients:
 
     def lay_out(self, tensors: Mapping[Gradient, Tensor]) -> GradientLayout:
         """Return how these are sent: as `layout` tells, unless some are missing, or came in another dtype."""
-        expected = {gradient: gradient.weight.gradient_dtype for gradient in self.trained}
-        dtypes = list(expected.values())
+        dtypes = [gradient.weight.compute_dtype for gradient in self.trained]
         if self.trained != self._laid_out or dtypes != self.layout.dtypes:
             if self._laid_out:
                 self.release_memory()
@@ -183,11 +199,8 @@ class SegmentGradients:
             of_sums = [weight.dtype for weight in weights]
             if dtypes != of_sums:
                 self.sum_layout = GradientLayout(weights, of_sums)
-        arriving = [
-            expected[gradient] if tensor.dtype is gradient.weight.dtype else tensor.dtype
-            for gradient, tensor in tensors.items()
-        ]
-        if arriving == dtypes and len(tensors) == len(self.trained):
+        arriving = [tensor.dtype for tensor in tensors.values()]
+        if arriving == dtypes:
             return self.layout
         return GradientLayout([gradient.weight for gradient in tensors], arriving)
 

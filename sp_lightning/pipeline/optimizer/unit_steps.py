@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.buffers import LandingBuffer
+from sp_lightning.pipeline.gradients.routes import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket

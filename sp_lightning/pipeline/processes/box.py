@@ -45,8 +45,6 @@ class Box:
         self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
-        # what of the others' memory was opened, with its number in the system
-        self._opened: dict[tuple[int, int], tuple[int, Tensor]] = {}
         # number of backward passes of all that this process has begun; and what each tells of that
         self.passes = 0
         self._begun = self.share(self.count * torch.int64.itemsize, ["passes"]).bytes.view(torch.int64)
@@ -93,25 +91,6 @@ class Box:
         self._open = file
         counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
         return SharedMemory(self, names, memory[:nbytes], counter)
-
-    def offer(self, nbytes: int) -> tuple[Tensor, int]:
-        """Return new memory of this process, and the number of its file, by which the others can look into it.
-
-        Raises:
-            OSError: If there is not so much memory.
-        """
-        file = _new_file(nbytes)
-        return _open(f"/proc/self/fd/{file}", nbytes), file
-
-    def look_into(self, rank: int, file: int) -> Tensor:
-        """Return the memory that another process offers in this file."""
-        place = self._processes[rank] / f"fd/{file}"
-        status = place.stat()
-        number, memory = self._opened.get((rank, file), (None, None))
-        if memory is None or number != status.st_ino:  # the file is another one now
-            memory = _open(str(place), status.st_size)
-            self._opened[rank, file] = status.st_ino, memory
-        return memory
 
     def note_begun(self, number: int) -> None:
         """Tell the others that this process has begun a backward pass of all of them."""

@@ -4,10 +4,6 @@ What each process has got is added in the order of their ranks, so the sums are 
 memory tells whose turn it is. It has passed a process when that has added what a backward pass has brought, or when
 its pass has ended: it may have got nothing. What lies there from earlier passes counts for the processes that have not
 dropped it; the first one sees to that, whose turn comes first. When all have, as after a step, it is overwritten.
-
-To add is to move memory: the sum is read and written. So a process leaves its gradients where they have landed, for
-one whose turn comes later to add those of several in one pass. The last one leaves nothing, nor does one that
-has few landing buffers left, or whose gradients lie in another way than those of all units do.
 """
 
 from __future__ import annotations
@@ -18,10 +14,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import pieces
-from sp_lightning.pipeline.gradients.buffers import LandingBuffer
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
-from sp_lightning.pipeline.weights.segment import GradientLayout
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -35,8 +29,7 @@ class SharedSums:
             present = torch.empty(len(weights), dtype=torch.bool)
             norms = torch.empty(len(weights), dtype=torch.float32)
             dropped = torch.empty(count, len(weights), dtype=torch.bool)
-            left = torch.empty(count, dtype=torch.int64)
-        like = [*(weight.host for weight in weights), present, norms, dropped, left]
+        like = [*(weight.host for weight in weights), present, norms, dropped]
         offsets, nbytes = lay_out([tensor.nbytes for tensor in like])
         memory = masters.get_beside("sums", nbytes, pin=False, together=True)
         assert memory.shared is not None
@@ -46,10 +39,8 @@ class SharedSums:
         tensors = []
         for offset, tensor in zip(offsets, like, strict=True):
             tensors.append(tensor_in(memory.bytes, offset, tensor, tensor.dtype))
-        # the sums; which there are; their norms; which were dropped by each process since the last pass; and the
-        # numbers, from one on, of files in which each process has left gradients; 0 if there are none to add
-        *self.places, self._present, self._norms, self._dropped, self._left = tensors
-        self._left_as = GradientLayout(weights, [weight.gradient_dtype for weight in weights])
+        # the sums; which there are; their norms; which were dropped by each process since the last pass
+        *self.places, self._present, self._norms, self._dropped = tensors
         self._places = set(map(id, self.places))
         self._begun = -1  # the last pass that has begun
         # the numbers of weights whose sums this process has dropped since then
@@ -142,44 +133,17 @@ class SharedSums:
             elif is_present and not is_partial and having != self._everyone:
                 self.places[index].mul_(having / self._everyone)
 
-    def can_leave(self, gradients: Mapping[int, Tensor]) -> bool:
-        """Tell whether gradients, by the numbers of their weights, lie as others expect of those that are left."""
-        if self.box.is_last or list(gradients) != list(range(len(self.places))):
-            return False
-        return [gradient.dtype for gradient in gradients.values()] == self._left_as.dtypes
-
-    def leave(self, buffer: LandingBuffer, until: Ticket) -> bool:
-        """Leave this process's part to others, in its turn, until the pass is complete; tell whether it was left."""
-        if self._left[self.box.rank]:  # it was left, and has been followed by more
-            return False
-        self._left[self.box.rank] = buffer.file + 1
-        buffer.ticket = until
-        return True
-
-    def add(self, gradients: Mapping[int, Tensor]) -> None:
-        """Add this process's part, by the numbers of weights, after those that others have left; in its turn."""
-        left: list[Sequence[Tensor]] = []
-        for rank, file in enumerate(self._left.tolist()):
-            if file:
-                memory = self.box.look_into(rank, file - 1)
-                left.append(self._left_as.views(memory)[0])
-        for number in range(len(self.places)):
-            added = [of_rank[number] for of_rank in left]
-            if number in gradients:
-                added.append(gradients[number])
-            if added:
-                self._add_up(number, added)
-        self._left.zero_()
-
-    def _add_up(self, number: int, gradients: Sequence[Tensor]) -> None:
+    def add(self, parts: Mapping[int, Tensor]) -> None:
+        """Add this process's parts, by the numbers of their weights, in its turn."""
         share = 1 / self._everyone
-        is_first = not self._present[number]
-        for total, *parts in pieces(self.places[number], *gradients):
-            if is_first:
-                total.copy_(parts.pop(0)).mul_(share)
-            for part in parts:
-                total.add_(part, alpha=share)
-        self._present[number] = True
+        for number, gradient in parts.items():
+            is_first = not self._present[number]
+            for total, part in pieces(self.places[number], gradient):
+                if is_first:
+                    total.copy_(part).mul_(share)
+                else:
+                    total.add_(part, alpha=share)
+            self._present[number] = True
 
     def measure_norms(self, is_wanted: bool) -> None:
         """Measure the norms of the sums, which have all their parts now, or forget those of earlier ones."""

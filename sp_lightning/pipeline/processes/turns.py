@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.gradients.buffers import LandingBuffer, LandingBuffers
-from sp_lightning.pipeline.gradients.routes import Shipment
+from sp_lightning.pipeline.gradients.routes import LandingBuffer, Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State
 from sp_lightning.pipeline.gradients.stream import Exchange
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -29,13 +28,12 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 class _Turn:
     """A job: this process's turn to add to the sums of a unit."""
 
-    landing: LandingBuffers
     of_segment: SegmentGradients
     sums: SharedSums
     # gradients that somebody sees here: where they go, and where they land
     own: Sequence[tuple[Tensor, Tensor]]
     parts: Mapping[int, Tensor]  # the others, by the numbers of their weights
-    buffer: LandingBuffer | None  # which they may be left in
+    buffer: LandingBuffer | None  # that they have landed in
     is_over: bool  # whether the turn ends with it
     measures_norms: bool
 
@@ -43,9 +41,6 @@ class _Turn:
         # the pass as it is now: the thread may come to it when it has ended here
         self._number = self.sums.number
         self._is_partial = self.sums.is_partial
-        self._complete = self.sums.complete()
-        # in which the parts may be left to a process whose turn comes later; None if they have to be added
-        self.offered = None if self.own or not self.sums.can_leave(self.parts) else self.buffer
 
     def __call__(self) -> None:
         try:
@@ -66,16 +61,9 @@ class _Turn:
             target.copy_(landed)
         if sums.box.is_keeper:
             sums.begin(self._number, self._is_partial)
-        if not self._leave():
-            sums.add(self.parts)
+        sums.add(self.parts)
         if self.is_over and sums.box.is_last:
             sums.measure_norms(self.measures_norms)
-
-    def _leave(self) -> bool:
-        """Leave gradients where they have landed to a process whose turn comes later, if possible; tell whether."""
-        if self.offered is None or not self.landing.may_leave_one:
-            return False
-        return self.sums.leave(self.offered, self._complete)
 
 
 class Turns(Exchange):
@@ -85,13 +73,11 @@ class Turns(Exchange):
         self,
         by_segment: Sequence[SegmentGradients],
         backend: Backend,
-        landing: LandingBuffers,
         processes: Processes,
         is_summed: bool,
     ) -> None:
         self._by_segment = by_segment
         self._backend = backend
-        self._landing = landing
         self._processes = processes
         self._is_summed = is_summed
         self._has_begun = False  # whether a pass of all processes is under way
@@ -178,7 +164,7 @@ class Turns(Exchange):
             else:
                 gradient.tensor = sums.places[number]
                 parts[number] = landed
-        turn = _Turn(self._landing, of_segment, sums, own, parts, shipment.buffer, is_over, measures_norms)
+        turn = _Turn(of_segment, sums, own, parts, shipment.buffer, is_over, measures_norms)
         shipment.ticket = self._take(turn, shipment.ticket)
         shipment.tensors = [sums.places[number] for number in parts]
         shipment.buffer = None
@@ -200,7 +186,7 @@ class Turns(Exchange):
         turn.sums.is_over = turn.is_over
         self._waits = [ticket for ticket in self._waits if not ticket.done]
         earlier = [ticket for ticket in (of_segment.ticket, landed) if ticket is not None]
-        moved = 2 * sum(part.nbytes for part in turn.parts.values()) if turn.offered is None else 0
+        moved = 2 * sum(part.nbytes for part in turn.parts.values())
         release = None if turn.buffer is None else turn.buffer.release
         after = [turn.sums.turn(), *self._waits, *earlier]
         trace = self._backend.trace
@@ -223,7 +209,7 @@ class Turns(Exchange):
                 for weight, number in sums.index.items() if averages else ():
                     if weight.master.grad is not None:
                         parts[number] = weight.master.grad
-                turn = _Turn(self._landing, of_segment, sums, [], parts, None, True, measures_norms)
+                turn = _Turn(of_segment, sums, [], parts, None, True, measures_norms)
                 self._take(turn)
         for of_segment, sums in self._sums.items():
             if averages and of_segment.state is not State.CONSUMED:

@@ -84,53 +84,36 @@ class Casts:
             watched = [weight for weight in weights if weight.dtype is torch.float32 and id(weight.master) not in as_is]
             casts = [weight for weight in watched if id(weight.master) in self.lowered]
             are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in weights)
-            for weight in casts:
-                weight.cast_to = dtype
-                if are_many:  # else most would be copied for the sake of a few
-                    weight.compute_dtype = dtype
+            for weight in casts if are_many else ():  # else most would be copied for the sake of a few
+                weight.compute_dtype = dtype
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
-    def note(
-        self, weight: Weight, dtype: torch.dtype, builds_graph: bool, graphs: Graphs, follow: Callable[[Twin], None]
-    ) -> nn.Parameter:
+    def note(self, weight: Weight, builds_graph: bool, graphs: Graphs, follow: Callable[[Twin], None]) -> nn.Parameter:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
-        Its gradients are at once: they have come out of a cast, and have all their bits in that dtype. Return the leaf
-        to cast, all of whose gradients come out of this cast; `follow` gets another twin if that needs one.
+        Return the leaf to cast, whose gradients all come out of this cast: of another twin, which `follow` gets, if
+        gradients of another cast come to this one's.
         """
-        is_new = id(weight.master) not in self.lowered and id(weight.master) not in self.used_as_is
-        leaf = weight.twin.parameter
-        if builds_graph:
-            leaf = self._leaf_of_cast(weight, dtype, graphs, follow)
+        master, leaf = id(weight.master), weight.twin.parameter
         if builds_graph or not weight.master.requires_grad:
-            self.lowered.add(id(weight.master))
-            self.has_news |= is_new
-        return leaf
-
-    def _leaf_of_cast(
-        self, weight: Weight, dtype: torch.dtype, graphs: Graphs, follow: Callable[[Twin], None]
-    ) -> nn.Parameter:
-        leaf = weight.twin.parameter
+            self.has_news |= master not in self.lowered and master not in self.used_as_is
+            self.lowered.add(master)
+        if not builds_graph:
+            return leaf
+        if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
+            weight.casts = {}  # no backward adds gradients of these up with those of this cast
+        weight.cast_in = graphs.current.number
         cast = self._cast_in_cache(weight.twin.data.device)
-        # a backward may add gradients of these up with those of this cast
-        in_graphs = {key: used for key, used in weight.casts.items() if graphs.may_have_backward(key[0])}
-        same = [used for (_, other), used in in_graphs.items() if other is cast]
-        if same:
-            leaf = same[0]
-        elif any(used is leaf for used in in_graphs.values()):
-            self.used_as_is.add(id(weight.master))
-            weight.cast_to = None
+        if weight.casts and cast not in weight.casts:
+            self.used_as_is.add(master)
             if weight.lowered:
                 self.has_news = True
                 twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
                 weight.other_twins.append(twin)
                 follow(twin)
                 leaf = twin.parameter
-        elif id(weight.master) not in self.used_as_is:
-            weight.cast_to = dtype
-        weight.casts = {**in_graphs, (graphs.current.number, cast): leaf}
-        return leaf
+        return weight.casts.setdefault(cast, leaf)
 
     def _cast_in_cache(self, device: torch.device) -> object:
         """Return what is the same for as long as autocast has one cast of each weight: no other without its cache.
@@ -213,15 +196,15 @@ class LoweredParameter(EagerLeaf):
         """
         weight, guard = self.weight, self.weight.guard
         kind = self.device.type
-        dtype = torch.get_autocast_dtype(kind)
-        if guard is None or not torch.is_autocast_enabled(kind) or (weight.lowered and dtype is not self.dtype):
+        is_other = weight.lowered and torch.get_autocast_dtype(kind) is not self.dtype
+        if guard is None or is_other or not torch.is_autocast_enabled(kind):
             return self._as_is()
         if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
             return self
         if self.dtype is not weight.compute_dtype:
             return self._as_is()  # it was served, and may have been changed since
         builds_graph = self.requires_grad and torch.is_grad_enabled()
-        return guard.note_cast(weight, dtype, builds_graph)
+        return guard.note_cast(weight, builds_graph)
 
 
 explain_graph_break(

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.weight import Weight
 
 
-_GRADIENT: Any = Tensor.grad
-
-
 class TwinParameter(nn.Parameter):
     """A Parameter that counts what is written to its `.data`."""
 
@@ -65,10 +62,3 @@ class EagerLeaf(TwinParameter):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what users have set, and not the weight: Parameters of all classes are pickled as ordinary ones."""
         return vars(self)
-
-
-def take_gradient(leaf: nn.Parameter) -> Tensor | None:
-    """Take from a leaf what autograd has given it."""
-    gradient: Tensor | None = _GRADIENT.__get__(leaf)
-    _GRADIENT.__set__(leaf, None)
-    return gradient

@@ -269,4 +269,4 @@ class GradientLayout:
 def gradient_bytes(weights: Iterable[Weight]) -> int:
     """Return the bytes of the gradients of a unit's weights, as they are sent to the host, with their norms."""
     trained = [weight for weight in weights if weight.master.requires_grad]
-    return GradientLayout(trained, [weight.gradient_dtype for weight in trained]).nbytes
+    return GradientLayout(trained, [weight.compute_dtype for weight in trained]).nbytes

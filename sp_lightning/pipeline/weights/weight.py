@@ -123,13 +123,12 @@ class Weight:
         self.host = self.home = master.data
         self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype
-        # the dtype in which it is sent: its own, or the one that autocast lowers it to
+        # the dtype in which it is sent, and its gradients come: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        # the dtype that autocast casts it to, if a graph has just one cast of it and no other use; else None
-        self.cast_to: torch.dtype | None = None
         self.leaf_class: type[nn.Parameter] = EagerLeaf
-        # which leaf autocast has cast: in the graph of this number, with the gradients of this cast
-        self.casts: dict[tuple[int, object], nn.Parameter] = {}
+        # for each cast of it in graphs that may have a backward, the leaf that has the gradients of that cast
+        self.casts: dict[object, nn.Parameter] = {}
+        self.cast_in = 0  # the number of the graph with the last of these
         # what code outside of the engine finds at its master; None when detached
         self.guard: Guard | None = None
         self.replacements = 0  # how often the master was found in other memory
@@ -150,11 +149,6 @@ class Weight:
     def lowered(self) -> bool:
         """Whether it is sent in a dtype other than its own."""
         return self.compute_dtype != self.dtype
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradients travel: those of a single cast have all their bits in the cast's dtype."""
-        return self.cast_to or self.compute_dtype
 
     @property
     def compute_bytes(self) -> int:

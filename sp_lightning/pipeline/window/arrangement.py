@@ -262,7 +262,6 @@ class Arrangement:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         was_lowered = weight.lowered
         weight.compute_dtype = weight.dtype
-        weight.cast_to = None
         segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
         unit = Unit(weight.name, resident=True)
         unit.send([Segment([weight], pin=False, memory=segment.piece_of(weight, self._backend))])

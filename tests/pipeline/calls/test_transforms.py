@@ -1,4 +1,4 @@
-"""Transforms of `torch.func`, which cannot run streamed units: an error says what does."""
+"""Transforms of `torch.func`, which cannot run streamed units: an error says so."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ def trains(pipe: Pipeline) -> bool:
 def test_derivatives_in_a_step(transform: Transform, of: str, pipe: Pipeline) -> None:
     """Torch refuses them under saved-tensor hooks, which a step has."""
     function = pipe.module.blocks[1] if of == "a unit" else torch.sin
-    with pytest.raises(RuntimeError, match=r"^torch.func.*\n.*Use `torch.autograd.grad`") as raised, pipe.step():
+    with pytest.raises(RuntimeError, match=r"^torch.func.*saved tensor hooks"), pipe.step():
         transform(function, *rows())
-    assert str(raised.value).count("superpipeline") == 1
     assert trains(pipe)
 
 

@@ -156,7 +156,6 @@ LOOKS: dict[str, Callable[[nn.Module, Optimizer], list[Tensor]]] = {
     "optimizer state": lambda model, optimizer: [
         s[key] for _, s in sorted(copy.deepcopy(optimizer.state_dict())["state"].items()) for key in sorted(s)
     ],
-    "state of a weight": lambda model, optimizer: [optimizer.state[layer.weight]["exp_avg"].clone() for layer in model],
     "deepcopy": lambda model, _: list(copy.deepcopy(model).parameters()),
     "pickle": lambda model, _: list(pickle.loads(pickle.dumps(model)).parameters()),
     "an evaluation": lambda model, _: [torch.no_grad()(model)(X)],
