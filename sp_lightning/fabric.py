@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from sp_lightning.fabric_strategy import FabricMixin
@@ -24,6 +25,7 @@ class SuperpipelineStrategy(FabricMixin, ParallelStrategy):  # noqa: D101
 
     lightning: ClassVar[FabricNamespace] = FabricNamespace("lightning.fabric")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
+    single_device_strategy: ClassVar[type] = SingleDeviceStrategy
 
     # Fabric sees through this, and does not forbid `loss.backward()` and `torch.autograd.grad`.
     @wraps(ParallelStrategy.backward)

@@ -69,6 +69,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
     """
 
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
+    single_device_strategy: ClassVar[type]
     _num_nodes = 1  # set by Fabric
 
     @override
@@ -105,6 +106,16 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = self.streaming_checkpoint_io()
 
+    def _class(self) -> type:
+        """Return what Fabric takes the strategy for: with one device it wants no `launch()`."""
+        return type(self) if self.is_distributed else self.single_device_strategy
+
+    __class__: Any = property(_class)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles of what Fabric has wrapped have the strategy, but not its models."""
+        return _blank, (type(self),), {**vars(self), "_references": []}
+
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Open a scope for backward passes after which averages over processes are not complete yet."""
         if isinstance(module, AttachedModel) and enabled:
@@ -139,6 +150,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
+        if self._checkpoint_io is None:  # nobody has launched, as with one device nobody has to
+            self.setup_environment()
         give_all_back()
         for model in [each for each in self._models if each.pipeline.module is module]:
             model.pipeline.detach()  # it is set up once more
@@ -158,6 +171,9 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
                 processes=meetings.processes,
                 leaves_steps_open=True,
             )
+        plan = pipeline.summary()
+        units = f"{plan.units} units, of which {plan.k} are on {plan.device} at once"
+        self.lightning.info(f"superpipeline: {type(module).__name__} has {units}.")
         model = AttachedModel(pipeline, meetings)
         self._references.append(weakref.ref(model))
         return model
@@ -287,9 +303,9 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
         """Copies of what Fabric has wrapped, as of a model for an average, keep the strategy."""
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickles of what Fabric has wrapped have the strategy, but not its models."""
-        return {**vars(self), "_references": []}
+
+def _blank(cls: type[FabricMixin]) -> FabricMixin:
+    return cls.__new__(cls)
 
 
 def _model_in(module: nn.Module) -> nn.Module:

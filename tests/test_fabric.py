@@ -53,13 +53,11 @@ STRATEGIES = {
 
 
 def fabric_with(strategy: Any, precision: Any = "32-true") -> Fabric:
-    """A Fabric on the CPU; with a scaler, too, which Fabric itself has on a GPU only."""
+    """A Fabric on the CPU, not launched; with a scaler, too, which Fabric itself has on a GPU only."""
     scales = precision == "16-mixed"
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0))] if scales else []
     precision = None if scales else precision
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision, plugins=plugins)
-    fabric.launch()
-    return fabric
+    return Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision, plugins=plugins)
 
 
 def assert_same_numbers(program: Program, precision: str = "32-true", **options: Any) -> None:
@@ -398,9 +396,16 @@ def test_names(ours):
         fabric = package(accelerator="cpu", devices=1, strategy=name)
         assert type(fabric.strategy) is ours.SuperpipelineStrategy
         assert fabric.strategy.options.activations == activations
-    fabric.launch()
     built = chain(2)
     model, optimizer = fabric.setup(built, SGD(built.parameters(), lr=0.1))
     fabric.backward(model(Run.rows(0)).sum())
     optimizer.step()
     assert fabric.strategy.pipelines[0].stats.optimizer_steps == 1
+
+
+def test_what_is_said(caplog):
+    """One line tells what streams; several devices still need `launch()`."""
+    fabric_with(SuperpipelineStrategy(k=2)).setup_module(chain(3))
+    assert "superpipeline: Chain has 3 units, of which 2 are on cpu at once." in caplog.messages
+    with pytest.raises(RuntimeError, match=r"you must call `.launch\(\)`"):
+        Fabric(accelerator="cpu", devices=2, strategy="superpipeline").setup_module(chain(3))
