@@ -76,6 +76,6 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
         stack.enter_context(slow_host(example.lag))
         if example.mixed:
             chance = random.Random(0)
-            stack.enter_context(patch.object(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy))))
+            stack.enter_context(patch.object(AutoPolicy, "begin_call", lambda *args: chance.choice(get_args(Policy))))
             stack.enter_context(patch.object(offload, "MIN_OFFLOAD_BYTES", 0))
         assert_exact(case, options, example.plan, reference)
