@@ -34,7 +34,7 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
 )
 
 # Found once: a reentrant checkpoint within a unit runs another unit again, whose backward comes before the rest of its.
-ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
+ANOTHER_UNIT_IN_A_CHECKPOINT = replace(
     TWICE_IN_A_REENTRANT_CHECKPOINT,
     trees=[
         ("checkpoint", [("inplace", [("leaf", "linear"), ("leaf", "linear")]), ("reentrant", [("leaf", "linear")])]),
@@ -47,18 +47,19 @@ ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
 
 # Found once: backward unpacks weights of a unit that it has not reached, as its frozen part has no graph of its own.
 FROZEN_IN_A_CHECKPOINT = replace(
-    TWICE_IN_A_REENTRANT_CHECKPOINT,
-    trees=[("checkpoint", [("leaf", "block"), ("frozen", ("leaf", "block"))])],
-    units=None,
-    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
+    ANOTHER_UNIT_IN_A_CHECKPOINT, trees=[("checkpoint", [("leaf", "block"), ("frozen", ("leaf", "block"))])], units=None
 )
+
+# Found once: what blocks share is resident, and a checkpoint within such a block gave a user's function the master.
+SHARED = replace(FROZEN_IN_A_CHECKPOINT, trees=[("branches", [("leaf", "stash")]), ("reentrant", [("again", 0)])])
 
 
 @settings(max_examples=80)
 @given(examples())
 @hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
-@hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT)
+@hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT)
 @hypothesis_example(FROZEN_IN_A_CHECKPOINT)
+@hypothesis_example(SHARED)
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
@@ -76,6 +77,6 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
         stack.enter_context(slow_host(example.lag))
         if example.mixed:
             chance = random.Random(0)
-            stack.enter_context(patch.object(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy))))
+            stack.enter_context(patch.object(AutoPolicy, "begin_call", lambda *args: chance.choice(get_args(Policy))))
             stack.enter_context(patch.object(offload, "MIN_OFFLOAD_BYTES", 0))
         assert_exact(case, options, example.plan, reference)

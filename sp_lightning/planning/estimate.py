@@ -253,7 +253,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     inputs = (2 if is_mixed else 1) * nbytes * matrices[0][-1] if matrices else 0
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
-    call = Footprint(inputs, saved - inputs, int(_WORKING * saved), repeatable=True)
+    call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
     # several devices would have to agree
     visits = given.devices == 1 and given.optimizer in _VISITING
     # torch's own steps take as much again as masters

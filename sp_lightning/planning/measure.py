@@ -242,7 +242,7 @@ def _ways_of_units(
     auto, policy = engine.activations.auto, engine.options.activations
     footprints = {} if auto is None else auto.footprints()
     room = available_host_memory()
-    has_room = room is None or room >= _HOST_ROOM * sum(call.held + call.saved for call in footprints.values())
+    has_room = room is None or room >= _HOST_ROOM * sum(call.large for call in footprints.values())
     policies: list[Policy] = ["keep", "recompute"]
     if has_room and not math.isinf(machine.to_device):
         policies.append("offload")

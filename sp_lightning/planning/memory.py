@@ -130,5 +130,5 @@ def _way_of(call: Footprint, policy: Policy, inputs_stay: bool) -> Way:
         return Way(policy, call.held, call.working)
     leaving = 0
     if policy == "offload":
-        leaving = call.saved + (0 if inputs_stay else call.held)
+        leaving = min(call.large, call.saved + (0 if inputs_stay else call.held))
     return Way("keep", call.held + call.saved - leaving, call.working, leaving, under_way=leaving)

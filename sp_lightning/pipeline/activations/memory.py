@@ -30,6 +30,7 @@ class Footprint(NamedTuple):
 
     held: int  # inputs that were not held already
     saved: int  # tensors that the forwards saved, beyond the inputs
+    large: int  # how much of both is in pieces that are worth a copy to the host
     working: int  # the most that a single call took
     repeatable: bool  # whether the forwards can run again, and doing so saves memory
 
@@ -38,6 +39,7 @@ class Footprint(NamedTuple):
         return Footprint(
             held=self.held + call.held,
             saved=self.saved + call.saved,
+            large=self.large + call.large,
             working=max(self.working, call.working),
             repeatable=self.repeatable and call.repeatable,
         )
@@ -46,16 +48,16 @@ class Footprint(NamedTuple):
 class Held:
     """Memory that counts as long as this object lives, in whichever thread that ends."""
 
-    __slots__ = ("__weakref__", "_nbytes", "_stats")
+    __slots__ = ("__weakref__", "_stats", "nbytes")
 
     def __init__(self, nbytes: int, stats: Stats) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._stats = stats
         stats.activation_bytes += nbytes
         stats.activation_peak_bytes = max(stats.activation_peak_bytes, stats.activation_bytes)
 
     def __del__(self) -> None:
-        self._stats.activation_bytes -= self._nbytes
+        self._stats.activation_bytes -= self.nbytes
 
 
 class Stretch(NamedTuple):

@@ -89,8 +89,8 @@ class AutoPolicy:
         self._this_pass.clear()
         self.in_use = {}
 
-    def policy(self, member: Member, inputs: Iterable[Tensor]) -> Policy:
-        """Return the policy for a call with these inputs; note whether the call is measured."""
+    def begin_call(self, member: Member, inputs: Iterable[Tensor]) -> Policy:
+        """Begin a call with these inputs: choose its policy, and measure it if nothing is known of such a call."""
         name = member.name
         # sparse ones have no `nbytes`
         self._bytes_given = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
@@ -203,7 +203,7 @@ class Activations:
         """Begin a call of a unit, and choose its route."""
         route = self._policy
         if self.auto is not None:
-            route = self.auto.policy(member, tensors_in((args, kwargs)))
+            route = self.auto.begin_call(member, tensors_in((args, kwargs)))
         elif route == "recompute" and member.name in self.second_forwards.unrepeatable:
             route = "keep"
         self._route = route

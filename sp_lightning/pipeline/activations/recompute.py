@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings, differ, numbers_of
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
@@ -132,7 +133,10 @@ class UnitCall:
             held = 0  # they are not held for it any more
         if self._meter.counts:
             saved = max(0, stats.activation_bytes - self._bytes_before - held)
-            self.footprint = Footprint(held, saved, working, repeatable=may_be_dropped)
+            pieces = {kept.held for kept in self._alive()}
+            sizes = [piece.nbytes for piece in pieces if piece is not None]
+            large = min(sum(size for size in sizes if size >= offload.MIN_OFFLOAD_BYTES), held + saved)
+            self.footprint = Footprint(held, saved, large, working, repeatable=may_be_dropped)
         return may_be_dropped
 
     def drop(self) -> None:

@@ -65,11 +65,11 @@ class _Handle:
 class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
-    __slots__ = ("__weakref__", "_held", "_kind", "_recording", "tensor", "version")
+    __slots__ = ("__weakref__", "_kind", "_recording", "held", "tensor", "version")
 
     def __init__(self, tensor: Tensor, meter: Meter, recording: UnitCall | None = None) -> None:
         self._recording = recording
-        self._held = meter.hold(tensor)
+        self.held = meter.hold(tensor)
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
@@ -83,13 +83,13 @@ class Kept:
 
     def fill(self, tensor: Tensor, meter: Meter) -> None:
         """Hold another tensor in place of the dropped one."""
-        self.tensor, self.version, self._held = tensor, tensor._version, meter.hold(tensor)
+        self.tensor, self.version, self.held = tensor, tensor._version, meter.hold(tensor)
 
     def drop(self) -> None:
         """Release the tensor, of whose kind another one will take its place."""
         if self.tensor is not None:
             self._kind = self.tensor.shape, self.tensor.dtype
-            self.tensor = self._held = None
+            self.tensor = self.held = None
 
     def misses(self, tensor: Tensor) -> bool:
         """Tell whether the tensor was dropped, and another one may take its place."""

@@ -166,16 +166,16 @@ class BackwardPass:
         """Note a sign of a backward pass; the first one opens the pass."""
         self.forget_failed()
         if not self.running and in_backward():
-            with self._engine.at_work:
+            engine = self._engine
+            with engine.at_work:
                 # asked again: the host's part of a graph and the device's run in threads of their own
                 if not self.running:
-                    at_work = self._engine.at_work
-                    if self._engine.device.type == "cpu":  # else it is a thread of autograd's
-                        at_work.refuse_others()
-                    at_work.goes_on = get_ident()
+                    if engine.device.type == "cpu":  # else it is a thread of autograd's
+                        engine.at_work.refuse_others()
+                    engine.at_work.goes_on = get_ident()
                     self.running = True
                     self._task = graph_task()
-                    self._engine.arm_guard()
+                    engine.arm_guard()
                     callback = partial(self._end)
                     # autograd keeps it alive for as long as the pass lives
                     self._callback = weakref.ref(callback)
@@ -247,16 +247,19 @@ class BackwardPass:
         with engine.at_work:
             backward.note()
             backward._graphs.add(graph)
-            if unit is None or unit.resident:
-                return
-            backward._window.order.visit(member.index, Pass.BACKWARD)
-            backward._stream.send_others(unit)
+            assert unit is not None
+            if member.is_streamed:
+                backward._window.order.visit(member.index, Pass.BACKWARD)
+                backward._stream.send_others(unit)
             for each in needed:
                 backward._window.bring(each)
             if not unit.is_reached:
                 unit.is_reached = True
                 backward._reached.append(unit)
             # checkpoints inside of the unit call its parts, and not the unit
+            if unit.resident:
+                member.put_in_twins(backward.follow_requires_grad)
+                return
             for other in unit.members:
                 if all(map(_is_valid, set(other.needed).difference(needed))):
                     other.put_in_twins(backward.follow_requires_grad)
@@ -298,15 +301,16 @@ class BackwardPass:
         self._engine.at_work.goes_on = None
 
     def _end(self) -> None:
-        with self._engine.at_work:
+        engine = self._engine
+        with engine.at_work:
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
             some_came = self._stream.end_backward()
             self.running = False
-            self._engine.at_work.goes_on = None
-            self._engine.end_backward(some_came)
+            engine.at_work.goes_on = None
+            engine.end_backward(some_came)
 
     def _leave_units(self) -> None:
         for unit in self._reached:

@@ -333,7 +333,6 @@ class Calls:
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]
-            refs = ref(engine), ref(member)
-            action = partial(BackwardPass.reach, *refs, graphs.current, needed, bundle)
+            action = partial(BackwardPass.reach, ref(engine), ref(member), graphs.current, needed, bundle)
             before_backward(watched, action, number, graphs.calls)
         return output

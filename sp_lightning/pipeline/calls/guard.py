@@ -63,16 +63,17 @@ class HostParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Hand the operation to the guard of the first master among its arguments."""
+        kwargs = kwargs or {}
         # mostly, an attribute is read or written
-        master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs or {}), cls), None)
+        master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs), cls), None)
         found = _guarded.get(id(master))
         if found is not None:
             guard, weight = found
             if getattr(func, "__self__", None) is not GRADIENT:
-                return guard.run(func, args, kwargs or {})
+                return guard.run(func, args, kwargs)
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
         with without_torch_function():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as an ordinary Parameter."""
