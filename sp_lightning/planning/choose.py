@@ -1,4 +1,4 @@
-"""The choice with the fastest step among those that fit the budget (docs/planning.md).
+"""The choice with the fastest step among those that fit the budgets of device and host (docs/planning.md).
 
 A draft says how many places units stream through, what becomes of activations, and how many units live on the device or
 visit it. A few hundred drafts are filled up with what fits, and priced by the clock; the cheapest is looked at once
@@ -7,15 +7,17 @@ more, with a little more or less of everything.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.clock import predict
-from sp_lightning.planning.memory import device_bytes
+from sp_lightning.planning.memory import device_bytes, first_host_bytes, gradient_bytes, host_bytes, weight_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
@@ -25,15 +27,21 @@ _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
 # of steps that take as long, the one with less work wins: what its lanes are busy counts by this part
 _EFFORT = 0.002
+# what may take most memory, and what helps
+_LOGITS = "logits and the loss: `sp_lightning.loss_in_slices(model)` helps"
+_ACTIVATIONS = "what one unit computes: smaller batches help, more of them in a step (`accumulate_grad_batches`)"
+_UNIT = "one unit, {!r}: a lower precision helps, or smaller `units`"
+_WAITING = "activations that wait there: smaller batches help, more of them in a step (`accumulate_grad_batches`)"
+_STATE = "weights and the optimizer's state: `precision='bf16-true'` helps with `moments='int8'`, or adapters"
 
 
 class TooLittleMemory(ValueError):
-    """Nothing fits, not even what takes least."""
+    """Nothing fits, not even what takes least; it says what takes most, and what helps."""
 
-    def __init__(self, budget: int, missing: int) -> None:
-        has, more = readable_bytes(budget), readable_bytes(missing)
-        super().__init__(f"{has} of device memory is too little: it takes {more} more.")
-        self.missing = missing  # bytes
+    def __init__(self, place: str, budget: float, missing: float, most: str) -> None:
+        has, more = readable_bytes(int(budget)), readable_bytes(int(missing))
+        super().__init__(f"{has} of {place} memory is too little: it takes {more} more. Most is for {most}.")
+        self.missing = int(missing)  # bytes
 
 
 class _Draft(NamedTuple):
@@ -53,21 +61,23 @@ def choose(
     machine: Machine,
     budget: int,
     *,
+    host_budget: float = math.inf,
     k: int | Literal["auto"] = "auto",
     by_size: bool = False,
 ) -> Prediction:
-    """Predict the fastest step within a budget of device memory, with its choice.
+    """Predict the fastest step within budgets of device and of host memory, with its choice.
 
     `k` may be fixed. If units are chosen `by_size`, as few bytes as possible are moved, however long things take, and
     nothing visits. If nothing fits, it raises `TooLittleMemory`.
     """
     most = max(1, len(workload.units))
     places = [*(each for each in _PLACES if each < most), most] if k == "auto" else [k]
-    search = _Search(workload, machine, budget - workload.reserve_bytes, by_size)
+    if (missing := first_host_bytes(workload) - host_budget) > 0:
+        raise TooLittleMemory("host", host_budget, missing, _STATE)
+    search = _Search(workload, machine, budget - workload.reserve_bytes, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
-        least = min(search.bytes_of(_Draft(places[0], policy)) for policy in _POLICIES)
-        raise TooLittleMemory(budget, least + workload.reserve_bytes - budget)
+        raise search.too_little(places[0])
     for k in {choice.k for choice in search.found}:
         search.refine(k)
     return search.cheapest()[1]
@@ -76,11 +86,12 @@ def choose(
 class _Search:
     """Fills drafts up with what fits, and prices them."""
 
-    def __init__(self, workload: Workload, machine: Machine, room: int, by_size: bool) -> None:
+    def __init__(self, workload: Workload, machine: Machine, room: int, host_room: float, by_size: bool) -> None:
         self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
         self._workload = workload
         self._machine = machine
         self._room = room
+        self._host_room = host_room
         self._by_size = by_size
         everything = workload.everything
         may_visit = machine.can_spare_memory and not by_size
@@ -129,6 +140,22 @@ class _Search:
         more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
         return draft._replace(living=bisect_right(more, self._room, key=self.bytes_of))
 
+    def too_little(self, k: int) -> TooLittleMemory:
+        """Return what is missing for the draft with so many places that takes least of the device."""
+        work = self._workload
+        least = min((self._choice(_Draft(k, policy)) for policy in _POLICIES), key=partial(device_bytes, work))
+        missing = device_bytes(work, least) - self._room
+        if missing <= 0:
+            return TooLittleMemory("host", self._host_room, host_bytes(work, least) - self._host_room, _WAITING)
+        unit = max(work.units, key=lambda unit: unit.weight_bytes)
+        parts = {
+            _LOGITS: work.turn_bytes,
+            _ACTIVATIONS: max(way.working for way in least.ways),
+            _UNIT.format(unit.name): weight_bytes(work, least) + gradient_bytes(work, least),
+        }
+        budget = self._room + work.reserve_bytes
+        return TooLittleMemory("device", budget, missing, max(parts, key=lambda part: parts[part]))
+
     def bytes_of(self, draft: _Draft) -> int:
         """Return the device memory that a draft takes."""
         return device_bytes(self._workload, self._choice(draft))
@@ -137,7 +164,9 @@ class _Search:
         """Price the drafts that fit."""
         for draft in drafts:
             choice = self._choice(draft)
-            if choice not in self.found and device_bytes(self._workload, choice) <= self._room:
+            if choice in self.found or host_bytes(self._workload, choice) > self._host_room:
+                continue
+            if device_bytes(self._workload, choice) <= self._room:
                 self.found[choice] = draft, predict(self._workload, self._machine, choice)
 
     def _choice(self, draft: _Draft) -> Choice:

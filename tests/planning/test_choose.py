@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, predict
+from sp_lightning.planning.choose import TooLittleMemory
+from sp_lightning.planning.memory import first_host_bytes
 from sp_lightning.planning.work import Way
 
 MIB = 1 << 20
@@ -19,6 +21,9 @@ WAYS = (
     Way("recompute", 10, 60, repeating=0.5),
     Way("offload", 0, 60, leaving=60, under_way=60),
 )
+
+
+FAST = Machine(10_000.0, 10_000.0, 10_000.0)
 
 
 @st.composite
@@ -138,7 +143,35 @@ def test_by_size_no_time_matters_and_nothing_visits() -> None:
     assert not first.visiting
 
 
-FAST = Machine(10_000.0, 10_000.0, 10_000.0)
+def test_nothing_is_offloaded_that_the_host_has_no_room_for() -> None:
+    """Where activations would wait there, they are recomputed; what the first steps hold has to fit, too."""
+    unit = UnitWork("", 100, 100, 100, 1.0, 2.0, bytes_after_step=100, ways=WAYS, bytes_on_device=400, host_bytes=300)
+    workload = Workload((*(unit,) * 9, replace(unit, ways=WAYS[:1])))
+    free = choose(workload, FAST, 900)
+    assert any(way.leaving for way in free.choice.ways)
+    least = first_host_bytes(workload)
+    assert least == 10 * 300 + 3 * 100  # of three gradients on their way
+    for room in range(least, free.host_bytes + 60, 60):
+        chosen = choose(workload, FAST, 900, host_budget=room)
+        assert chosen.host_bytes <= room
+        assert free.seconds <= chosen.seconds <= free.seconds + 9 * WAYS[1].repeating + 0.1
+    assert chosen.seconds == pytest.approx(free.seconds, rel=0.01)
+    with pytest.raises(TooLittleMemory, match="3.2 KiB of host memory is too little: it takes 1 B more. .* the optimiz"):
+        choose(workload, FAST, 900, host_budget=least - 1)
+    waits = replace(workload, units=(*(replace(unit, ways=WAYS[::2]),) * 9, workload.units[-1]))
+    with pytest.raises(TooLittleMemory, match=r"host memory is too little: it takes 540 B more\. .* activations that wa"):
+        choose(waits, FAST, 600, host_budget=least)
+
+
+def test_what_takes_most_is_named() -> None:
+    unit = UnitWork("a.block", 100, 100, 100, ways=(Way("keep", 300, 400),))
+    for work, named in [
+        (Workload((unit,) * 2), "what one unit computes"),
+        (Workload((replace(unit, weight_bytes=999),) * 2), "one unit, 'a.block'"),
+        (Workload((unit,) * 2, turn_bytes=2000), "logits and the loss: `sp_lightning.loss_in_slices"),
+    ]:
+        with pytest.raises(TooLittleMemory, match=f"Most is for {named}"):
+            choose(work, FAST, 100)
 
 
 def test_too_small_a_budget_raises_with_the_least_that_is_needed() -> None:
