@@ -17,7 +17,14 @@ from typing import Literal, NamedTuple
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.clock import predict
-from sp_lightning.planning.memory import device_bytes, first_host_bytes, gradient_bytes, host_bytes, weight_bytes
+from sp_lightning.planning.memory import (
+    device_bytes,
+    first_host_bytes,
+    gradient_bytes,
+    host_bytes,
+    landing_bytes,
+    weight_bytes,
+)
 from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
@@ -29,10 +36,10 @@ _CHANGES = (-3, -1, 1, 3)
 _EFFORT = 0.002
 # what may take most memory, and what helps
 _LOGITS = "logits and the loss: `sp_lightning.loss_in_slices(model)` helps"
-_ACTIVATIONS = "what one unit computes: smaller batches help, more of them in a step (`accumulate_grad_batches`)"
+_ACTIVATIONS = "what one unit computes: smaller batches help (`accumulate_grad_batches`)"
 _UNIT = "one unit, {!r}: a lower precision helps, or smaller `units`"
-_WAITING = "activations that wait there: smaller batches help, more of them in a step (`accumulate_grad_batches`)"
-_STATE = "weights and the optimizer's state: `precision='bf16-true'` helps with `moments='int8'`, or adapters"
+_GRADIENTS = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
+_STATE = "weights and the optimizer's state: adapters on a frozen base help (LoRA)"
 
 
 class TooLittleMemory(ValueError):
@@ -40,7 +47,8 @@ class TooLittleMemory(ValueError):
 
     def __init__(self, place: str, budget: float, missing: float, most: str) -> None:
         has, more = readable_bytes(int(budget)), readable_bytes(int(missing))
-        super().__init__(f"{has} of {place} memory is too little: it takes {more} more. Most is for {most}.")
+        little = f"{has} of {place} memory is too little: it takes {more} more."
+        super().__init__(f"{little} Most is for {most}.")
         self.missing = int(missing)  # bytes
 
 
@@ -70,10 +78,12 @@ def choose(
     `k` may be fixed. If units are chosen `by_size`, as few bytes as possible are moved, however long things take, and
     nothing visits. If nothing fits, it raises `TooLittleMemory`.
     """
-    most = max(1, len(workload.units))
-    places = [*(each for each in _PLACES if each < most), most] if k == "auto" else [k]
+    units = max(1, len(workload.units))
+    places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
     if (missing := first_host_bytes(workload) - host_budget) > 0:
-        raise TooLittleMemory("host", host_budget, missing, _STATE)
+        waiting = landing_bytes(workload, Choice(1))
+        most = _GRADIENTS if waiting > missing else _STATE
+        raise TooLittleMemory("host", host_budget, missing, most)
     search = _Search(workload, machine, budget - workload.reserve_bytes, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
@@ -138,27 +148,25 @@ class _Search:
     def _filled(self, draft: _Draft) -> _Draft:
         """Have as many units live on the device as fit."""
         more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
-        return draft._replace(living=bisect_right(more, self._room, key=self.bytes_of))
+        work = self._workload
+        living = bisect_right(more, self._room, key=lambda draft: device_bytes(work, self._choice(draft)))
+        return draft._replace(living=living)
 
     def too_little(self, k: int) -> TooLittleMemory:
         """Return what is missing for the draft with so many places that takes least of the device."""
         work = self._workload
-        least = min((self._choice(_Draft(k, policy)) for policy in _POLICIES), key=partial(device_bytes, work))
-        missing = device_bytes(work, least) - self._room
-        if missing <= 0:
-            return TooLittleMemory("host", self._host_room, host_bytes(work, least) - self._host_room, _WAITING)
+        drafts = [self._choice(_Draft(k, policy)) for policy in _POLICIES]
+        fitting = [choice for choice in drafts if host_bytes(work, choice) <= self._host_room]
+        least = min(fitting, key=partial(device_bytes, work))
         unit = max(work.units, key=lambda unit: unit.weight_bytes)
         parts = {
             _LOGITS: work.turn_bytes,
             _ACTIVATIONS: max(way.working for way in least.ways),
             _UNIT.format(unit.name): weight_bytes(work, least) + gradient_bytes(work, least),
         }
-        budget = self._room + work.reserve_bytes
-        return TooLittleMemory("device", budget, missing, max(parts, key=lambda part: parts[part]))
-
-    def bytes_of(self, draft: _Draft) -> int:
-        """Return the device memory that a draft takes."""
-        return device_bytes(self._workload, self._choice(draft))
+        missing = device_bytes(work, least) - self._room
+        most = max(parts, key=parts.__getitem__)
+        return TooLittleMemory("device", self._room + work.reserve_bytes, missing, most)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""

@@ -62,7 +62,7 @@ def host_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def first_host_bytes(workload: Workload) -> int:
-    """Return the host memory of the steps before there is a plan: nothing lives on the device, and all is kept there."""
+    """Return the host memory of the steps before there is a plan: nothing lives on the device."""
     return host_bytes(workload, Choice(1))
 
 

@@ -156,11 +156,19 @@ def test_nothing_is_offloaded_that_the_host_has_no_room_for() -> None:
         assert chosen.host_bytes <= room
         assert free.seconds <= chosen.seconds <= free.seconds + 9 * WAYS[1].repeating + 0.1
     assert chosen.seconds == pytest.approx(free.seconds, rel=0.01)
-    with pytest.raises(TooLittleMemory, match="3.2 KiB of host memory is too little: it takes 1 B more. .* the optimiz"):
-        choose(workload, FAST, 900, host_budget=least - 1)
+    with pytest.raises(
+        TooLittleMemory, match="1.3 KiB of host memory is too little: it takes 2.0 KiB more. .* the opti"
+    ):
+        choose(workload, FAST, 900, host_budget=least - 2000)
     waits = replace(workload, units=(*(replace(unit, ways=WAYS[::2]),) * 9, workload.units[-1]))
-    with pytest.raises(TooLittleMemory, match=r"host memory is too little: it takes 540 B more\. .* activations that wa"):
+    assert choose(waits, FAST, 600).host_bytes > least
+    with pytest.raises(TooLittleMemory, match="600 B of device memory is too little"):
         choose(waits, FAST, 600, host_budget=least)
+    clipped = replace(workload, stepping="after backward")
+    with pytest.raises(
+        TooLittleMemory, match="Most is for gradients, which wait there for all others: without clipping"
+    ):
+        choose(clipped, FAST, 900, host_budget=least)
 
 
 def test_what_takes_most_is_named() -> None:
