@@ -121,7 +121,7 @@ def _plan(arguments: Sequence[str]) -> None:
     parser.set_defaults(rates_of("gpus", options.gpu) | rates_of("hosts", options.host) | measured)
     options = parser.parse_args(arguments)
     name = options.model
-    is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and find("models", name) is None
+    is_class = _CLASS_PATH.fullmatch(name) and not Path(name).exists() and find("models", name) is None
     if of_model and not is_class:
         raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
     module = _module(name, of_model) if is_class else named_model(name)

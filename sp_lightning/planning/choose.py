@@ -34,12 +34,6 @@ _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
 # of steps that take as long, the one with less work wins: what its lanes are busy counts by this part
 _EFFORT = 0.002
-# what may take most memory, and what helps
-_LOGITS = "logits and the loss: `sp_lightning.loss_in_slices(model)` helps"
-_ACTIVATIONS = "what one unit computes: smaller batches help (`accumulate_grad_batches`)"
-_UNIT = "one unit, {!r}: a lower precision helps, or smaller `units`"
-_GRADIENTS = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
-_STATE = "weights and the optimizer's state: adapters on a frozen base help (LoRA)"
 
 
 class TooLittleMemory(ValueError):
@@ -82,14 +76,16 @@ def choose(
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
     if (missing := first_host_bytes(workload) - host_budget) > 0:
         waiting = landing_bytes(workload, Choice(1))
-        most = _GRADIENTS if waiting > missing else _STATE
+        most = "weights and the optimizer's state: adapters on a frozen base help (LoRA)"
+        if waiting > missing:
+            most = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
         raise TooLittleMemory("host", host_budget, missing, most)
     search = _Search(workload, machine, budget - workload.reserve_bytes, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
         raise search.too_little(places[0])
-    for k in {choice.k for choice in search.found}:
-        search.refine(k)
+    for kind in {draft[:2] for draft, _ in search.found.values()}:
+        search.refine(kind)
     return search.cheapest()[1]
 
 
@@ -111,15 +107,15 @@ class _Search:
         self._able_to_live = [number for number in in_order if everything[number].bytes_on_device]
         self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in _POLICIES}
 
-    def cheapest(self, k: int | None = None) -> tuple[_Draft, Prediction]:
-        """Return the best draft, of all or of those with so many places."""
-        found = [(draft, prediction) for draft, prediction in self.found.values() if k in (None, draft.k)]
+    def cheapest(self, kind: tuple[int, Policy] | None = None) -> tuple[_Draft, Prediction]:
+        """Return the best draft, of all or of those with so many places and such a policy."""
+        found = [each for each in self.found.values() if kind in (None, each[0][:2])]
         return min(found, key=lambda each: self._cost(each[1]))
 
-    def refine(self, k: int) -> None:
-        """Look at what is near the best draft with so many places, until that does not help."""
+    def refine(self, kind: tuple[int, Policy]) -> None:
+        """Look at what is near the best draft of a kind, until that does not help."""
         best = None
-        while (cheapest := self.cheapest(k)[0]) != best:
+        while (cheapest := self.cheapest(kind)[0]) != best:
             best = cheapest
             self.look_at(self.near(best))
 
@@ -143,7 +139,9 @@ class _Search:
         for change in _CHANGES:
             yield draft._replace(living=max(0, draft.living + change))
             yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
-            yield self._filled(draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units))))
+            visits = draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units)))
+            yield self._filled(visits)
+            yield self._filled(visits._replace(keeping=0))  # activations may be in the way
 
     def _filled(self, draft: _Draft) -> _Draft:
         """Have as many units live on the device as fit."""
@@ -160,9 +158,12 @@ class _Search:
         least = min(fitting, key=partial(device_bytes, work))
         unit = max(work.units, key=lambda unit: unit.weight_bytes)
         parts = {
-            _LOGITS: work.turn_bytes,
-            _ACTIVATIONS: max(way.working for way in least.ways),
-            _UNIT.format(unit.name): weight_bytes(work, least) + gradient_bytes(work, least),
+            "logits and the loss: `sp_lightning.loss_in_slices(model)` helps": work.turn_bytes,
+            "what one unit computes: smaller batches help (`accumulate_grad_batches`)": max(
+                way.working for way in least.ways
+            ),
+            f"one unit, {unit.name!r}: a lower precision helps, or smaller `units`": weight_bytes(work, least)
+            + gradient_bytes(work, least),
         }
         missing = device_bytes(work, least) - self._room
         most = max(parts, key=parts.__getitem__)

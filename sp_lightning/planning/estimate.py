@@ -43,7 +43,6 @@ STATE = {
 COMPACT = ("AdamW", "Adam")
 """Optimizers that `sp_lightning.optim` has, too."""
 
-_VISITING = (*COMPACT, "SGD")  # which are stepped by passes over pieces
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # in full
 _PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -165,11 +164,6 @@ class Assumptions:
         return _bytes_of(self.host_memory, found or _HOST_MEMORY)
 
     @property
-    def adds_up(self) -> bool:
-        """Whether gradients of several batches are added up on the host."""
-        return self.devices * self.accumulate > 1
-
-    @property
     def optimizer_words(self) -> str:
         """The optimizer, and how it keeps moments."""
         return self.optimizer if self.moments is None else f"{self.optimizer}(moments={self.moments!r})"
@@ -236,7 +230,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         resident=_work(division.resident, given, vocabulary, ["keep"]),
         stepping=stepping,
         lives_whole=given.optimizer == "ASGD",
-        adds_up=given.adds_up,
+        adds_up=given.devices * given.accumulate > 1,
         micro_steps=given.accumulate,
         # sums are read and written, and gradients read
         add_seconds=(given.accumulate > 1) * 3 * masters / machine.host,
@@ -298,7 +292,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)
     # gradients are added up in the masters' dtype, those of several devices in one pass; that is what the step reads
-    sums = masters if given.adds_up else 0
+    sums = masters if given.devices * given.accumulate > 1 else 0
     added = sums - gradients if sums else 0
     if given.devices > 1:
         added += given.devices * gradients + sums
@@ -314,8 +308,8 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in shapes)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
     call = Footprint(inputs, saved - inputs, int(_WORKING * saved), repeatable=True)
-    # several devices would have to agree
-    visits = given.devices == 1 and given.optimizer in _VISITING
+    # these are stepped by passes over pieces; several devices would have to agree
+    visits = given.devices == 1 and given.optimizer in COMPACT
     # torch's own steps take as much again as masters
     meanwhile = masters if given.moments is None else 0
     is_free = given.optimizer_on == "auto"

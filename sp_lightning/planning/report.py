@@ -17,7 +17,7 @@ from sp_lightning.planning.memory import first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_HEAD = f"{'':<34}{'device':>11}{'host':>11}{'to device':>11}{'to host':>11}{'step':>9}  bottleneck"
+_HEAD = f"{'':<34}{'device':>11}{'host':>11}{'step':>11}  bottleneck"
 _USUAL = ("auto", None, (), "auto")  # what a plan assumes of the strategy
 
 
@@ -35,10 +35,10 @@ class Row:
         label = f"{given.optimizer_words}, {given.precision}"
         if step is None:
             return f"{label:<34} does not fit: {self.missing.partition('. ')[0]}"
-        sizes = (step.device_bytes, step.host_bytes, step.bytes_to_device, step.bytes_to_host)
-        device, host, up, down = map(readable_bytes, sizes)
-        seconds = readable_seconds(step.seconds)
-        return f"{label:<34}{device:>11}{host:>11}{up:>11}{down:>11}{seconds:>9}  {step.bottleneck.value}"
+        return (
+            f"{label:<34}{readable_bytes(step.device_bytes):>11}{readable_bytes(step.host_bytes):>11}"
+            f"{readable_seconds(step.seconds):>11}  {step.bottleneck.value}"
+        )
 
     def answer(self) -> str:
         """Return what it takes, how fast it is, and what to type for it."""
@@ -125,9 +125,7 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
             # before there is a plan, nothing lives on the device
             most = max(step.host_bytes, first_host_bytes(workload))
             rows.append(Row(way, replace(step, host_bytes=most)))
-    largest = readable_bytes(max(unit.weight_bytes for unit in workload.units))
-    sizes = f"{parameters:,} parameters in {len(workload.units)} units of at most {largest}"
-    return Report(f"{title}: {sizes}", rows)
+    return Report(f"{title}: {parameters:,} parameters in {len(workload.units)} units", rows)
 
 
 def readable_seconds(seconds: float) -> str:
