@@ -1,15 +1,14 @@
-"""`sp-lightning fit|validate|test|predict|plan|measure|check`: the strategy from the command line.
+"""`sp-lightning fit|validate|test|predict|plan|check`: the strategy from the command line.
 
 The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
-model would take, without the machine for it (see `planning/report.py`); `measure` finds the rates of the machine that
-there is, which `plan` starts from (see `planning/rates.py`); `check` compares numbers there with plain training's.
+model would take, without the machine for it (see `planning/report.py`), or with rates of the machine that there is
+(see `planning/rates.py`); `check` compares numbers there with plain training's.
 
 Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` installs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -25,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+import sp_lightning
 from sp_lightning.check import check
-from sp_lightning.pipeline.lanes.devices import full_device, make_backend
+from sp_lightning.pipeline.lanes.devices import full_device
 from sp_lightning.planning import Assumptions, plan
-from sp_lightning.planning.known import find, known, named_model, rates_of
-from sp_lightning.planning.rates import keep, kept_rates, measure, rates_file
+from sp_lightning.planning.known import find, known, named_model, rates_of, recipe
+from sp_lightning.planning.rates import measure
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
 """The commands of LightningCLI."""
-COMMANDS = (*RUNS, "plan", "measure", "check")
+COMMANDS = (*RUNS, "plan", "check")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -59,10 +59,10 @@ def main() -> int:
         asked = f", not {command[0]!r}" if command else ""
         return _fail(f"expected one of {', '.join(COMMANDS)}{asked}; see `{PROGRAM} --help` and `plan --help`", 2)
     try:
-        if command == ["plan"]:
+        if command == ["--version"]:
+            print(sp_lightning.__version__)
+        elif command == ["plan"]:
             _plan(arguments)
-        elif command == ["measure"]:
-            _measure(arguments)
         elif command == ["check"]:
             return 0 if check(full_device(arguments[0] if arguments else None)) else 1
         else:
@@ -113,28 +113,23 @@ def _fail(message: str, status: int) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Print the plan for a model, as a table or as JSON."""
+    """Print the plan for a model."""
     arguments, of_model = _split(arguments)
     parser = _plan_parser()
     options = parser.parse_args(arguments)
-    named = rates_of("gpus", options.gpu) | rates_of("hosts", options.host)
-    measured = {} if named else kept_rates(full_device(None))
-    parser.set_defaults(measured | named)
+    measured = measure() if options.measure else {}
+    parser.set_defaults(rates_of("gpus", options.gpu) | rates_of("hosts", options.host) | measured)
     options = parser.parse_args(arguments)
     name = options.model
-    is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and find("models", name) is None
+    is_class = _CLASS_PATH.fullmatch(name) and not Path(name).exists() and find("models", name) is None
     if of_model and not is_class:
         raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
     module = _module(name, of_model) if is_class else named_model(name)
     given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
     report = plan(module, given, title=name)
-    used = [name for name, value in measured.items() if getattr(given, name) == value]
-    if options.json:
-        print(json.dumps(report.as_dict() | {"measured": used}, indent=2))
-        return
     print(report)
-    if used:
-        print(f"measured on this machine: {', '.join(used)}; all else is assumed")
+    if report.best.step is not None and (command := recipe(name, report.best.given)):
+        print(f"or, with its data: python examples/{command}")
 
 
 def _plan_parser() -> ArgumentParser:
@@ -143,8 +138,8 @@ def _plan_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=f"{PROGRAM} plan",
         exit_on_error=False,
-        description="What a model would take on the device and on the host, and how long a step would take, for "
-        "several k. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
+        description="Whether a model fits a device and its host, how fast it is trained there, and what to type for "
+        "that. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
     )
     parser.add_argument(
         "--model",
@@ -163,36 +158,13 @@ def _plan_parser() -> ArgumentParser:
         "--host",
         help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the rates of this machine, in seconds, and assume them",
+    )
     parser.add_class_arguments(Assumptions)
     return parser
-
-
-def _measure(arguments: Sequence[str]) -> None:
-    """Measure this machine, print what it reaches, and keep it."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog=f"{PROGRAM} measure",
-        exit_on_error=False,
-        description="Measure what this machine reaches, in seconds: copies to and from the device, and the "
-        f"optimizer's step on the host. `{PROGRAM} plan` assumes these rates from then on.",
-    )
-    parser.parse_args(arguments)
-    if find_spec("numba") is None:
-        raise ArgumentError(None, "measure needs numba: pip install 'sp-lightning[fast]'")
-    device = full_device(None)
-    backend = make_backend(device, "auto", processes=1, debug=False)
-    try:
-        rates = measure(backend)
-    finally:
-        backend.close()
-    keep(rates, device)
-    for name, rate in rates.items():
-        print(f"{name:<24}{rate:>8.4g} GB/s")
-    if device.type == "cpu":
-        print("\nThere is no GPU: the host alone was measured.")
-    print(f"\nKept in {rates_file()}, from where `{PROGRAM} plan` takes what it assumes.")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -201,6 +173,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     of_model: list[str] = []
     rest = iter(arguments)
     for argument in rest:
+        # dashes are underscores in names
+        argument = re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
         if argument.startswith("--model."):
             of_model += [argument, *islice(rest, 0 if "=" in argument else 1)]
         else:

@@ -1,6 +1,6 @@
 """The strategy in LightningCLI, from the command line and from YAML, in every form that can work.
 
-Then `sp-lightning`, which is one; `plan` and `measure` have their own files.
+Then `sp-lightning`, which is one; `plan` has its own file.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def test_modules_of_pytorch_lightning(trainers):
     ("arguments", "says"),
     [
         ("fit", "the following arguments are required"),
-        ("", "expected one of fit, validate, test, predict, plan, measure; see"),
-        ("train", "expected one of fit, validate, test, predict, plan, measure, not 'train'; see"),
+        ("", "expected one of fit, validate, test, predict, plan, check; see"),
+        ("train", "expected one of fit, validate, test, predict, plan, check, not 'train'; see"),
         ("fit --modle x", "unrecognized arguments: --modle x"),
         ("fit --config nowhere.yaml", "nowhere.yaml"),
         ("fit --model nowhere.Net", "No module named 'nowhere'"),
@@ -166,6 +166,11 @@ def test_the_document(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(shown, encoding="utf-8")
     assert main(["fit", "--config", "run.yaml", "--trainer.enable_progress_bar=false"]) == 0
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{sp_lightning.__version__}\n"
 
 
 def test_without_jsonargparse(monkeypatch, capsys):

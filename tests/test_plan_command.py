@@ -1,4 +1,4 @@
-"""`sp-lightning plan`: what it takes, what it prints, and that the documentation prints the same.
+"""`sp-lightning plan`: what it takes, what it answers, and that the documentation prints the same.
 
 Run as a script, it writes what the commands print now into docs/cli.md.
 """
@@ -6,33 +6,33 @@ Run as a script, it writes what the commands print now into docs/cli.md.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
-import os
 import re
 import shlex
 import sys
-import tempfile
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import transformers
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+import sp_lightning
+from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.cli import main
-from sp_lightning.planning.known import find, known, named_model
+from sp_lightning.pipeline import Lane
+from sp_lightning.planning import rates
+from sp_lightning.planning.known import find, known, named_model, recipe
+from sp_lightning.planning.report import Report
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 SHOWN = re.compile(r"```bash\n(sp-lightning plan [^\n]+)\n```\n\n```text\n(.*?)```", re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_measured(tmp_path, monkeypatch):
-    """What `sp-lightning measure` has kept on the machine of the tests changes no plan."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Stack(LightningModule):
@@ -55,8 +55,22 @@ def run(command: str) -> str:
     return printed.getvalue()
 
 
-def planned(arguments: str) -> dict:
-    return json.loads(run(f"sp-lightning plan --device_memory 24GiB --json --model {arguments}"))
+def planned(arguments: str) -> Report:
+    """What a command plans for."""
+    reports = []
+
+    def noted(*args, **options):
+        reports.append(plan(*args, **options))
+        return reports[-1]
+
+    with mock.patch("sp_lightning.cli.plan", noted):
+        run(f"sp-lightning plan --device_memory 24GiB --host_memory 1024GiB --model {arguments}")
+    return reports[0]
+
+
+def answer(arguments: str) -> list[str]:
+    """The last lines of what a command prints."""
+    return run(f"sp-lightning plan {arguments}").rpartition("\n\n")[2].splitlines()
 
 
 def test_the_document_shows_what_is_printed():
@@ -78,8 +92,8 @@ def test_the_document_shows_what_is_printed():
 )
 def test_published_sizes(name, parameters):
     report = planned(f"{name} --precision bf16-true --activations recompute")
-    assert report["parameters"] == parameters
-    assert report["best"]["device_bytes"] < 24 * 2**30
+    assert report.title.startswith(f"{name}: {parameters:,} parameters in ")
+    assert report.best.step.device_bytes < 24 * 2**30
 
 
 def test_all_models_that_are_built_in():
@@ -94,26 +108,34 @@ def test_all_models_that_are_built_in():
 
 
 def test_gpus_and_hosts_by_name():
-    """What is known of a card is assumed, and options win; each has a source; what was measured is of another one."""
+    """What is known of a card is assumed, and options win; each has a source."""
     for kind in ("gpus", "hosts"):
         assert all(entry.pop("source") for entry in known(kind).values())
     stack = f"{__name__}.Stack --model.width 64"
-    assumed = planned(f"{stack} --gpu 'rtx 4090' --host 'Desktop DDR5' --compute 50")["assumptions"]
+    assumed = planned(f"{stack} --gpu 'rtx 4090' --host 'Desktop DDR5' --compute 50").rows[0].given
     card, host = find("gpus", "RTX 4090"), find("hosts", "desktop DDR5")
-    assert assumed["to_device"] == card["to_device"]
-    assert assumed["host_bandwidth"] == host["host_bandwidth"]
-    assert assumed["compute"] == 50 != card["compute"]
+    assert assumed.link == card["link"]
+    assert assumed.host_bandwidth == host["host_bandwidth"]
+    assert assumed.compute == 50 != card["compute"]
+
+
+def test_names_as_people_write_them():
+    """Dashes and underscores, any case, Lightning's short precisions."""
+    stack = f"{__name__}.Stack --model.width 64"
+    given = planned(f"{stack} --optimizer adamw --precision bf16 --gradient-clip-val=1.0").rows[0].given
+    assert (given.optimizer, given.precision, given.gradient_clip_val) == ("AdamW", "bf16-mixed", 1.0)
+    assert planned(f"{stack} --optimizer RMSPROP --precision 16").rows[0].given.precision == "16-mixed"
+    assert planned(f"{stack} --host-bandwidth 9").rows[0].given.host_bandwidth == 9
 
 
 def test_the_class_of_a_module():
     report = planned(f"{__name__}.Stack --model.width 64 --model.layers=6")
-    assert report["parameters"] == 6 * (64 * 64 + 64)
-    assert len(report["units"]) == 6
-    assert report["best"] == report["rows"]["AdamW, bf16-mixed"]
+    assert f": {6 * (64 * 64 + 64):,} parameters in 6 units" in report.title
+    assert report.best is report.rows[0]
     clipped = planned(f"{__name__}.Stack --model.width 64 --model.layers=6 --gradient_clip_val 1")
-    assert clipped["best"]["seconds"] >= report["best"]["seconds"]
+    assert clipped.best.step.seconds >= report.best.step.seconds
     scaled = f"{__name__}.Stack --model.width 64 --precision 16-mixed"
-    waits = planned(scaled)["best"], planned(f"{scaled} --gradient_clip_val 1")["best"]
+    waits = planned(scaled).best.step, planned(f"{scaled} --gradient_clip_val 1").best.step
     assert waits[0] == waits[1], "a loss scaler waits for all gradients anyway"
 
 
@@ -122,57 +144,131 @@ def test_a_configuration_of_transformers(tmp_path):
     config = {"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = planned(f"{tmp_path} --tokens 8")
-    assert report == {**planned(f"{tmp_path / 'config.json'} --tokens 8"), "model": report["model"]}
+    assert report.rows == planned(f"{tmp_path / 'config.json'} --tokens 8").rows
     vision = {"model_type": "vit", "image_size": 32, "patch_size": 16, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(vision))
-    assert len(planned(str(tmp_path))["units"]) >= 5
+    assert "parameters in 7 units" in planned(str(tmp_path)).title
 
 
 def test_assumptions_change_the_plan():
     stack = f"{__name__}.Stack --model.width 512 --optimizer_on host"
-    slow, fast = (planned(f"{stack} --to_device {rate}") for rate in (0.01, 1000))
-    assert slow["best"]["bottleneck"] == "to device"
-    assert slow["best"]["seconds"] > 10 * fast["best"]["seconds"]
-    assert slow["assumptions"]["to_device"] == 0.01
-    printed = run(f"sp-lightning plan --model {__name__}.Stack --model.width 512 --device_memory 1MiB")
-    assert "921.6 KiB of device memory is too little: it takes" in printed
+    slow, fast = (planned(f"{stack} --link {rate}").best.step for rate in (0.01, 1000))
+    assert slow.bottleneck in (Lane.TO_DEVICE, Lane.TO_HOST)
+    assert slow.seconds > 10 * fast.seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (f"{__name__}.Stack --model.width 512 --device_memory 1MiB", "921.6 KiB of device memory is too little: it "),
+        (
+            "Llama-3.1-8B --loss whole --tokens 65536 --activations recompute",
+            "Most is for logits and the loss: `sp_lig",
+        ),
+        ("Llama-3.1-8B --device-memory 2GiB", "Most is for one unit, 'model.embed_tokens"),
+        ("Qwen2.5-32B", "of host memory is too little: it takes"),
+        ("Qwen2.5-32B", "Most is for weights and the optimizer's state: adapters"),
+        (
+            "Llama-3.1-8B --moments int8 --precision bf16-true --gradient_clip_val 1",
+            "Most is for gradients, which wait",
+        ),
+    ],
+)
+def test_nothing_fits(arguments, says):
+    """It says what takes most, and the one thing that helps; of several ways, of the most compact one."""
+    lines = answer(f"--host_memory 64GB --model {arguments}")
+    assert len(lines) == 1
+    assert lines[0].startswith("Does not fit: ")
+    assert says in lines[0]
+
+
+def test_host_memory_is_a_limit():
+    """Where activations would wait on a host that has no room for them, they are recomputed."""
+    sizes = "--moments int8 --precision bf16-true --gpu 'RTX 4090' --host_memory"
+    for tokens in (8192, 16384):
+        for room in (64, 1024):
+            report = run(f"sp-lightning plan --model Llama-3.1-8B --tokens {tokens} {sizes} {room}GiB")
+            assert (", recompute" in report, ", offload" in report) == (room == 64, room > 64)
+            assert "Fits in every step: " in report
+
+
+def test_the_answer_is_what_to_type(monkeypatch):
+    """It can be typed: the Trainer and the optimizer in Python, the recipe's command in a shell."""
+    given = (
+        "--tokens 8192 --length 1024 --accumulate 4 --gradient-clip-val 1 --activations recompute --host_memory 128GiB"
+    )
+    lines = answer(f"--model qwen/qwen3-8b --gpu 'rtx 4090' --moments int8 --precision bf16-true {given}")
+    step, optimizer, trainer, recipe = lines[-4:]
+    assert lines[-5].startswith("Fits in every step: ")
+    assert re.fullmatch(r"A step takes [\d.]+ s: [\d,]+ tokens/s, [\d.]+ hours for a million tokens, with", step)
+    names = {"Trainer": Trainer, "SuperpipelineStrategy": SuperpipelineStrategy, "sp_lightning": sp_lightning}
+    made = eval(trainer.replace("Trainer(", "Trainer(accelerator='cpu', "), dict(names))
+    assert made.strategy.options.activations == "recompute"
+    assert (made.accumulate_grad_batches, made.gradient_clip_val) == (4, 1.0)
+    model = nn.Linear(2, 2).bfloat16()
+    assert eval(optimizer, {**names, "model": model}).defaults["lr"] > 0
+    monkeypatch.syspath_prepend(str(DOCUMENT.parents[1] / "examples"))
+    _, _, script, *options = shlex.split(recipe.partition(": ")[2].replace("python", "_ python"))
+    parsed = importlib.import_module(Path(script).stem).parse(options)
+    assert (parsed.model, parsed.optimizer, parsed.batch_size, parsed.length) == ("Qwen/Qwen3-8B", "int8", 8, 1024)
+    assert (parsed.accumulate, parsed.clip, parsed.precision) == (4, 1.0, "bf16-true")
+
+
+def test_every_recipe_takes_what_is_to_be_typed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(DOCUMENT.parents[1] / "examples"))
+    monkeypatch.chdir(tmp_path)
+    models = [
+        next(name for name, entry in known("models").items() if entry.get("recipe") == each)
+        for each in known("recipes")
+    ]
+    for name, lora in product(models, (None, 16)):
+        script, *options = recipe(name, Assumptions(lora=lora)).split()
+        parsed = importlib.import_module(Path(script).stem).parse(options)
+        assert parsed.model == find("models", name)["hub"]
+        assert lora is None or (parsed.rank, parsed.dtype) == (16, "bfloat16")
+    assert recipe("DINOv2-large", Assumptions()) == recipe("Llama-3.1-8B", Assumptions(optimizer="Muon")) == ""
 
 
 def test_the_ladder_of_host_memory():
     """Each rung takes less; the step on the host falls with what the optimizer reads and writes."""
-    rows = planned("Llama-3.1-8B --optimizer_on host")["rows"]
-    rungs = list(rows.values())[:3]
-    assert list(rows)[:3] == [
-        "AdamW, bf16-mixed",
-        "AdamW(moments='fp32'), bf16-true",
-        "AdamW(moments='int8'), bf16-true",
+    rungs = planned("Llama-3.1-8B --optimizer_on host").rows
+    assert [(rung.given.optimizer_words, rung.given.precision) for rung in rungs] == [
+        ("AdamW", "bf16-mixed"),
+        ("AdamW(moments='fp32')", "bf16-true"),
+        ("AdamW(moments='int8')", "bf16-true"),
     ]
-    taken = [rung["host_bytes"] for rung in rungs]
+    taken = [rung.step.host_bytes for rung in rungs]
     assert taken == sorted(taken, reverse=True)
-    assert rungs[2]["seconds"] <= 2.1 < 3.6 <= rungs[0]["seconds"]
-    assert all(rung["steps"] == {"live": 0, "visit": 0, "host": 34} for rung in rungs)
-    alone = planned("Llama-3.1-8B --optimizer_on host --precision bf16-true --moments int8")["rows"]
-    assert [row["host_bytes"] for row in alone.values()][0] == taken[2]
-    assert len(alone) < len(rows)
-    clipped = planned("Llama-3.1-8B --optimizer_on host --gradient_clip_val 1")["rows"]
-    assert all(row["host_bytes"] - rows[label]["host_bytes"] > 8 * 2**30 for label, row in list(clipped.items())[:3])
+    assert rungs[2].step.seconds <= 2.1 < 3.6 <= rungs[0].step.seconds
+    alone = planned("Llama-3.1-8B --optimizer_on host --precision bf16-true --moments int8").rows
+    assert [row.step.host_bytes for row in alone] == taken[2:]
+    clipped = planned("Llama-3.1-8B --optimizer_on host --gradient_clip_val 1").rows
+    assert all(row.step.host_bytes - rung.step.host_bytes > 8 * 2**30 for row, rung in zip(clipped, rungs, strict=True))
     assert taken[2] + (6 << 30) < 64 << 30
-    assert "AdamW(moments" not in "".join(planned("Llama-3.1-8B --optimizer Muon")["rows"])
+    assert len(planned("Llama-3.1-8B --optimizer Muon").rows) == 1
 
 
 def test_devices_share_the_host():
     """Masters, sums of gradients and state are there once, and stepped once; each device adds its gradients."""
     stack = f"{__name__}.Stack --model.width 4096 --model.layers 8 --optimizer_on host"
-    one, four = (planned(f"{stack} --devices {devices}") for devices in (1, 4))
-    taken = four["best"]["host_bytes"]
-    assert taken == one["best"]["host_bytes"] + 4 * one["parameters"]  # sums in fp32
-    clipped = planned(f"{stack} --devices 4 --gradient_clip_val 1")
-    assert taken == clipped["best"]["host_bytes"], "all gradients are there in any case"
-    assert one["best"]["lanes"]["host"] < four["best"]["lanes"]["host"] < 3 * one["best"]["lanes"]["host"]
-    assert four["best"]["lanes"]["to device"] > one["best"]["lanes"]["to device"]
-    everywhere = run(f"sp-lightning plan --devices 2 --model {__name__}.Stack --model.width 64")
-    assert "; 4 units live on the device with their state, 0 visit it to be stepped there, 0 are " in everywhere
-    assert planned(f"{__name__}.Stack --model.width 64 --devices 2")["best"]["host_bytes"] == 0
+    one, four = (planned(f"{stack} --devices {devices}").best.step for devices in (1, 4))
+    assert four.host_bytes == one.host_bytes + 4 * 8 * (4096 * 4096 + 4096)  # sums in fp32
+    clipped = planned(f"{stack} --devices 4 --gradient_clip_val 1").best.step
+    assert four.host_bytes == clipped.host_bytes, "all gradients are there in any case"
+    assert one.lanes[Lane.HOST] < four.lanes[Lane.HOST] < 3 * one.lanes[Lane.HOST]
+    assert four.lanes[Lane.TO_DEVICE] > one.lanes[Lane.TO_DEVICE]
+    everywhere = planned(f"{__name__}.Stack --model.width 64 --devices 2").best.step
+    assert (len(everywhere.choice.living), everywhere.choice.visiting) == (4, ())
+    assert everywhere.host_bytes > 0, "in the first steps"
+
+
+def test_rates_are_measured(monkeypatch):
+    monkeypatch.setattr(rates, "_STEPPED", 2**16)
+    monkeypatch.setattr(rates, "full_device", lambda _: torch.device("cpu"))
+    given = planned(f"{__name__}.Stack --model.width 64 --measure --gpu H100").rows[0].given
+    assert given.host_bandwidth not in (60.0, 0.0)
+    assert given.link == find("gpus", "H100")["link"]
+    assert planned(f"{__name__}.Stack --model.width 64 --measure --host_bandwidth 7").rows[0].given.host_bandwidth == 7
 
 
 @pytest.mark.parametrize(
@@ -189,14 +285,16 @@ def test_devices_share_the_host():
         ),
         ("--model torch.nn.Linear --model.in_features 0 --model.out_features 0", "has no parameters, so there is"),
         ("--model Llama-3.1-8B --model.layers 3", "--model.layers is for the class of a model"),
-        ("--model Llama-3.1-8B --optimizer LAMB", "`optimizer='LAMB'` is not one of"),
+        ("--model Llama-3.1-8B --optimizer LAMB", "`optimizer='LAMB'` must be one of"),
         (
             "--model Llama-3.1-8B --optimizer Muon --moments int8",
             "`moments` is for AdamW and Adam, not `optimizer='Muon'`",
         ),
         ("--model Llama-3.1-8B --device_memory much", "`device_memory='much'` must be an amount of memory"),
         ("--model Llama-3.1-8B --device_memory 24", "`device_memory=24` must be an amount of memory"),
-        ("--model Llama-3.1-8B --to_host 0", "`to_host=0.0` must be above zero"),
+        ("--model Llama-3.1-8B --link 0", "`link=0.0` must be above zero"),
+        ("--model Llama-3.1-8B --host_memory 64", "`host_memory=64` must be an amount of memory"),
+        ("--model Llama-3.1-8B --gpu 'RTX 9090'", "gpu: 'RTX 9090' is not one of RTX 3060"),
         ("--model Llama-3.1-8B --devices 0", "`devices=0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "'32-true'"),
         ("--model Llama-3.1-8B --layers 3", "unrecognized arguments: --layers 3"),
@@ -218,6 +316,5 @@ def test_without_transformers(monkeypatch, capsys):
 
 
 if __name__ == "__main__":
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # where nothing is measured
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(SHOWN.sub(lambda match: match[0].replace(f"text\n{match[2]}", f"text\n{run(match[1])}"), text))

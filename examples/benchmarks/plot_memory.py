@@ -84,17 +84,14 @@ def planned(name: str, rooflines: Mapping[str, Any]) -> Curve:
         rooflines: The rates of the machine.
     """
     workload = WORKLOADS[name]
-    both, up, down = (rooflines[f"{way}_bytes_per_second"] / 1e9 for way in ("both_ways", "to_device", "to_host"))
     given = Assumptions(
-        to_device=up,
-        to_host=down,
-        both_ways=both,
+        link=rooflines["to_device_bytes_per_second"] / 1e9,
         compute=_REACHED * rooflines["matmul_flops"]["bfloat16"] / 1e12,
         host_bandwidth=_BYTES_STEPPED * rooflines["adamw_parameters_per_second"]["float32"] / 1e9,
         precision=workload.precision,  # type: ignore[arg-type]
         gradient_clip_val=workload.clipping,
         tokens=workload.samples * workload.items_per_sample,
-        chunked_loss=True,
+        length=1,  # what attention takes is in what was reached
     )
     with torch.device("meta"):
         work, machine = estimate(workload.network(), given)

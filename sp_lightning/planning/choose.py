@@ -1,4 +1,4 @@
-"""The choice with the fastest step among those that fit the budget (docs/planning.md).
+"""The choice with the fastest step among those that fit the budgets of device and host (docs/planning.md).
 
 A draft says how many places units stream through, what becomes of activations, and how many units live on the device or
 visit it. A few hundred drafts are filled up with what fits, and priced by the clock; the cheapest is looked at once
@@ -7,15 +7,24 @@ more, with a little more or less of everything.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.clock import predict
-from sp_lightning.planning.memory import device_bytes
+from sp_lightning.planning.memory import (
+    device_bytes,
+    first_host_bytes,
+    gradient_bytes,
+    host_bytes,
+    landing_bytes,
+    weight_bytes,
+)
 from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
@@ -28,12 +37,13 @@ _EFFORT = 0.002
 
 
 class TooLittleMemory(ValueError):
-    """Nothing fits, not even what takes least."""
+    """Nothing fits, not even what takes least; it says what takes most, and what helps."""
 
-    def __init__(self, budget: int, missing: int) -> None:
-        has, more = readable_bytes(budget), readable_bytes(missing)
-        super().__init__(f"{has} of device memory is too little: it takes {more} more.")
-        self.missing = missing  # bytes
+    def __init__(self, place: str, budget: float, missing: float, most: str) -> None:
+        has, more = readable_bytes(int(budget)), readable_bytes(int(missing))
+        little = f"{has} of {place} memory is too little: it takes {more} more."
+        super().__init__(f"{little} Most is for {most}.")
+        self.missing = int(missing)  # bytes
 
 
 class _Draft(NamedTuple):
@@ -53,34 +63,41 @@ def choose(
     machine: Machine,
     budget: int,
     *,
+    host_budget: float = math.inf,
     k: int | Literal["auto"] = "auto",
     by_size: bool = False,
 ) -> Prediction:
-    """Predict the fastest step within a budget of device memory, with its choice.
+    """Predict the fastest step within budgets of device and of host memory, with its choice.
 
     `k` may be fixed. If units are chosen `by_size`, as few bytes as possible are moved, however long things take, and
     nothing visits. If nothing fits, it raises `TooLittleMemory`.
     """
-    most = max(1, len(workload.units))
-    places = [*(each for each in _PLACES if each < most), most] if k == "auto" else [k]
-    search = _Search(workload, machine, budget - workload.reserve_bytes, by_size)
+    units = max(1, len(workload.units))
+    places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
+    if (missing := first_host_bytes(workload) - host_budget) > 0:
+        waiting = landing_bytes(workload, Choice(1))
+        most = "weights and the optimizer's state: adapters on a frozen base help (LoRA)"
+        if waiting > missing:
+            most = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
+        raise TooLittleMemory("host", host_budget, missing, most)
+    search = _Search(workload, machine, budget - workload.reserve_bytes, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
-        least = min(search.bytes_of(_Draft(places[0], policy)) for policy in _POLICIES)
-        raise TooLittleMemory(budget, least + workload.reserve_bytes - budget)
-    for k in {choice.k for choice in search.found}:
-        search.refine(k)
+        raise search.too_little(places[0])
+    for kind in {draft[:2] for draft, _ in search.found.values()}:
+        search.refine(kind)
     return search.cheapest()[1]
 
 
 class _Search:
     """Fills drafts up with what fits, and prices them."""
 
-    def __init__(self, workload: Workload, machine: Machine, room: int, by_size: bool) -> None:
+    def __init__(self, workload: Workload, machine: Machine, room: int, host_room: float, by_size: bool) -> None:
         self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
         self._workload = workload
         self._machine = machine
         self._room = room
+        self._host_room = host_room
         self._by_size = by_size
         everything = workload.everything
         may_visit = machine.can_spare_memory and not by_size
@@ -90,15 +107,15 @@ class _Search:
         self._able_to_live = [number for number in in_order if everything[number].bytes_on_device]
         self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in _POLICIES}
 
-    def cheapest(self, k: int | None = None) -> tuple[_Draft, Prediction]:
-        """Return the best draft, of all or of those with so many places."""
-        found = [(draft, prediction) for draft, prediction in self.found.values() if k in (None, draft.k)]
+    def cheapest(self, kind: tuple[int, Policy] | None = None) -> tuple[_Draft, Prediction]:
+        """Return the best draft, of all or of those with so many places and such a policy."""
+        found = [each for each in self.found.values() if kind in (None, each[0][:2])]
         return min(found, key=lambda each: self._cost(each[1]))
 
-    def refine(self, k: int) -> None:
-        """Look at what is near the best draft with so many places, until that does not help."""
+    def refine(self, kind: tuple[int, Policy]) -> None:
+        """Look at what is near the best draft of a kind, until that does not help."""
         best = None
-        while (cheapest := self.cheapest(k)[0]) != best:
+        while (cheapest := self.cheapest(kind)[0]) != best:
             best = cheapest
             self.look_at(self.near(best))
 
@@ -122,22 +139,43 @@ class _Search:
         for change in _CHANGES:
             yield draft._replace(living=max(0, draft.living + change))
             yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
-            yield self._filled(draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units))))
+            visits = draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units)))
+            yield self._filled(visits)
+            yield self._filled(visits._replace(keeping=0))  # activations may be in the way
 
     def _filled(self, draft: _Draft) -> _Draft:
         """Have as many units live on the device as fit."""
         more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
-        return draft._replace(living=bisect_right(more, self._room, key=self.bytes_of))
+        work = self._workload
+        living = bisect_right(more, self._room, key=lambda draft: device_bytes(work, self._choice(draft)))
+        return draft._replace(living=living)
 
-    def bytes_of(self, draft: _Draft) -> int:
-        """Return the device memory that a draft takes."""
-        return device_bytes(self._workload, self._choice(draft))
+    def too_little(self, k: int) -> TooLittleMemory:
+        """Return what is missing for the draft with so many places that takes least of the device."""
+        work = self._workload
+        drafts = [self._choice(_Draft(k, policy)) for policy in _POLICIES]
+        fitting = [choice for choice in drafts if host_bytes(work, choice) <= self._host_room]
+        least = min(fitting, key=partial(device_bytes, work))
+        unit = max(work.units, key=lambda unit: unit.weight_bytes)
+        parts = {
+            "logits and the loss: `sp_lightning.loss_in_slices(model)` helps": work.turn_bytes,
+            "what one unit computes: smaller batches help (`accumulate_grad_batches`)": max(
+                way.working for way in least.ways
+            ),
+            f"one unit, {unit.name!r}: a lower precision helps, or smaller `units`": weight_bytes(work, least)
+            + gradient_bytes(work, least),
+        }
+        missing = device_bytes(work, least) - self._room
+        most = max(parts, key=parts.__getitem__)
+        return TooLittleMemory("device", self._room + work.reserve_bytes, missing, most)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""
         for draft in drafts:
             choice = self._choice(draft)
-            if choice not in self.found and device_bytes(self._workload, choice) <= self._room:
+            if choice in self.found or host_bytes(self._workload, choice) > self._host_room:
+                continue
+            if device_bytes(self._workload, choice) <= self._room:
                 self.found[choice] = draft, predict(self._workload, self._machine, choice)
 
     def _choice(self, draft: _Draft) -> Choice:

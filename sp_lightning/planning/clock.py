@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
-from sp_lightning.planning.memory import device_bytes, landing_bytes
+from sp_lightning.planning.memory import device_bytes, host_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, UnitWork, Workload
 
 
@@ -36,15 +36,12 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     passes = [_Pass(workload, machine, choice, steps=workload.stepping is not None)]
     if workload.micro_steps > 1:
         passes += [_Pass(workload, machine, choice, steps=False)] * (workload.micro_steps - 1)
-    living = set(choice.living)
-    on_host = sum(unit.host_bytes for number, unit in enumerate(workload.everything) if number not in living)
-    offloaded = sum(way.leaving for way in choice.ways)
     return Prediction(
         choice,
         seconds=sum(each.seconds for each in passes),
         lanes={lane: sum(each.lanes[lane].busy for each in passes) for lane in passes[0].lanes},
         device_bytes=device_bytes(workload, choice),
-        host_bytes=on_host + landing_bytes(workload, choice) + offloaded,
+        host_bytes=host_bytes(workload, choice),
         bytes_to_device=int(sum(each.up.moved for each in passes)),
         bytes_to_host=int(sum(each.down.moved for each in passes)),
     )

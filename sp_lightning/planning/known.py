@@ -1,7 +1,7 @@
 """What `sp-lightning plan` knows by name: models, GPUs and hosts, from the data files in `known/`.
 
-Models have the arguments of a class of their library, as they are published; GPUs and hosts have rates to assume, each
-with where it is from.
+Models have the arguments of a class of their library, as they are published, and what to type to train them with a
+recipe of `examples/`, all of them or adapters; GPUs and hosts have rates to assume, each with where it is from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-Kind: TypeAlias = Literal["models", "gpus", "hosts"]
+from sp_lightning.planning.estimate import Assumptions
+
+Kind: TypeAlias = Literal["models", "gpus", "hosts", "recipes"]
 
 
 def known(kind: Kind) -> dict[str, dict[str, Any]]:
@@ -38,6 +40,21 @@ def rates_of(kind: Kind, name: str | None) -> dict[str, Any]:
     if entry is None:
         raise ValueError(f"{kind[:-1]}: {name!r} is not one of {', '.join(known(kind))}")
     return {rate: value for rate, value in entry.items() if rate != "source"}
+
+
+def recipe(name: str, given: Assumptions) -> str:
+    """Return the command that trains a model; nothing if none is known for it, or for the optimizer."""
+    entry = find("models", name) or {}
+    script = find("recipes", entry.get("recipe", ""))
+    if script is None or given.optimizer != "AdamW":
+        return ""
+    length = min(given.tokens, given.length)
+    named = {None: "adamw", "fp32": "split", "int8": "int8"}[given.moments]
+    options = vars(given) | {"optimizer": named, "hub": entry["hub"]}
+    options |= {"length": length, "rows": given.tokens // length}
+    command: str = script["full" if given.lora is None else "lora"].format(**options)
+    clip = given.gradient_clip_val
+    return command if clip is None else f"{command} --clip {clip}"
 
 
 def named_model(name: str) -> nn.Module:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from sp_lightning.pipeline import Engine, Kind, Recording, Span, available_host_memory
+from sp_lightning.pipeline import Engine, Kind, Recording, Span
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
@@ -21,8 +21,6 @@ from sp_lightning.pipeline.window.places import sent_bytes
 from sp_lightning.planning.memory import bytes_of_pieces, ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 
-# offload only if the host has this many times as much memory free as would be offloaded
-_HOST_ROOM = 2
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
@@ -241,10 +239,8 @@ def _ways_of_units(
     """Yield the ways of each unit's activations: as recorded, where the user chose or no call was measured."""
     auto, policy = engine.activations.auto, engine.options.activations
     footprints = {} if auto is None else auto.footprints()
-    room = available_host_memory()
-    has_room = room is None or room >= _HOST_ROOM * sum(call.large for call in footprints.values())
     policies: list[Policy] = ["keep", "recompute"]
-    if has_room and not math.isinf(machine.to_device):
+    if not math.isinf(machine.to_device):
         policies.append("offload")
     units = engine.arrangement.units
     for unit in units:

@@ -53,6 +53,19 @@ def landing_bytes(workload: Workload, choice: Choice) -> int:
     return sum(gradients)
 
 
+def host_bytes(workload: Workload, choice: Choice) -> int:
+    """Return the host memory for weights, gradients, optimizer state, and activations that wait there."""
+    living = set(choice.living)
+    on_host = sum(unit.host_bytes for number, unit in enumerate(workload.everything) if number not in living)
+    ways = choice.ways or [unit.ways[0] for unit in workload.units]
+    return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in ways)
+
+
+def first_host_bytes(workload: Workload) -> int:
+    """Return the host memory of the steps before there is a plan: nothing lives on the device."""
+    return host_bytes(workload, Choice(1))
+
+
 def _leaving_gradients(workload: Workload, choice: Choice) -> list[int]:
     return [workload.gradient_to_host(number, choice) for number in range(len(workload.everything))]
 

@@ -19,14 +19,15 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from sp_lightning.pipeline import Engine, Planner, WindowPlan
+from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
-from sp_lightning.planning.memory import activation_bytes
+from sp_lightning.planning.memory import activation_bytes, first_host_bytes
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Machine, UnitWork
 
+_HOST_ROOM = 2  # of the host memory that is free, activations may wait in one part of so many
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
 
@@ -116,13 +117,19 @@ class AutoPlanner(Planner):
             machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
         self._machine = machine
         assert budget is not None
-        # no two runs measure the same
-        by_size = torch.are_deterministic_algorithms_enabled()
-        search = partial(choose, workload, machine, k=options.slots, by_size=by_size)
+        free = available_host_memory()
+        search = partial(
+            choose,
+            workload,
+            machine,
+            host_budget=math.inf if free is None else first_host_bytes(workload) + free / _HOST_ROOM,
+            k=options.slots,
+            by_size=torch.are_deterministic_algorithms_enabled(),  # no two runs measure the same
+        )
         try:
             prediction = search(budget)
         except TooLittleMemory as error:
-            self._tell(f"Superpipeline: {error} Use smaller batches, or a larger `memory_budget`.")
+            self._tell(f"Superpipeline: {error}")
             prediction = search(budget + error.missing)
         choice = prediction.choice
         living = [workload.everything[number] for number in choice.living]

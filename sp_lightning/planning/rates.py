@@ -1,4 +1,4 @@
-"""How fast a machine is where recorded steps do not show it: for the planner, and for `sp-lightning measure`.
+"""How fast a machine is where recorded steps do not show it: for the planner, and for `plan --measure`.
 
 Copies up, copies down, both at once; the host's steps alone and beside them. All of it is work in
 the lanes of a backend, over memory of its own. Blocks on the host are far larger than caches: what lies in one needs no
@@ -7,14 +7,11 @@ memory, so nobody would see that memory is shared.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Backend, Kind
-from sp_lightning.pipeline.host_memory import usable_cores
+from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.work import Machine
 
@@ -30,7 +27,7 @@ _BLOCK = 1 << 28  # bytes of a copy
 _SECONDS = 0.01  # that a copy may take between two steps
 _PARTS = 8  # of a block, which come one after the other to the same place on the device
 _TIMES = 3
-_STEPPED = 2**26  # parameters of a step that `measure` makes
+_STEPPED = 2**26  # parameters of a step that is measured
 _OF_STEP = 26  # bytes for each of them that it reads and writes
 _COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
 _HARDLY_SLOWER = 0.95  # of a rate
@@ -115,20 +112,20 @@ def _rates(backend: Backend, work: dict[Kind, _Work], *kinds: Kind) -> dict[Kind
     return {kind: rate or math.inf for kind, rate in rates.items()}  # it may take no time at all
 
 
-# --------------------------------------------------------------------------------------------- `sp-lightning measure`
+# ---------------------------------------------------------------------------------------------------- `plan --measure`
 
 
-def measure(backend: Backend) -> dict[str, float]:
-    """Measure a device and its host, or the host alone: what `plan` assumes of them, in GB/s."""
-    work = {Kind.STEP: _step_of_adamw()}
-    _rates(backend, work, Kind.STEP)  # a kernel is compiled
-    machine = Machine(0.0, 0.0, _rates(backend, work, Kind.STEP)[Kind.STEP])
-    found = {"host_bandwidth": machine.host}
-    if backend.device.type != "cpu":
-        machine = probe(backend, machine, is_pinned=True)
-        found |= {"to_device": machine.to_device, "to_host": machine.to_host}
-        found |= {"both_ways": machine.both, "memory_bandwidth": machine.host_memory}
-    return {name: float(f"{rate / 1e9:.3g}") for name, rate in found.items() if rate < math.inf}
+def measure() -> dict[str, float]:
+    """Measure the device and its host, or the host alone: what `plan` is to assume of them, in GB/s."""
+    with closing(make_backend(full_device(None), "auto", processes=1, debug=False)) as backend:
+        work = {Kind.STEP: _step_of_adamw()}
+        _rates(backend, work, Kind.STEP)  # a kernel is compiled
+        machine = Machine(0.0, 0.0, _rates(backend, work, Kind.STEP)[Kind.STEP])
+        found = {"host_bandwidth": machine.host}
+        if backend.device.type != "cpu":
+            machine = probe(backend, machine, is_pinned=True)
+            found |= {"link": machine.to_device, "memory_bandwidth": machine.host_memory}
+    return {name: round(rate / 1e9, 1) for name, rate in found.items()}
 
 
 def _step_of_adamw() -> _Work:
@@ -141,33 +138,3 @@ def _step_of_adamw() -> _Work:
         optimizer.step()
 
     return _Work(step, _OF_STEP * _STEPPED)
-
-
-def machine_name(device: torch.device) -> str:
-    """Return what the rates of a machine are kept by: its device, its CPU, and the cores that may be used."""
-    name = "no GPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-    return f"{name}, {platform.processor() or platform.machine()}, {usable_cores()} cores"
-
-
-def rates_file() -> Path:
-    """Return the file in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sp_lightning" / "rates.json"
-
-
-def keep(rates: Mapping[str, float], device: torch.device) -> None:
-    """Write the rates of this machine."""
-    rates_file().parent.mkdir(parents=True, exist_ok=True)
-    rates_file().write_text(json.dumps({machine_name(device): rates}, indent=2), encoding="utf-8")
-
-
-def kept_rates(device: torch.device) -> dict[str, float]:
-    """Return the rates of this machine, if they were measured."""
-    file = rates_file()
-    if not file.exists():
-        return {}
-    try:
-        rates: dict[str, float] = json.loads(file.read_text(encoding="utf-8")).get(machine_name(device), {})
-    except (AttributeError, ValueError) as error:
-        raise ValueError(f"{file} is not what `sp-lightning measure` writes: measure anew, or delete it") from error
-    return rates

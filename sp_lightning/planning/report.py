@@ -1,100 +1,98 @@
-"""`sp_lightning.plan(module)`: a model's predicted device memory, host memory and step time, as a table."""
+"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and what to type for that."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.estimate import Assumptions, estimate, ladder
-from sp_lightning.planning.work import Prediction, UnitWork
+from sp_lightning.planning.estimate import OF_SYSTEM, Assumptions, estimate, ladder
+from sp_lightning.planning.memory import first_host_bytes
+from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_COLUMNS = ("device", "host", "to device", "to host", "step")
+_HEAD = f"{'':<34}{'device':>11}{'host':>11}{'step':>11}  bottleneck"
+_USUAL = ("auto", None, (), "auto")  # what a plan assumes of the strategy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to keep moments, and the fastest step with it."""
+
+    given: Assumptions
+    # with the host memory of the step that takes most; None if nothing fits
+    step: Prediction | None
+    missing: str = ""  # why nothing fits
+
+    def __str__(self) -> str:
+        given, step = self.given, self.step
+        label = f"{given.optimizer_words}, {given.precision}"
+        if step is None:
+            return f"{label:<34} does not fit: {self.missing.partition('. ')[0]}"
+        return (
+            f"{label:<34}{readable_bytes(step.device_bytes):>11}{readable_bytes(step.host_bytes):>11}"
+            f"{readable_seconds(step.seconds):>11}  {step.bottleneck.value}"
+        )
+
+    def answer(self) -> str:
+        """Return what it takes, how fast it is, and what to type for it."""
+        given, step = self.given, self.step
+        if step is None:
+            return f"Does not fit: {self.missing}"
+        choice = step.choice
+        counts = Counter(way.policy for way in choice.ways)
+        ways = ", ".join(f"{policy} {count}" for policy, count in counts.items())
+        speed = given.tokens * given.accumulate * given.devices / step.seconds
+        strategy = "'superpipeline'"
+        if (given.activations, given.units, given.resident, given.optimizer_on) != _USUAL:
+            strategy = (
+                f"SuperpipelineStrategy(activations={given.activations!r}, units={given.units!r}, "
+                f"resident={given.resident!r}, optimizer_on={given.optimizer_on!r})"
+            )
+        optimizer = f"torch.optim.{given.optimizer}(model.parameters())"
+        if given.moments is not None:
+            optimizer = f"sp_lightning.optim.{given.optimizer}(model.parameters(), moments={given.moments!r})"
+        return (
+            f"k {choice.k}, {ways}; {len(choice.living)} live on the device, with their state, and "
+            f"{len(choice.visiting)} visit it to be stepped there; the host steps the others.\n"
+            f"Fits in every step: {readable_bytes(step.device_bytes)} of "
+            f"{readable_bytes(given.device_bytes)} on the device; {readable_bytes(step.host_bytes)} on "
+            f"the host, which has {readable_bytes(given.host_bytes)}, {readable_bytes(OF_SYSTEM)} of "
+            "them for the system.\n"
+            f"A step takes {readable_seconds(step.seconds)}: {speed:,.0f} tokens/s, "
+            f"{1e6 / speed / 3600:.2g} hours for a million tokens, with\n"
+            f"{optimizer}\n"
+            f"Trainer(strategy={strategy}, precision={given.precision!r}, "
+            f"gradient_clip_val={given.gradient_clip_val}, "
+            f"accumulate_grad_batches={given.accumulate}, devices={given.devices})"
+        )
 
 
 @dataclass(frozen=True)
 class Report:
-    """The predicted cost of training a model. `str()` of it is a table."""
+    """Whether a model can be trained, and the predicted cost of that. The last lines of `str()` are the answer."""
 
-    title: str  # the model's name in the table
-    given: Assumptions
-    parameters: int  # elements of all weights
-    units: Sequence[UnitWork]
-    # the fastest steps that fit: as assumed, with more compact moments, with less memory; empty if nothing fits
-    rows: Mapping[str, Prediction]
-    missing: str  # why nothing fits
+    title: str  # the model's name, and its sizes
+    rows: Sequence[Row]  # as it is asked for, then with more compact moments
 
     @property
-    def best(self) -> Prediction | None:
-        """The fastest step as it is asked for; None if nothing fits."""
-        return next(iter(self.rows.values()), None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return numbers and names only, for JSON."""
-        return {
-            "model": self.title,
-            "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
-            "parameters": self.parameters,
-            "units": {unit.name: unit.weight_bytes for unit in self.units},
-            "best": self.best and self._as_dict(self.best),
-            "rows": {label: self._as_dict(row) for label, row in self.rows.items()},
-        }
-
-    def _as_dict(self, prediction: Prediction) -> dict[str, Any]:
-        choice = prediction.choice
-        names = ("seconds", "device_bytes", "host_bytes", "bytes_to_device", "bytes_to_host")
-        # frozen units are stepped nowhere
-        trained = {number for number, unit in enumerate(self.units) if unit.step_bytes}
-        live, visit = len(trained.intersection(choice.living)), len(choice.visiting)
-        return {
-            "k": choice.k,
-            "steps": {"live": live, "visit": visit, "host": len(trained) - live - visit},
-            "activations": dict(Counter(way.policy for way in choice.ways)),
-            "bottleneck": prediction.bottleneck.value,
-            "lanes": {lane.value: seconds for lane, seconds in prediction.lanes.items()},
-            **{name: getattr(prediction, name) for name in names},
-        }
+    def best(self) -> Row:
+        """The first row that fits, or else the last one."""
+        return next((row for row in self.rows if row.step is not None), self.rows[-1])
 
     def __str__(self) -> str:
-        given = {**asdict(self.given), "device_memory": readable_bytes(self.given.device_bytes)}
-        largest = readable_bytes(max(unit.weight_bytes for unit in self.units))
-        lines = [
-            f"{self.title}: {self.parameters:,} parameters in {len(self.units)} units of at most {largest}",
-            *textwrap.wrap("Assumed: " + ", ".join(f"{name}={value}" for name, value in given.items()), 110),
-            "",
-        ]
-        if self.best is None:
-            advice = "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."
-            return "\n".join([*lines, self.missing, advice])
-        lines.append(_as_line("", _COLUMNS, "bottleneck"))
-        for label, row in self.rows.items():
-            sizes = (row.device_bytes, row.host_bytes, row.bytes_to_device, row.bytes_to_host)
-            columns = [*map(readable_bytes, sizes), readable_seconds(row.seconds)]
-            lines.append(_as_line(label, columns, row.bottleneck.value))
-        best = self._as_dict(self.best)
-        live, visit, host = best["steps"].values()
-        ways = ", ".join(f"{policy} {count}" for policy, count in best["activations"].items())
-        last = (
-            f"First row: k {best['k']}, {ways}; {live} units live on the device with their state, "
-            f"{visit} visit it to be stepped there, {host} are stepped on the host"
-        )
-        return "\n".join([*lines, "", last])
-
-
-def _as_line(label: str, texts: Sequence[str], last: str) -> str:
-    return f"{label:<36}" + "".join(f"{text:>11}" for text in texts) + f"  {last}"
+        assumed = textwrap.wrap(str(self.rows[0].given), 110)
+        return "\n".join([self.title, *assumed, "", _HEAD, *map(str, self.rows), "", self.best.answer()])
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
-    """Estimate the device memory, host memory and step time of training a model, before it is trained.
+    """Estimate whether a model can be trained, in how much memory and how fast, before it is trained.
 
     Nothing is computed and no weights are needed, so the module may be on the meta device. The numbers are estimates,
     from shapes and from the assumptions; during training the planner measures instead.
@@ -111,21 +109,23 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
     """
     given = assumptions or Assumptions()
+    title = title or type(module).__name__
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if not parameters:
-        raise ValueError(f"{title or type(module).__name__} has no parameters, so there is nothing to plan.")
-    budget = int(SHARE_OF_FREE_MEMORY * given.device_bytes)
-    assumed = estimate(module, given)
-    rows: dict[str, Prediction] = {}
-    missing = ""
-    try:
-        for way in ladder(given):
-            rows[f"{way.optimizer_words}, {way.precision}"] = choose(*estimate(module, way), budget)
-        for part in (2, 4):
-            rows[f"with 1/{part} of the memory"] = choose(*assumed, budget // part)
-    except TooLittleMemory as error:
-        missing = str(error)
-    return Report(title or type(module).__name__, given, parameters, assumed[0].units, rows, missing)
+        raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
+    rows = []
+    for way in ladder(given):
+        workload, machine = estimate(module, way)
+        budget = int(SHARE_OF_FREE_MEMORY * way.device_bytes)
+        try:
+            step = choose(workload, machine, budget, host_budget=way.host_bytes - OF_SYSTEM)
+        except TooLittleMemory as error:
+            rows.append(Row(way, None, str(error)))
+        else:
+            # before there is a plan, nothing lives on the device
+            most = max(step.host_bytes, first_host_bytes(workload))
+            rows.append(Row(way, replace(step, host_bytes=most)))
+    return Report(f"{title}: {parameters:,} parameters in {len(workload.units)} units", rows)
 
 
 def readable_seconds(seconds: float) -> str:
