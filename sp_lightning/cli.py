@@ -69,10 +69,12 @@ def main() -> int:
             _run()
     except ArgumentError as error:
         return _fail(str(error), 2)
-    except (OSError, ValueError) as error:  # what our own commands were given, or files that they cannot use
-        if command[0] in RUNS:
+    except (OSError, ValueError) as error:
+        # what our own commands were given, or files that they cannot use; else what the strategy's constructor refused
+        refused = re.findall(r"  - (`\w+=.*)", str(error))
+        if command[0] in RUNS and not refused:
             raise
-        return _fail(str(error), 2)
+        return _fail(next(iter(refused), str(error)), 2)
     return 0
 
 

@@ -151,6 +151,7 @@ def test_modules_of_pytorch_lightning(trainers):
         ("fit --model torch.nn.Linear", "does not correspond to a subclass of LightningModule"),
         (f"fit --model {BORING} --trainer.strategy.k=many", "many"),
         (f"fit --model {BORING} --trainer.strategy.prefetch=3", "prefetch"),
+        (f"fit --model {BORING} --trainer.strategy.k=0", "error: `k=0` must be 'auto' or an integer of at least 1.\n"),
     ],
 )
 def test_errors_in_arguments(arguments, says, capsys):
