@@ -224,7 +224,8 @@ def test_a_visit_that_fails_leaves_its_unit_to_the_host(begins: bool, monkeypatc
         with pytest.warns(UserWarning, match="'blocks.0' cannot visit the device.*no memory for pieces"):
             step()
     monkeypatch.undo()
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         for _ in range(4):
             step()
     assert len(fails) == 1
