@@ -78,5 +78,5 @@ def write(tokenizer: PreTrainedTokenizerBase, place: str, text: str | list[Messa
         return tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
     try:
         return tokenizer.apply_chat_template(text, return_dict=True)["input_ids"]
-    except (TemplateError, ValueError) as error:  # the latter where there is no message
+    except (TemplateError, ValueError, IndexError) as error:  # the last two where there is no message
         raise ValueError(f"{place}: the chat template refuses it: {error}") from None

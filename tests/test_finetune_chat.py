@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from chats import IGNORED, chat_of, encode, prompt, read_chats
 from finetune_chat import TEMPLATE, ChatData, ChatLM, main, make_chat_tokenizer, save
 from finetune_lm import make_tokenizer
@@ -156,6 +157,7 @@ def test_every_form_of_a_chat_is_read_alike(found):
 
 
 GOOD = json.dumps({"messages": turn("dog?", "bark")})
+IS_NEW = transformers.__version__ >= "5"  # Mamba has a loss of its own before
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ GOOD = json.dumps({"messages": turn("dog?", "bark")})
         ([GOOD] * 2, ["--train=qlora"], "name one"),
         ([GOOD] * 2, ["--train=qlora", "--model=bare"], "pip install bitsandbytes accelerate"),
         ([GOOD] * 2, ["--model=bare"], "the tokenizer of bare has no chat template"),
-        ([GOOD] * 2, ["--model=mamba"], "MambaForCausalLM does not tell apart the chats in a row"),
+        ([GOOD] * 2, ["--model=mamba"], "MambaForCausalLM does not" if IS_NEW else "`MambaForCausalLM` has no loss"),
         ([GOOD] * 2, ["--save=chats.jsonl"], "chats.jsonl: a file, not a folder"),
     ],
 )
