@@ -48,6 +48,7 @@ LAGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 """What lags, of which each test has one."""
 
 PAGEABLE = {
+    "check.py: _train": "what is compared, and plain training",
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
