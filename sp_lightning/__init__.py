@@ -69,10 +69,11 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
 ) -> Pipeline:
     """Stream a module that is larger than device memory, to train or run it in a plain PyTorch loop.
 
+    `PipelineOptions` tells what the options from `k` to `debug` do.
+
     Args:
         module: The module; its weights move to the host, if they are elsewhere. Inputs go on the device, as usual.
         device: The device to compute on; by default the current accelerator, or else the CPU.
-        k, k_prime, ..., debug: The arguments of `PipelineOptions`, which tells what each does.
         unknown: Refused, with the names that there are.
 
     Returns:

@@ -49,8 +49,9 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
     Each model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory;
     `k` of them are on the device at a time. Losses, gradients and weights are those of plain training.
 
+    `PipelineOptions` tells what the options from `k` to `debug` do, for each model.
+
     Args:
-        k, k_prime, ..., debug: The arguments of `PipelineOptions`, for each model; it tells what each does.
         checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.

@@ -44,8 +44,9 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     fastest; as many live on the device, with all that they have, as make steps faster. Losses, gradients and weights
     are those of plain training.
 
+    `PipelineOptions` tells what the options from `k` to `debug` do.
+
     Args:
-        k, k_prime, ..., debug: The arguments of `PipelineOptions`, which tells what each does.
         checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
