@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, PipelineOptions, UnitPolicy
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
 
 _SET_BY_LIGHTNING = {"accelerator", "parallel_devices", "cluster_environment", "precision", "precision_plugin"}
 
@@ -45,7 +48,7 @@ class StrategyWithOptions:
         host_threads: int | Literal["auto"] = "auto",
         compile: bool = False,
         debug: bool = False,
-        checkpoint_io: Any = None,
+        checkpoint_io: CheckpointIO | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **set_by_lightning: Any,

@@ -37,7 +37,7 @@ from sp_lightning.trainer.precision import autocast_of, host_precision, tell_sca
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import Precision
+    from lightning.fabric.plugins import CheckpointIO, Precision
     from lightning.fabric.strategies.parallel import ParallelStrategy
 else:
     ParallelStrategy = object
@@ -104,8 +104,17 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.join_processes()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = self.streaming_checkpoint_io()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def _class(self) -> type:
         """Return what Fabric takes the strategy for: with one device it wants no `launch()`."""
@@ -151,8 +160,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        if self._checkpoint_io is None:  # nobody has launched, as with one device nobody has to
-            self.setup_environment()
         give_all_back()
         for model in [each for each in self._models if each.pipeline.module is module]:
             model.pipeline.detach()  # it is set up once more

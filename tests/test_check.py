@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sp_lightning import cli
-from sp_lightning.check import _Placed, _train
+from sp_lightning.check import _judge, _Placed, _train
 from sp_lightning.pipeline import Engine, WindowPlan
 
 CPU = torch.device("cpu")
@@ -48,14 +48,19 @@ def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     status, lines = run(monkeypatch, capsys)
     assert status == 1
     assert [line.split("  ")[1].strip() for line in lines if "OTHER NUMBERS" in line] == ["units visit"] * 2
-    assert lines[-1].endswith("other numbers: units visit in 32-true, units visit in bf16-mixed")
+    assert lines[-1].endswith("wrong: units visit in 32-true, units visit in bf16-mixed")
 
 
-def test_plain_training_is_plain() -> None:
-    """The reference has nothing of ours in it, and is the same each time."""
-    one, other = _train(CPU, "32-true"), _train(CPU, "32-true")
-    assert all(map(torch.equal, one.weights, other.weights))
-    assert one.where == ""
+def test_what_else_is_seen() -> None:
+    """Plain training is the same each time; NaN anywhere, a gradient that is missing, and units that never came."""
+    plain, other = _train(CPU, "32-true"), _train(CPU, "32-true")
+    assert plain.visits == plain.living == 0
+    assert _judge(plain, other, CPU, places=False) == (True, "same bits")
+    assert _judge(plain, other, CPU, places=True) == (False, "NO UNIT WAS THERE")
+    assert not _judge(plain, other._replace(first=other.first[:-1]), CPU, places=False)[0]
+    nan = [*other.weights[:-1], other.weights[-1] * torch.nan]
+    for device in (CPU, torch.device("cuda")):
+        assert not _judge(plain, other._replace(weights=nan), device, places=False)[0]
 
 
 def test_the_notebook() -> None:

@@ -403,6 +403,14 @@ def test_names(ours):
     assert fabric.strategy.pipelines[0].stats.optimizer_steps == 1
 
 
+def test_files_before_a_model_is_set_up(tmp_path):
+    """Nobody has launched, and nothing was set up: files are written and read by the strategy's own plugin."""
+    fabric = fabric_with(SuperpipelineStrategy(k=2))
+    fabric.save(tmp_path / "state.ckpt", {"step": 3})
+    assert fabric.load(tmp_path / "state.ckpt") == {"step": 3}
+    assert type(fabric.strategy.checkpoint_io) is sp_lightning.fabric.SuperpipelineCheckpointIO
+
+
 def test_what_is_said(caplog):
     """One line tells what streams; several devices still need `launch()`."""
     fabric_with(SuperpipelineStrategy(k=2)).setup_module(chain(3))

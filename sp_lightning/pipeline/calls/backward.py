@@ -90,7 +90,7 @@ class Graphs:
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
-        return self.has_served or any(not graph.done for graph in self._earlier)
+        return self.has_served or self.earlier_waiting()
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
