@@ -23,7 +23,7 @@ from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remov
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.routes import LandingBuffers, Routes, StagingBuffers
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
-from sp_lightning.pipeline.gradients.stream import Exchange, GradientStream
+from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
@@ -31,8 +31,8 @@ from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.processes.turns import Turns
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
@@ -155,10 +155,11 @@ class Engine:
         by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
         self.landing.serve(len(units))
         staging = StagingBuffers(units, self.backend)
-        exchange = Exchange()
-        if self.processes is not None:
-            exchange = Turns(by_segment, self.backend, self.processes, self._sums_gradients)
-        return GradientStream(by_segment, self.window, Routes(self.window, staging, self.landing), exchange)
+        routes = Routes(self.window, staging, self.landing)
+        averages = None
+        if self.processes is not None and self._sums_gradients:
+            averages = Averages(by_segment, self.window, routes, self.processes)
+        return GradientStream(by_segment, self.window, routes, averages)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -245,7 +246,8 @@ class Engine:
                 edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
-                learned.outdated |= self.stream.exchange.lacks_sums
+                averages = self.stream.averages
+                learned.outdated |= averages is not None and averages.lacks_some
             self._least_budget = None
             own = edited, learned.has_news, self._own_plan, self.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
@@ -338,11 +340,7 @@ class Engine:
 
     def end_pass(self) -> None:
         """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""
-        processes = self.processes
-        if not (processes and processes.trains):
-            return
-        with self.at_work:
-            processes.passes += 1
-            self.stream.exchange.end_pass(processes.averages, self.stream.routes.measures_norms)
-            if processes.averages:
-                processes.average_on_device(self.arrangement.named_on_device)
+        averages = self.stream.averages
+        if averages is not None:
+            with self.at_work:
+                averages.end_pass(self.arrangement.named_on_device)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
-from sp_lightning.pipeline.gradients.segment_gradients import State
+from sp_lightning.pipeline.gradients.segment_gradients import State, drop
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import (
@@ -195,7 +195,7 @@ class Guard:
                 "`step()`. Train with `overlap_optimizer=False`."
             )
         if not reads:
-            stream.exchange.drop([gradient])
+            drop([gradient])
             return
         if gradient in stream.pending:
             raise RuntimeError(
@@ -206,7 +206,7 @@ class Guard:
         with engine.at_work:
             if gradient.tensor is not None:
                 self.window.finish_optimizer(weight.unit)
-                stream.exchange.show(gradient)
+                gradient.show()
 
     # ------------------------------------------------------------------------------------------ weights on the device
 

@@ -4,7 +4,7 @@
     leaf.grad -> staging buffer ---------------------> memory beside the masters    keep
       |                |--------> landing buffer ----> added to what is there       add
       |                |--------> landing buffer ----> the optimizer                pass_to_step
-      |                `--------> landing buffer ----> the sum of all processes     the exchange's `add`
+      |                `-- its share of all processes' --> memory that they share  processes/averages.py
       `---------------------------------------- (its norm alone, if it is measured) stay
 
 A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
@@ -198,7 +198,7 @@ class Routes:
     def __init__(self, window: Window, staging: StagingBuffers, landing: LandingBuffers) -> None:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = staging
-        self._landing = landing
+        self.landing = landing
         self._backend = window.backend
         self._stats = window.stats
 
@@ -271,7 +271,7 @@ class Routes:
 
     def land(self, shipment: Shipment) -> None:
         """Have gradients land in a buffer, for who reads them there."""
-        shipment.buffer = self._landing.take(shipment.layout.nbytes)
+        shipment.buffer = self.landing.take(shipment.layout.nbytes)
         self._download(shipment, shipment.buffer)
         shipment.tensors, _ = shipment.buffer.views(shipment.layout)
 
@@ -326,4 +326,4 @@ class Routes:
 
     def abandon(self) -> None:
         """Free the buffers that gradients land in, after an exception."""
-        self._landing.abandon()
+        self.landing.abandon()

@@ -9,7 +9,7 @@ their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -97,6 +97,32 @@ class Gradient:
         if master._backward_hooks or master._post_accumulate_grad_hooks:
             return True
         return master.grad is not None
+
+    def show(self) -> None:
+        """Make what has landed of it the master's `.grad`, which is the user's."""
+        shown = self.take()
+        if shown is not None:
+            self.weight.master.grad = shown
+
+    def take(self) -> Tensor | None:
+        """Return what has landed of it, which the engine then has no longer; None if there is nothing."""
+        if self.tensor is None:
+            return None
+        self.of_segment.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            taken = torch.empty_like(self.weight.host).copy_(self.tensor)
+            self.scaling.apply_(taken)
+        drop([self])
+        return taken
+
+
+def drop(gradients: Collection[Gradient]) -> None:
+    """Drop what the engine has of these on the host."""
+    for gradient in gradients:
+        gradient.tensor = gradient.norm = None
+        gradient.scaling = NO_SCALING
+    for of_segment in {gradient.of_segment for gradient in gradients}:
+        of_segment.note_dropped()
 
 
 class GradientMemory:

@@ -6,8 +6,7 @@ with one device-to-host (D2H) copy on one of the routes of routes.py.
 When backward ends, the last gradients may still be on their way, and the host does not wait for them: optimizer steps
 wait by themselves, and masters are guarded as long as the engine has gradients that nobody has asked for.
 
-What a process has to agree on with others is its `Exchange`: nothing if it is alone. The processes of a machine have
-one of their own (processes/turns.py).
+Where several processes train the module, gradients are averaged on the device on their way (processes/averages.py).
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Routes, Shipment
-from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State
-from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State, drop
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
@@ -30,6 +28,7 @@ from sp_lightning.pipeline.window.window import Window
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.early_step import EarlyStep
+    from sp_lightning.pipeline.processes.averages import Averages
 
 
 class GradientStream:
@@ -46,7 +45,7 @@ class GradientStream:
         by_segment: Sequence[SegmentGradients],
         window: Window,
         routes: Routes,
-        exchange: Exchange,
+        averages: Averages | None,
     ) -> None:
         # an optimizer's step that uses gradients as they arrive in backward
         self.early: EarlyStep | None = None
@@ -56,7 +55,7 @@ class GradientStream:
         self.pending: dict[Gradient, bool] = {}
         self._seen: list[Gradient] = []  # those of them that somebody sees being added up
         self.routes = routes
-        self.exchange = exchange  # with other processes
+        self.averages = averages  # over processes; None if there is only one
         self._by_segment = by_segment
         self._window = window
 
@@ -69,15 +68,20 @@ class GradientStream:
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
         if not is_sendable or of_segment.state is State.CONSUMED:
             raise refusal(weight, tensor)
-        if not self.pending:
-            self.exchange.begin_pass()
+        averages = self.averages
+        if averages is not None:
+            averages.begin_pass()
+        is_averaged = averages is not None and averages.adds_up(gradient)
         # of another leaf, or of a reentrant checkpoint, which accumulates again
-        if gradient in of_segment.gathered:
+        if gradient in of_segment.gathered and is_averaged:  # it leaves once
+            tensor = of_segment.gathered.pop(gradient).to(weight.dtype) + tensor
+            of_segment.missing += 1
+        elif gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
         is_seen = gradient.is_seen
         if gradient not in self.pending:
             if is_seen or gradient.scaling is not NO_SCALING:
-                self.exchange.show(gradient)  # what is there already is not meant for the sum
+                gradient.show()  # what is there already is not meant for the sum
                 is_seen = gradient.is_seen
             self.pending[gradient] = gradient.tensor is None
             if is_seen:
@@ -103,17 +107,24 @@ class GradientStream:
 
     def _send(self, of_segment: SegmentGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
+        is_final = is_last
+        for gradient in of_segment.gathered:
+            if gradient.weight.other_twins:  # leaves of the same weight, which have gradients of their own
+                is_final = False
+        if self.averages is not None and self.averages.has(of_segment):
+            self._step_early(self.averages.send(of_segment, is_final))
+            return
+        if self.averages is not None:  # which lies in the same staging buffers
+            self._step_early(self.averages.come_round())
         # it may still read what was there; a visit reads what has stayed before computing goes on
         if of_segment.memory is not None or not of_segment.unit.visits:
             self._window.finish_optimizer(of_segment.unit)
         if of_segment.is_on_device:  # and now there is more to come
             self.routes.bring_home(of_segment)
         shipment = self.routes.gather(of_segment)
-        is_final = is_last and shipment.layout is of_segment.layout and not shipment.is_watched
-        for gradient in shipment.gradients:
-            if gradient.weight.other_twins:  # leaves of the same weight, which have gradients of their own
-                is_final = False
-        early = self.early if is_final else None
+        is_final &= shipment.layout is of_segment.layout and not shipment.is_watched
+        # another process may see what this one does not: they are averaged when backward has ended
+        early = self.early if is_final and self.averages is None else None
         if early is not None and not early.wants(of_segment):
             early = None
         self._ship(shipment, early, is_final)
@@ -121,15 +132,17 @@ class GradientStream:
         if early is not None:
             early.receive(shipment)
 
+    def _step_early(self, averaged: Iterable[Shipment]) -> None:
+        """Have an early step, if there is one, use gradients whose averages are on their way."""
+        if self.early is not None:
+            self.early.receive_averaged(averaged)
+
     def _ship(self, shipment: Shipment, early: EarlyStep | None, is_final: bool) -> None:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes = self.routes
         is_kept = not shipment.is_watched and shipment.layout is shipment.of_segment.kept_as
         steps_next = early is not None or routes.measures_norms
-        if self.exchange.adds_up(shipment):
-            routes.land(shipment)
-            self.exchange.add(shipment, is_final and early is None, routes.measures_norms)
-        elif shipment.of_segment.unit.visits and shipment.is_new and is_final and is_kept and steps_next:
+        if shipment.of_segment.unit.visits and shipment.is_new and is_final and is_kept and steps_next:
             routes.stay(shipment)
         elif shipment.is_new and early is not None and not early.keeps_gradients:
             routes.pass_to_step(shipment)
@@ -151,6 +164,8 @@ class GradientStream:
     def end_backward(self) -> bool:
         """Send what is left, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
+        if self.pending and self.averages is not None:
+            self._step_early(self.averages.send_rest())
         if self.early is not None:
             self.early.end_unit()
         some_came = bool(self.pending)
@@ -166,7 +181,7 @@ class GradientStream:
         self.settle()
         for gradient in gradients:
             master = gradient.weight.master
-            added = self.exchange.take(gradient)
+            added = gradient.take()
             if added is None:  # somebody has dropped it
                 continue
             added = run_hooks(tensor_hooks(master), added)
@@ -186,7 +201,7 @@ class GradientStream:
         for gradient, is_new in self.pending.items():
             gradient.of_segment.forget_gathered()
             if is_new:
-                self.exchange.drop([gradient])
+                drop([gradient])
             else:
                 gradient.of_segment.note_dropped()
         self.pending.clear()
@@ -211,14 +226,15 @@ class GradientStream:
             self._window.stats.host_syncs += 1
 
     def show_all(self) -> None:
-        """Make all gradients the masters' `.grad`, but for parts of sums, which another arrangement takes up."""
-        self.exchange.show_all(self.of.values())
+        """Make all gradients the masters' `.grad`."""
+        for gradient in self.of.values():
+            gradient.show()
 
     def consume(self, gradients: Collection[Gradient]) -> None:
         """Leave weights without gradients, as a step has used them."""
         for gradient in gradients:
             gradient.weight.master.grad = None
-        self.exchange.drop(gradients)
+        drop(gradients)
 
     def close(self) -> None:
         """Show all gradients; units' own memory stays beside their masters'."""
@@ -247,70 +263,3 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
         f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. "
         "Train with `overlap_optimizer=False`."
     )
-
-
-class Exchange:
-    """Of a process that is alone; what others may have a part in."""
-
-    # ------------------------------------------------------------------------------------- in a backward pass
-
-    def begin_pass(self) -> None:
-        """Begin a backward pass: it brings its first gradient."""
-
-    def adds_up(self, shipment: Shipment) -> bool:
-        """Tell whether gradients are a part of sums that other processes have, too.
-
-        Raises:
-            RuntimeError: They can be neither that nor this process's own.
-        """
-        return False
-
-    def add(self, shipment: Shipment, is_over: bool, measures_norms: bool) -> None:
-        """Add what is on its way to those sums; `is_over`: this pass brings no more of the unit."""
-
-    def pass_on(self, of_segment: SegmentGradients, after: Sequence[Ticket]) -> bool:
-        """Let others go on with a unit, which is to be stepped then; tell whether the step awaits them."""
-        return False
-
-    def end_pass(self, averages: bool, measures_norms: bool) -> None:
-        """End a pass of all processes; the sums are complete with it if it `averages`."""
-
-    def abandon_pass(self) -> None:
-        """Have others not wait for this process's part of a pass that an exception has ended."""
-
-    # ------------------------------------------------------------------- between one backward pass and the next
-
-    @property
-    def lacks_sums(self) -> bool:
-        """Whether a weight is trained now that has no sum over processes, as it was frozen when units were arranged."""
-        return False
-
-    def show(self, gradient: Gradient) -> None:
-        """Make what has landed of a gradient the master's `.grad`, which is the user's."""
-        shown = self.take(gradient)
-        if shown is not None:
-            gradient.weight.master.grad = shown
-
-    def show_all(self, gradients: Iterable[Gradient]) -> None:
-        """Show gradients that somebody may look at while the engine cannot be asked."""
-        for gradient in gradients:
-            self.show(gradient)
-
-    def take(self, gradient: Gradient) -> Tensor | None:
-        """Return what has landed of a gradient, which the engine then has no longer; None if there is nothing."""
-        if gradient.tensor is None:
-            return None
-        gradient.of_segment.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            taken = torch.empty_like(gradient.weight.host).copy_(gradient.tensor)
-            gradient.scaling.apply_(taken)
-        self.drop([gradient])
-        return taken
-
-    def drop(self, gradients: Collection[Gradient]) -> None:
-        """Drop what the engine has of these on the host."""
-        for gradient in gradients:
-            gradient.tensor = gradient.norm = None
-            gradient.scaling = NO_SCALING
-        for of_segment in {gradient.of_segment for gradient in gradients}:
-            of_segment.note_dropped()

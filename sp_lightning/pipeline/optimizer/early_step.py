@@ -7,13 +7,13 @@ optimizer has now, and nobody looks at gradients in between. Whoever does gets a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.routes import Shipment
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients, drop
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used, makes_state, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.units.unit import Unit
@@ -77,6 +77,13 @@ class EarlyStep:
         if self._is_complete(unit) and all(weight.master.requires_grad for weight in unit.weights):
             self._step_unit(unit)
 
+    def receive_averaged(self, shipments: Iterable[Shipment]) -> None:
+        """Receive gradients whose averages over processes are on their way, of segments that have all of them."""
+        for shipment in shipments:
+            of_segment = shipment.of_segment
+            if len(shipment.gradients) == len(of_segment.trained) and self.wants(of_segment):
+                self.receive(shipment)
+
     def end_unit(self) -> None:
         """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
         if not self._shipments:
@@ -105,12 +112,13 @@ class EarlyStep:
         shipments = self._shipments
         self._shipments = []
         copies = steps.window.copies_of([unit])
-        exchange = steps.stream.exchange
-        awaits_others = False
+        averages = steps.stream.averages
+        awaits_others = averages is not None
         for shipment in shipments:
             for gradient in shipment.gradients:
                 gradient.scaling = self._scaling
-            awaits_others |= exchange.pass_on(shipment.of_segment, copies)
+            if averages is not None:
+                averages.pass_on(shipment.of_segment, copies)
         if unit.is_followed:
             steps.count(unit, self.plan)
         elif self._hand_over(unit, step, shipments) and not awaits_others:
@@ -121,7 +129,7 @@ class EarlyStep:
             shipment.of_segment.consume()
             self.stepped.append(shipment.of_segment)
             if not self.keeps_gradients:
-                exchange.drop(shipment.gradients)
+                drop(shipment.gradients)
         steps.window.stats.steps_in_backward += 1
 
     def _hand_over(self, unit: Unit, step: Step, shipments: Sequence[Shipment]) -> bool:

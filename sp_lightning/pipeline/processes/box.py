@@ -45,9 +45,6 @@ class Box:
         self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
-        # number of backward passes of all that this process has begun; and what each tells of that
-        self.passes = 0
-        self._begun = self.share(self.count * torch.int64.itemsize, ["passes"]).bytes.view(torch.int64)
 
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
         """Return new memory that all processes have.
@@ -91,14 +88,6 @@ class Box:
         self._open = file
         counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
         return SharedMemory(self, names, memory[:nbytes], counter)
-
-    def note_begun(self, number: int) -> None:
-        """Tell the others that this process has begun a backward pass of all of them."""
-        self._begun[self.rank] = number
-
-    def begun_by_others(self, number: int) -> list[Ticket]:
-        """Return tickets that are done when processes of higher ranks have begun a pass, too."""
-        return [_Reached(self, begun, number) for begun in self._begun[self.rank + 1 :].unbind()]
 
     def meet(self, steps: int = 0) -> None:
         """Wait until all processes have come here.
@@ -183,7 +172,6 @@ class SharedMemory:
         box: The processes.
         names: The weights that it is for.
         bytes: The memory.
-        is_partial: Whether it has sums to which the next pass is added.
         generation: The number of what will lie in it when all is done that this process has asked for: of its masters
             after a step, or of its sums after a backward pass.
     """
@@ -193,22 +181,23 @@ class SharedMemory:
         self.names = names
         self.bytes = memory
         self.generation = 0
-        self.is_partial = False
         self._counter = counter
 
     def reach(self, number: int) -> None:
-        """Tell the others that one has come so far: the keeper with its steps, or each after the other."""
+        """Tell the others that the keeper has come so far."""
         self._counter.fill_(number)
 
     def reached(self, number: int) -> Ticket:
-        """Return a ticket that is done when somebody has come so far."""
-        return _Reached(self.box, self._counter, number)
+        """Return a ticket that is done when the keeper has come so far."""
+        return Reached(self.box, self._counter, number)
 
 
-class _Reached(Ticket):
-    def __init__(self, box: Box, counter: Tensor, number: int) -> None:
+class Reached(Ticket):
+    """A ticket that is done when counters in memory that processes share have all come to a number."""
+
+    def __init__(self, box: Box, counters: Tensor, number: int) -> None:
         self._box = box
-        self._counter = counter
+        self._counters = counters
         self._number = number
         self._since: float | None = None  # when somebody began to wait for it
 
@@ -216,7 +205,7 @@ class _Reached(Ticket):
     def join(self) -> None:
         while not self.done:
             self.join_briefly()
-        if int(self._counter) < self._number and self._box.failure is not None:
+        if not self._is_reached and self._box.failure is not None:
             raise self._box.failure
 
     @override
@@ -228,4 +217,8 @@ class _Reached(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return self._box.failure is not None or int(self._counter) >= self._number
+        return self._box.failure is not None or self._is_reached
+
+    @property
+    def _is_reached(self) -> bool:
+        return int(self._counters.min()) >= self._number

@@ -1,14 +1,12 @@
 """The processes that train the same model: what the first gives to all, their steps, and what crosses machines.
 
-Those of one machine share memory (box.py), in which they add gradients up (turns.py). The sums of several
-machines are added up by the first process of each when backward has ended, on the host, in the dtype of the masters.
-One follows the other in the order of their names, and a message before tells which weights any machine has a gradient
-of: others keep none. So are, between all processes, gradients of parameters that stay on the device.
+Those of one machine share memory (box.py). Gradients are averaged over all as these leave the device (averages.py);
+those that are a parameter's own `.grad`, as of parameters that live on the device, when backward has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -47,18 +45,15 @@ class Processes:
         self.machines = self.count // on_this_machine
         self._everyone = _group(range(self.count), timeout)
         self._first_ones = _group(range(0, self.count, on_this_machine), timeout)  # of each machine
+        # those that send tensors on the device: of this machine, and of all machines those of the same rank there
+        self.beside, _ = dist.new_subgroups(on_this_machine, timeout=timeout)
+        alike = [list(range(rank, self.count, on_this_machine)) for rank in range(on_this_machine)]
+        self.across = cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(alike, timeout=timeout)[0])
         # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
         self.averages = True
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
         self.passes = 0  # number of backward passes of all processes
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
-        # sums of gradients that this process has added up with theirs
-        self.bytes_to_other_machines = 0
-
-    @property
-    def sums_are_complete(self) -> bool:
-        """Whether sums of gradients are complete in backward, when each process of this machine has had its turn."""
-        return self.trains and self.averages and self.machines == 1
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -144,64 +139,34 @@ class Processes:
             )
         self.box.meet(self.steps)
 
-    @torch.no_grad()
-    def average_on_device(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Average the gradients of parameters that stay on the device; that of a process without one is zero.
-
-        They may contain averages of earlier backward passes, which are the same in all processes, so that they stay.
+    def gather_in_step(self, own: Any) -> list[Any]:
+        """Gather what each process gives at the same moment of a step.
 
         Raises:
-            RuntimeError: The processes have taken different numbers of optimizer steps, or a gradient is sparse.
+            RuntimeError: The processes have taken different numbers of optimizer steps.
         """
-        if not parameters:
-            return
-        own: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                own[name] = parameter.grad
-        for name in self._names_of_all(own, self._everyone):
-            parameter = parameters[name]
-            if name not in own:
-                own[name] = parameter.grad = torch.zeros_like(parameter)
-            average = own[name].contiguous().mul_(1 / self.count)
-            dist.all_reduce(average, group=self._group_for(average))
-            if average is not own[name]:
-                own[name].copy_(average)
-
-    @torch.no_grad()
-    def add_up_machines(self, sums: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
-        """Add the sums of this machine's processes up with those of others; done by the first process of each.
-
-        Returns:
-            The names of those that any machine has a gradient of; `own` are those that this one has.
-
-        Raises:
-            RuntimeError: The machines have taken different numbers of optimizer steps, or trained different weights.
-        """
-        names = self._names_of_all({name: sums[name] for name in own}, self._first_ones)
-        for name in names:
-            if name not in sums:
-                raise RuntimeError(f"Weight {name!r} is frozen here and has a gradient on another machine.")
-            if name not in own:
-                sums[name].zero_()
-            dist.all_reduce(sums[name], group=self._first_ones)
-            self.bytes_to_other_machines += sums[name].nbytes
-        return names
-
-    def _names_of_all(self, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[str]:
-        """Return the names of the weights that any process has a gradient of, in the same order in all of them."""
-        sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        everyones = _gather((self.steps, sparse, list(gradients)), group)
-        steps, are_sparse, names = zip(*everyones, strict=True)
+        steps, everyones = zip(*self.gather((self.steps, own)), strict=True)
         if len(set(steps)) > 1:
             raise RuntimeError(
                 f"The processes have taken different numbers of optimizer steps ({list(steps)}) "
                 "when they average gradients. Every process has to run backward equally often "
                 "between two steps: `training_step` may not return None in some of them only."
             )
-        if any(are_sparse):
-            raise RuntimeError("Sparse gradients are not averaged over processes. Let the layer have `sparse=False`.")
-        return sorted(set().union(*names))
+        return list(everyones)
+
+    @torch.no_grad()
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average the `.grad` of parameters, the same in all processes; that of a process without one is zero.
+
+        They may contain averages of earlier backward passes, which are the same in all processes, so that they stay.
+        """
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            average = parameter.grad.contiguous().mul_(1 / self.count)
+            dist.all_reduce(average, group=self._group_for(average))
+            if average is not parameter.grad:
+                parameter.grad.copy_(average)
 
 
 def _group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
