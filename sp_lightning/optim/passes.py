@@ -103,14 +103,13 @@ def _run_kernels(passes: Sequence[Pass]) -> None:
         ]
         if not ranges:
             continue
-        rows = [[*_addresses(step.memory), step.begin] for step in steps]
+        rows = [
+            [*(0 if tensor is None else tensor.data_ptr() for tensor in step.memory), step.begin]
+            for step in steps
+        ]  # fmt: skip
         arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
         with _on_threads(min(len(ranges), torch.get_num_threads())):  # others would be woken, and waited for
             step_ranges(kernel_of(kind), rule, scaling, *arrays, seed)
-
-
-def _addresses(memory: Memory) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in memory]
 
 
 @contextmanager
@@ -149,14 +148,10 @@ def add(total: Tensor, gradient: Tensor) -> None:
 
 def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield pieces of all that fit into the caches of all threads, where one operation leaves them to the next."""
-    if not _lie_alike(total, *gradients):
+    strides = {gradient.stride() for gradient in gradients}
+    if strides != {total.stride()} or not fills_memory(total):
         yield total, *gradients
         return
     flat = [tensor.as_strided((total.numel(),), (1,)) for tensor in (total, *gradients)]
     size = _RANGE * torch.get_num_threads()
     yield from zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
-
-
-def _lie_alike(total: Tensor, *gradients: Tensor) -> bool:
-    strides = {tensor.stride() for tensor in (total, *gradients)}
-    return len(strides) == 1 and fills_memory(total)

@@ -30,11 +30,6 @@ class Rule(NamedTuple):
     correction: Any
     eps: Any
 
-    @classmethod
-    def of(cls, **numbers: float) -> Rule:
-        """Return the rule of these numbers."""
-        return cls(**{name: np.float32(number) for name, number in numbers.items()})
-
 
 @dataclass(frozen=True)
 class Update:
@@ -46,7 +41,7 @@ class Update:
         """Return the numbers of a step; steps are counted from one."""
         lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         beta1, beta2 = map(float, group["betas"])
-        return Rule.of(
+        exact = Rule(
             lr=lr / (1 - beta1**step),
             decay=1 - lr * weight_decay if self.is_decoupled else 1,
             penalty=0 if self.is_decoupled else weight_decay,
@@ -56,6 +51,7 @@ class Update:
             correction=math.sqrt(1 - beta2**step),
             eps=group["eps"],
         )
+        return Rule(*map(np.float32, exact))
 
     def by_torch(
         self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor

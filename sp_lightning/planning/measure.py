@@ -69,7 +69,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         states.bytes_of_step(masters) if is_stepped and engine.backend.device.type != "cpu" else 0,
         trains=trains,
         lives=plans and (not is_stepped or is_free and states.may_live_on_device(masters)),
-        visits=is_free and processes is None and any(states.bytes_of_visit(unit, engine.steps.fused)),
+        visits=is_free and processes is None and states.may_visit(unit, engine.steps.fused),
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
+_PLAIN = (NoneType, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)
 
 
@@ -34,19 +33,12 @@ def can_be_moved(optimizer: Optimizer) -> bool:
     if type(optimizer) in STEP_BY_WEIGHT:
         return True
     known = set(map(id, parameters_of(optimizer)))
-    attributes = [value for name, value in vars(optimizer).items() if name != "state"]
-    return _is_plain(attributes, known) and _is_plain(list(optimizer.state.values()), None)
-
-
-def _is_plain(value: Any, tensors: Set[int] | None) -> bool:
-    """Tell whether an object is made of plain values, and tensors: any, or numbers and those of these identities."""
-    if isinstance(value, Tensor):
-        return tensors is None or id(value) in tensors or value.dim() == 0
-    if isinstance(value, dict):
-        return all(_is_plain(each, tensors) for each in value.values())
-    if type(value) in (list, tuple, set):
-        return all(_is_plain(each, tensors) for each in value)
-    return value is None or isinstance(value, _PLAIN)
+    for leaf in tree_leaves([value for name, value in vars(optimizer).items() if name != "state"]):
+        is_known = isinstance(leaf, Tensor) and (leaf.dim() == 0 or id(leaf) in known)
+        if not (is_known or isinstance(leaf, _PLAIN)):
+            return False
+    in_state = tree_leaves(list(optimizer.state.values()))
+    return all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in in_state)
 
 
 def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -96,6 +88,17 @@ class States:
             return False
         return any(id(each) in stepped for each in own)
 
+    def may_visit(self, unit: Unit, fused: bool) -> bool:
+        """Tell whether a unit may visit the device to be stepped: all optimizers step weights in one pass.
+
+        `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
+        """
+        for optimizer in self._optimizers:
+            passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
+            if why_not_by_unit(optimizer) or not all(each.is_possible for each in passes):
+                return False
+        return bool(self._optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
+
     # -------------------------------------------------------------------------------------------------- how large it is
 
     def nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
@@ -122,23 +125,6 @@ class States:
                     own = [each for each in group["params"] if id(each) in trained]
                     nbytes += times * sum(each.nbytes for each in own)
         return nbytes
-
-    def bytes_of_visit(self, unit: Unit, fused: bool) -> tuple[int, int]:
-        """Return the bytes that go up and come down if a unit visits to be stepped; zeros if it may not.
-
-        `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
-        """
-        trained = [weight for weight in unit.every_weight if weight.master.requires_grad]
-        may = bool(trained and self._optimizers)
-        for optimizer in self._optimizers:
-            may &= why_not_by_unit(optimizer) is None
-            for settings in settings_of(optimizer, fused):
-                may &= OnePass(optimizer, settings).is_possible
-        if not may:
-            return 0, 0
-        nbytes = self.nbytes(weight.master for weight in trained)
-        nbytes += sum(weight.nbytes for weight in trained)
-        return nbytes, nbytes + sum(weight.compute_bytes for weight in trained if weight.lowered)
 
     # -------------------------------------------------------------------------------------------------------- moving it
 

@@ -253,10 +253,8 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         else:
             _update(code, [(work, scaling)])
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-    first_steps = [update for update in together if not _has_state(update)]
-    later_steps = [update for update in together if _has_state(update)]
-    _update(code, later_steps)
-    _update(code, first_steps)
+    for is_first in (False, True):
+        _update(code, [update for update in together if is_first is not _has_state(update)])
     if works:
         one_pass.step(works)
 
