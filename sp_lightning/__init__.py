@@ -2,8 +2,8 @@
 
 Importing this package registers the strategy with Lightning. The name has to be in the registry before the Trainer, or
 Fabric, is built, and Lightning has no entry point for strategies. `lightning` and `pytorch_lightning`, whose Fabric is
-`lightning_fabric`, have separate registries, and their classes do not mix: the name is registered in each one that is
-already imported or, if none is, in each one that is installed.
+`lightning_fabric`, have separate registries, and their classes do not mix: the name is registered in each one that a
+program imports, before or after this package. This imports none of them itself, as each takes seconds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from sp_lightning.arguments import refuse_unknown
+from sp_lightning.arguments import options_among, refuse_unknown
 from sp_lightning.losses import chunked_cross_entropy, loss_in_slices
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, UnitPolicy
@@ -89,49 +92,72 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> pipeline.detach()
     """
+    options = options_among(locals())
     refuse_unknown("superpipeline()", unknown)
-    options = PipelineOptions(
-        k=k,
-        k_prime=k_prime,
-        memory_budget=memory_budget,
-        units=units,
-        resident=resident,
-        activations=activations,
-        overlap_optimizer=overlap_optimizer,
-        optimizer_on=optimizer_on,
-        pin_memory=pin_memory,
-        host_threads=host_threads,
-        compile=compile,
-        debug=debug,
-    )
     return Pipeline(module, device, options=options, planner=AutoPlanner())
 
 
 _ADAPTORS = {
-    "sp_lightning.lightning": "lightning",
-    "sp_lightning.pytorch_lightning": "pytorch_lightning",
-    "sp_lightning.fabric": "lightning",
-    "sp_lightning.lightning_fabric": "lightning_fabric",
+    "lightning": ("sp_lightning.lightning", "sp_lightning.fabric"),
+    "pytorch_lightning": ("sp_lightning.pytorch_lightning",),
+    "lightning_fabric": ("sp_lightning.lightning_fabric",),
 }
-"""The module that registers a strategy when imported -> the top package of its namespace."""
-_OF_THE_TRAINER = ("sp_lightning.lightning", "sp_lightning.pytorch_lightning")
+"""The top package of a namespace -> the modules that register a strategy there when they are imported."""
 
-_packages = {package for package in _ADAPTORS.values() if sys.modules.get(package) is not None}
-if not _packages:
-    _packages = {package for package in _ADAPTORS.values() if find_spec(package) is not None}
-_registered = [adaptor for adaptor, package in _ADAPTORS.items() if package in _packages]
-# Lightning's messages go to the logger of the namespace that is imported last
-for _adaptor in reversed(_registered):
-    import_module(_adaptor)
+
+class _RegisteringLoader(Loader):
+    """Loads a namespace of Lightning as its own loader does, and registers the strategies then."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave this to the loader."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, then that of the adaptors."""
+        assert module.__spec__ is not None
+        # who asks for its sources or data has them from there
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module.__name__)
+
+
+class _RegisteringFinder(MetaPathFinder):
+    """Finds the namespaces of Lightning before all others do, for a program that imports them after this package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a namespace where others do."""
+        if fullname not in _ADAPTORS:
+            return None
+        found = (other.find_spec(fullname, path, target) for other in sys.meta_path if other is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+def _register(package: str) -> None:
+    for adaptor in _ADAPTORS[package]:
+        import_module(adaptor)
+
+
+sys.meta_path.insert(0, _RegisteringFinder())
+for _package in _ADAPTORS:
+    if sys.modules.get(_package) is not None:
+        _register(_package)
 
 
 def __getattr__(name: str) -> Any:
-    """Return a class that needs Lightning: `lightning`'s, unless only `pytorch_lightning` had been imported before."""
+    """Return a class that needs Lightning: `lightning`'s, unless `pytorch_lightning` alone is imported or installed."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    usable = [each for each in _OF_THE_TRAINER if each in _registered]
-    usable += [each for each in _OF_THE_TRAINER if find_spec(_ADAPTORS[each]) is not None]
+    usable = [each for each in ("lightning", "pytorch_lightning") if find_spec(each) is not None]
     if not usable:
         needed = "Lightning 2.5.5 or newer: `pip install -U lightning`"
         raise ImportError(f"`sp_lightning.{name}` needs {needed}.")
-    return getattr(import_module(usable[0]), name)
+    chosen = next((each for each in usable if each in sys.modules), usable[0])
+    return getattr(import_module(f"sp_lightning.{chosen}"), name)

@@ -24,6 +24,11 @@ def refuse_unknown(taker: str, arguments: Collection[str]) -> None:
         raise TypeError(f"{taker} has no argument {min(arguments)!r}. Its options are {names}.")
 
 
+def options_among(arguments: Mapping[str, Any]) -> PipelineOptions:
+    """Return the options that are among a function's arguments, its `locals()` when it begins."""
+    return PipelineOptions(**{field.name: arguments[field.name] for field in fields(PipelineOptions)})
+
+
 class StrategyWithOptions:
     """A strategy that can be named: `strategy="superpipeline"`, or a preset's name; its options are the pipeline's."""
 
@@ -53,20 +58,7 @@ class StrategyWithOptions:
         timeout: timedelta | None = default_pg_timeout,
         **set_by_lightning: Any,
     ) -> None:
-        self.options = PipelineOptions(
-            k=k,
-            k_prime=k_prime,
-            memory_budget=memory_budget,
-            units=units,
-            resident=resident,
-            activations=activations,
-            overlap_optimizer=overlap_optimizer,
-            optimizer_on=optimizer_on,
-            pin_memory=pin_memory,
-            host_threads=host_threads,
-            compile=compile,
-            debug=debug,
-        )
+        self.options = options_among(locals())
         refuse_unknown(type(self).__name__, set_by_lightning.keys() - _SET_BY_LIGHTNING)
         parallel_strategy: Any = super()
         parallel_strategy.__init__(checkpoint_io=checkpoint_io, **set_by_lightning)

@@ -169,8 +169,7 @@ class Monitor:
     """Counts what a run does, and records steps: often enough to tell where time goes, seldom enough not to cost any.
 
     A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
-    they run during its first step, and would be missing; and in the first steps of a run the engine
-    learns.
+    they run during its first step, and would be missing; and in the first steps of a run the engine learns.
     """
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
@@ -180,7 +179,7 @@ class Monitor:
         self._times: dict[str, float] = {}  # what a recording has measured since then
         self._counted = self._count()
         self._shown = steps
-        self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
+        self._interval = max(interval, _LEAST_INTERVAL, _SETTLING_STEPS + steps + 2)
         self._seen = 0
         self._last = 0  # the step whose beginning ends the recording
         self._scope = ExitStack()
@@ -192,13 +191,9 @@ class Monitor:
         A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
         """
         finished = self.finish() if self._seen == self._last else None
-        is_first = self._seen == 0
-        ends_interval = self._seen % self._interval == self._interval - self._shown - 2
-        if self._recording is None and (is_first or ends_interval):
+        if self._seen % self._interval == 0:
             self._recording = self._scope.enter_context(self.pipeline.record())
-            self._last = self._seen + self._shown + 1
-            if is_first:
-                self._last += _SETTLING_STEPS
+            self._last = self._seen + _SETTLING_STEPS + self._shown + 1
         self._seen += 1
         return finished
 

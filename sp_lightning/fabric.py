@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import wraps
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
-from torch import Tensor, nn
 
 from sp_lightning.fabric_strategy import FabricMixin
 from sp_lightning.trainer import FabricNamespace
@@ -26,12 +24,6 @@ class SuperpipelineStrategy(FabricMixin, ParallelStrategy):  # noqa: D101
     lightning: ClassVar[FabricNamespace] = FabricNamespace("lightning.fabric")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
     single_device_strategy: ClassVar[type] = SingleDeviceStrategy
-
-    # Fabric sees through this, and does not forbid `loss.backward()` and `torch.autograd.grad`.
-    @wraps(ParallelStrategy.backward)
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # noqa: D102
-        with self.backward_scope(kwargs):
-            super().backward(tensor, module, *args, **kwargs)
 
 
 SuperpipelineStrategy.register_strategies(STRATEGY_REGISTRY)

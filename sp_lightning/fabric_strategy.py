@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from sp_lightning.pipeline import Pipeline, Progress, open_steps
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import (
-    StreamingCheckpointIO,
+    WritesCheckpoints,
     optimizer_state_on_host,
     own_all_but_weights,
     read_from_file,
@@ -33,17 +34,17 @@ from sp_lightning.trainer.checkpoint_io import (
 )
 from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
 from sp_lightning.trainer.out_of_memory import out_of_memory_explained
-from sp_lightning.trainer.precision import autocast_of, host_precision, tell_scaler
+from sp_lightning.trainer.precision import autocast_of, host_precision
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO, Precision
+    from lightning.fabric.plugins import Precision
     from lightning.fabric.strategies.parallel import ParallelStrategy
 else:
     ParallelStrategy = object
 
 
-class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
+class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, ParallelStrategy):
     """Trains models larger than device memory in a loop of one's own, written for Lightning Fabric.
 
     Each model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory;
@@ -69,12 +70,12 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
         >>> model, optimizer = fabric.setup(model, optimizer)
     """
 
-    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
     single_device_strategy: ClassVar[type]
     _num_nodes = 1  # set by Fabric
 
     @override
     def _make_parts(self) -> None:
+        self.progress = Progress()
         self._references: list[weakref.ref[AttachedModel]] = []
         self._clips_by_norm = False  # whether the loop has, so that gradients had better bring their norms
         self._backward_sync_control = self  # type: ignore[assignment]
@@ -105,17 +106,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
         super().setup_environment()
         self.join_processes()
 
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self.streaming_checkpoint_io()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     def _class(self) -> type:
         """Return what Fabric takes the strategy for: with one device it wants no `launch()`."""
         return type(self) if self.is_distributed else self.single_device_strategy
@@ -140,10 +130,11 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
         return super().precision
 
     @precision.setter
-    def precision(self, plugin: Precision | None) -> None:
+    def precision(self, plugin: Any) -> None:
         if plugin is not None:
-            host_precision(plugin, self.lightning)
-            tell_scaler(plugin, self)
+            host_precision(plugin, self.lightning, self)
+            # Fabric sees through this, and does not forbid `loss.backward()` and `torch.autograd.grad`
+            plugin.backward = wraps(type(plugin).backward)(partial(self._backward))
         self._precision = plugin
 
     @contextmanager
@@ -169,7 +160,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
             return module
         meetings = Meetings(self.processes_of_a_model())
         meetings.begin_run(trains=True)
-        materialize(module, meetings.follows, self.lightning, Progress())
+        materialize(module, meetings.follows, self.lightning, self.progress)
         with autocast_of(self.precision, self.lightning):  # as steps will have it
             pipeline = Pipeline(
                 module,
@@ -200,6 +191,10 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, ParallelStrategy):
             for pipeline in self.pipelines:
                 scopes.enter_context(pipeline.step())
             yield
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.backward_scope(kwargs):
+            type(self.precision).backward(self.precision, loss, *args, **kwargs)
 
     @contextmanager
     def backward_scope(self, arguments: dict[str, Any]) -> Iterator[None]:

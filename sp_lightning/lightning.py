@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from sp_lightning.callback import CallbackMixin
+from sp_lightning.fabric import SuperpipelineCheckpointIO as SuperpipelineCheckpointIO
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.trainer import Namespace
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
-
-
-class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in host memory."""
 
 
 class SuperpipelineCallback(CallbackMixin, Callback):  # noqa: D101

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from sp_lightning.callback import CallbackMixin
+from sp_lightning.lightning_fabric import SuperpipelineCheckpointIO as SuperpipelineCheckpointIO
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.trainer import Namespace
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
-
-
-class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in host memory."""
 
 
 class SuperpipelineCallback(CallbackMixin, Callback):  # type: ignore[misc]  # noqa: D101

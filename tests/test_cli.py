@@ -39,8 +39,7 @@ CLASS = "sp_lightning.SuperpipelineStrategy"
 
 def cli(*arguments: str, **options: Any) -> SuperpipelineStrategy:
     """The strategy of the Trainer that LightningCLI builds from a command line."""
-    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-    with mock.patch.object(sys, "argv", ["script", *quiet, *arguments]):
+    with mock.patch.object(sys, "argv", ["script", *QUIET, *arguments]):
         strategy = LightningCLI(BoringModel, run=False, save_config_callback=None, **options).trainer.strategy
     assert type(strategy) is SuperpipelineStrategy
     return strategy
@@ -59,7 +58,6 @@ def config(path: Path, trainer: dict[str, Any]) -> str:
         [f"--trainer.strategy.class_path={CLASS}", "--trainer.strategy.init_args.k=4"],
         ['--trainer.strategy={"class_path": "' + CLASS + '", "init_args": {"k": 4}}'],
     ],
-    ids=["class", "short class", "class_path", "json"],
 )
 def test_class(arguments):
     assert cli(*arguments).options.k == 4
@@ -119,24 +117,17 @@ def trainers(monkeypatch) -> list[Any]:
     return called
 
 
-@pytest.mark.parametrize("command", RUNS)
-def test_the_default_is_our_strategy(command, trainers):
-    assert main([command, f"--model={BORING}", *QUIET, "--trainer.strategy.k=4"]) == 0
+@pytest.mark.parametrize(
+    ("command", "package", "ours"),
+    [*product(RUNS, [lightning.pytorch], [sp_lightning]), ("fit", pytorch_lightning, sp_lightning.pytorch_lightning)],
+)
+def test_the_default_is_our_strategy(command, package, ours, trainers):
+    boring = package.demos.boring_classes.BoringModel
+    assert main([command, f"--model={boring.__module__}.BoringModel", *QUIET, "--trainer.strategy.k=4"]) == 0
     ((called, trainer, kwargs),) = trainers
-    assert called == command
-    assert type(trainer.strategy) is SuperpipelineStrategy
+    assert (called, type(trainer), type(kwargs["model"])) == (command, package.Trainer, boring)
+    assert type(trainer.strategy) is ours.SuperpipelineStrategy
     assert trainer.strategy.options.k == 4
-    assert type(kwargs["model"]) is BoringModel
-
-
-def test_modules_of_pytorch_lightning(trainers):
-    boring = pytorch_lightning.demos.boring_classes.BoringModel
-    assert main(["fit", f"--model={boring.__module__}.BoringModel", *QUIET, "--trainer.strategy.k=4"]) == 0
-    ((_, trainer, kwargs),) = trainers
-    assert type(trainer) is pytorch_lightning.Trainer
-    assert type(trainer.strategy) is sp_lightning.pytorch_lightning.SuperpipelineStrategy
-    assert trainer.strategy.options.k == 4
-    assert type(kwargs["model"]) is boring
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def test_scalers_of_a_users_own_class():
         pass
 
     kept = MixedPrecision("16-mixed", "cpu", OnHost())
-    host_precision(kept, LIGHTNING)
+    host_precision(kept, LIGHTNING, streamed())
     assert type(kept.scaler) is OnHost
     assert kept.scaler.scale(torch.ones((), device="meta")).device.type == "meta"
     assert kept.scaler._scale.device.type == "cpu"
     with pytest.raises(MisconfigurationException, match=r"scaler=Own\(\.\.\.\).*Derive the scaler from `sp_lightning"):
-        host_precision(MixedPrecision("16-mixed", "cpu", Own("cpu")), LIGHTNING)
+        host_precision(MixedPrecision("16-mixed", "cpu", Own("cpu")), LIGHTNING, streamed())
 
 
 def test_the_scale_is_saved_and_restored(tmp_path):
@@ -90,4 +90,4 @@ def test_plugins_of_a_users_own():
     for plugin in (Inputs(), Half("bf16-true")):
         fit(trainer(streamed(), plugins=plugin), Base())
     with pytest.raises(MisconfigurationException, match="`Layers` does not work"):
-        host_precision(Layers(), LIGHTNING)
+        host_precision(Layers(), LIGHTNING, streamed())

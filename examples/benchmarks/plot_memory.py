@@ -2,6 +2,7 @@
 
     python examples/benchmarks/plot_memory.py results.json --output memory.svg         # as measured
     python examples/benchmarks/plot_memory.py results.json --plan --output memory.svg  # and as planned
+    ... --point "plain Lightning, another run" 51.3 0.27                               # and one from elsewhere
 
 The file is written by `bench.py run --set memory`; any other with a decoder does, too. `--plan` adds a line that nobody
 has measured: steps as the search of `sp-lightning plan` expects them, on a machine with the rates in the file.
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -31,17 +32,21 @@ from sp_lightning.planning.choose import TooLittleMemory, choose  # noqa: E402
 from sp_lightning.planning.estimate import Assumptions, estimate  # noqa: E402
 from sp_lightning.planning.report import readable_seconds  # noqa: E402
 
-WIDTH, LEGEND_LINE = 1120, 24
-LEFT, RIGHT, TOP, BOTTOM = 84, 1080, 108, 400
+# letters that can be read where a phone shows the picture 360 points wide
+WIDTH, LEGEND_LINE = 600, 26
+LEFT, RIGHT, TOP, BOTTOM = 76, 576, 128, 420
+SIZE = 17
 COLORS = (
     "backward", "stall", "load", "step", "gradients", "visit",
     "state-up", "state-down", "offload", "fetch", "add", "edge",
 )  # fmt: skip
-_FEW = 3  # curves whose points have their seconds beside them
+_FEW = 4  # curves whose first and last points have their seconds beside them
 _BUDGETS = (5, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 128)  # GiB that are planned with
 _BYTES_STEPPED = 26  # that AdamW reads and writes on the host for a parameter
 # of the rate of one large matrix product, what plain training of 1.5B reached on an H200 (docs/performance.md)
 _REACHED = 0.4
+
+Anchor: TypeAlias = Literal["start", "middle", "end"]
 
 
 @dataclass
@@ -131,21 +136,23 @@ def plot(result: Mapping[str, Any], name: str, curves: Sequence[Curve]) -> str:
     shapes = list(_head(result, name, is_planned))
     for value in round_steps(slowest, 5):
         _, y = place(0, value)
-        shapes += [line([(LEFT, y), (RIGHT, y)], "grid"), _mark(LEFT - 8, y + 4, readable_seconds(value), "end")]
-    for value in round_steps(widest, 10):
+        shapes += [line([(LEFT, y), (RIGHT, y)], "grid"), _mark(LEFT - 8, y + 5, readable_seconds(value), "end")]
+    for value in round_steps(widest, 6):
         x, _ = place(value, 0)
-        shapes.append(_mark(x, BOTTOM + 18, f"{value:.4g}", "middle"))
-    shapes.append(_mark(RIGHT, BOTTOM + 38, "device memory, GiB", "end"))
+        shapes.append(_mark(x, BOTTOM + 22, f"{value:.4g}", "middle"))
+    shapes.append(_mark((LEFT + RIGHT) / 2, BOTTOM + 44, "device memory, GiB", "middle"))
     ordered = [replace(curve, points=sorted(curve.points)) for curve in curves]
     for curve, color in zip(ordered, COLORS, strict=False):
         shapes.append(line([place(*point) for point in curve.points], color, 2.5))
         for point in curve.points:
             x, y = place(*point)
             shapes += _dot(x, y, color, curve.is_planned)
-            if len(curves) <= _FEW:
-                shapes.append(text(x, y - 11, readable_seconds(point[1]), 11, "text", "middle"))
+            if len(curves) <= _FEW and point in (curve.points[0], curve.points[-1]):
+                anchor: Anchor = "end" if x > RIGHT - 40 else "middle"
+                below = len(curve.points) == 1  # not where a line ends
+                shapes.append(text(x, y + 24 if below else y - 12, readable_seconds(point[1]), SIZE, "text", anchor))
     rows = list(_legend(ordered))
-    return picture(WIDTH, BOTTOM + 52 + LEGEND_LINE * len(rows), [*shapes, *(shape for row in rows for shape in row)])
+    return picture(WIDTH, BOTTOM + 58 + LEGEND_LINE * len(rows), [*shapes, *(shape for row in rows for shape in row)])
 
 
 def _head(result: Mapping[str, Any], name: str, is_planned: bool) -> Iterator[str]:
@@ -153,31 +160,30 @@ def _head(result: Mapping[str, Any], name: str, is_planned: bool) -> Iterator[st
     description = result["workloads"][name]
     items = f"{description['samples'] * description['items_per_sample']:,} {description['items']}"
     clipping = "" if description["clipping"] is None else ", clipping by norm"
-    yield text(28, 40, f"Time of a step over device memory: {name}", 20, bold=True)
-    machine = f"{items} a step{clipping}. {result['machine']['gpu'] or 'CPU, emulated device'}, "
+    began = result["began"][:10]
+    yield text(20, 36, "Time of a step over device memory", 22, bold=True)
+    yield text(20, 64, f"{name}, {items} a step{clipping}", SIZE, "muted")
+    yield text(20, 88, f"{result['machine']['gpu'] or 'CPU, emulated device'}, measured on {began}", SIZE, "muted")
     if is_planned:
-        machine += f"dots measured on {result['began'][:10]}; rings planned with the rates measured then, not measured"
-    else:
-        machine += f"measured on {result['began'][:10]}"
-    yield text(28, 64, machine, 13, "muted")
+        yield text(20, 112, "rings: planned with the rates of that day, not measured", SIZE, "muted")
 
 
 def _legend(curves: Sequence[Curve]) -> Iterator[list[str]]:
     """Yield rows of names, as many in a row as there is room for."""
-    x, y = 28.0, BOTTOM + 62.0
+    x, y = 20.0, BOTTOM + 76.0
     row: list[str] = []
     for curve, color in zip(curves, COLORS, strict=False):
-        width = 16 + text_width(curve.title, 12) + 28
+        width = 16 + text_width(curve.title, SIZE) + 20
         if row and x + width > WIDTH:
             yield row
-            x, y, row = 28.0, y + LEGEND_LINE, []
-        row += [*_dot(x + 5, y - 4, color, curve.is_planned), text(x + 16, y, curve.title, 12)]
+            x, y, row = 20.0, y + LEGEND_LINE, []
+        row += [*_dot(x + 5, y - 6, color, curve.is_planned), text(x + 16, y, curve.title, SIZE)]
         x += width
     yield row
 
 
-def _mark(x: float, y: float, words: str, anchor: Literal["start", "middle", "end"]) -> str:
-    return text(x, y, words, 11, "muted", anchor)
+def _mark(x: float, y: float, words: str, anchor: Anchor) -> str:
+    return text(x, y, words, SIZE, "muted", anchor)
 
 
 def _dot(x: float, y: float, color: str, is_ring: bool) -> list[str]:
@@ -193,6 +199,7 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="file written by bench.py run")
     parser.add_argument("--workload", metavar="NAME", help="by default the first in the file")
     parser.add_argument("--plan", action="store_true", help="draw what is planned, too")
+    parser.add_argument("--point", nargs=3, action="append", default=[], metavar=("TITLE", "GIB", "SECONDS"))
     parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write, an .svg")
     options = parser.parse_args()
     if options.output.suffix != ".svg":
@@ -207,6 +214,7 @@ def main() -> None:
     curves = measured(found[name])
     if options.plan:
         curves.insert(0, planned(name, result["rooflines"]))
+    curves += [Curve(title, points=[(float(gib), float(seconds))]) for title, gib, seconds in options.point]
     options.output.write_text(plot(result, name, curves), encoding="utf-8")
 
 

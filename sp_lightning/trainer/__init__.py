@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import resolve_name
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -23,10 +22,18 @@ else:
 
 
 class FabricNamespace:
-    """The names of `lightning.fabric` or `lightning_fabric` that the shared implementation uses."""
+    """The names of `lightning.fabric` or `lightning_fabric` that the shared implementation uses.
 
-    def __init__(self, name: str) -> None:
-        utilities = f"{name}.utilities"
+    Args:
+        name: The namespace.
+        below: The one that it is built on, which has its utilities; None if that is itself.
+    """
+
+    # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap; Fabric has none.
+    wrapping_checkpoint_io: type[Any] | tuple[()] = ()
+
+    def __init__(self, name: str, below: str | None = None) -> None:
+        utilities = f"{below or name}.utilities"
         self.misconfiguration = resolve_name(f"{utilities}.exceptions:MisconfigurationException")
         self.rank_zero_only = resolve_name(f"{utilities}.rank_zero:rank_zero_only")
         self.info = resolve_name(f"{utilities}.rank_zero:rank_zero_info")
@@ -38,11 +45,9 @@ class FabricNamespace:
         self.reduce = resolve_name(f"{utilities}.distributed:_sync_ddp_if_available")
         # Private. What both `ParallelStrategy`s gather with.
         self.all_gather = resolve_name(f"{utilities}.distributed:_all_gather_ddp_if_available")
-        self._use_plugins(import_module(f"{name}.plugins"))
-        # Private. Starts the user's script once more for each further device.
+        # Private. Starts the user's script once more for each further device; the Trainer's knows the Trainer.
         self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
-
-    def _use_plugins(self, plugins: ModuleType) -> None:
+        plugins = import_module(f"{name}.plugins")
         # Precision plugins that convert modules to other dtypes, and do no more; the base class is that of `32-true`.
         self.converting_dtypes = (plugins.HalfPrecision, plugins.DoublePrecision)
         self.precision = plugins.Precision
@@ -58,8 +63,7 @@ class Namespace(FabricNamespace):
     """The names of `lightning.pytorch` or `pytorch_lightning` that the shared implementation uses."""
 
     def __init__(self, name: str) -> None:
-        super().__init__("lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric")
-        self._use_plugins(import_module(f"{name}.plugins"))
+        super().__init__(name, "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric")
         callbacks = import_module(f"{name}.callbacks")
         self.summary = callbacks.ModelSummary
         self.tqdm_bar = callbacks.TQDMProgressBar
@@ -71,10 +75,7 @@ class Namespace(FabricNamespace):
         self.averaging = (self.swa, getattr(callbacks, "WeightAveraging", self.swa))
         # Private. The closure that automatic optimization passes to an optimizer; it contains no user code.
         self.closure = resolve_name(f"{name}.loops.optimization.automatic:Closure")
-        # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         self.wrapping_checkpoint_io = resolve_name(f"{name}.plugins.io.wrapper:_WrappingCheckpointIO")
-        # Private. As Fabric's, but it knows the Trainer.
-        self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
 
 
 def is_fitting(trainer: Trainer) -> bool:
@@ -103,7 +104,6 @@ class StrategyPart(ParallelStrategy):
     lightning: ClassVar[Namespace]
     options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
-    progress: Progress  # shows how far long work has come
 
     @property
     def _trainer(self) -> Trainer | None:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from sp_lightning.optim.optimizers import COMPACT, AdamW
 from sp_lightning.pipeline import Progress, Work
 from sp_lightning.pipeline.torch_private import parts_of
-from sp_lightning.trainer import StrategyPart
+from sp_lightning.trainer import FabricNamespace, Namespace, StrategyPart
 from sp_lightning.trainer.processes import Meetings
 from sp_lightning.trainer.progress import CountedCopies
 
@@ -105,12 +105,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         # torch cannot mmap files older than its zip format
         if source is None or not zipfile.is_zipfile(source):
             return base(path, map_location=map_location, **choice)
-        checkpoint: dict[str, Any] = torch.load(
-            source,
-            map_location,
-            weights_only=weights_only,
-            mmap=True,
-        )
+        checkpoint: dict[str, Any] = torch.load(source, map_location, weights_only=weights_only, mmap=True)
         mapped = {id(checkpoint[name]): checkpoint[name] for name in self.streamed if name in checkpoint}
         return copy.deepcopy(checkpoint, mapped)
 
@@ -163,15 +158,17 @@ def nbytes_of(checkpoint: Any) -> int:
     return sum({part.data_ptr(): part.nbytes for part in parts if part.layout is torch.strided}.values())
 
 
-class CheckpointsMixin(StrategyPart):
-    """The part of the strategy that deals with checkpoints."""
+class WritesCheckpoints:
+    """The part of a strategy that has its checkpoint plugin, the Trainer's and Fabric's."""
 
-    meetings: Meetings
+    lightning: ClassVar[FabricNamespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
+    progress: Progress  # shows how far long work has come
+    _checkpoint_io: CheckpointIO | None
 
     @property
-    @override
     def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads checkpoints: the user's own, or else ours."""
         if self._checkpoint_io is None:
             self._checkpoint_io = self.streaming_checkpoint_io(self.progress)
         elif isinstance(self._checkpoint_io, self.lightning.wrapping_checkpoint_io):
@@ -182,6 +179,13 @@ class CheckpointsMixin(StrategyPart):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+
+class CheckpointsMixin(WritesCheckpoints, StrategyPart):
+    """The part of the Trainer's strategy that deals with checkpoints."""
+
+    lightning: ClassVar[Namespace]
+    meetings: Meetings
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -74,8 +74,7 @@ class PrecisionMixin(StepsMixin):
         self._precision_plugin = plugin
         if plugin is None:
             return
-        host_precision(plugin, self.lightning)
-        tell_scaler(plugin, self)
+        host_precision(plugin, self.lightning, self)
         plugin.backward = self._backward
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             if getattr(type(plugin), name) is getattr(self.lightning.precision, name):
@@ -99,8 +98,11 @@ class PrecisionMixin(StepsMixin):
         clip(plugin.main_params(optimizer), clip_val)
 
 
-def host_precision(plugin: Any, lightning: FabricNamespace) -> None:
-    """Refuse a precision plugin that needs weights on the device; have its scaler work on gradients on the host."""
+def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradients) -> None:
+    """Refuse a precision plugin that needs weights on the device; have its scaler work on gradients on the host.
+
+    It unscales those that the engine of the `strategy` has.
+    """
     cls = type(plugin)
     # A plugin that does not convert modules can only change contexts and inputs. Others (bitsandbytes, Transformer
     # Engine) insert layers that keep their weights, or scales for them, on the device.
@@ -113,22 +115,18 @@ def host_precision(plugin: Any, lightning: FabricNamespace) -> None:
         "'bf16-mixed' and '16-mixed'.",
     )
     scaler = plugin.scaler if isinstance(plugin, lightning.mixed_precision) else None
-    if scaler is None or isinstance(scaler, HostGradScaler):
+    if scaler is None:
         return
-    lightning.check(
-        type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler),
-        f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the device, "
-        "but `strategy='superpipeline'` keeps gradients in host memory. Derive the scaler from "
-        "`sp_lightning.trainer.precision.HostGradScaler`.",
-    )
-    plugin.scaler = HostGradScaler(enabled=scaler.is_enabled())
-    plugin.scaler.load_state_dict(scaler.state_dict())
-
-
-def tell_scaler(plugin: Any, strategy: HasGradients) -> None:
-    """Tell the scaler of a precision plugin, if it has one, whose engine has the gradients."""
-    if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
-        plugin.scaler.strategy = strategy
+    if not isinstance(scaler, HostGradScaler):
+        lightning.check(
+            type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler),
+            f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the device, "
+            "but `strategy='superpipeline'` keeps gradients in host memory. Derive the scaler from "
+            "`sp_lightning.trainer.precision.HostGradScaler`.",
+        )
+        plugin.scaler = HostGradScaler(enabled=scaler.is_enabled())
+        plugin.scaler.load_state_dict(scaler.state_dict())
+    plugin.scaler.strategy = strategy
 
 
 def autocast_of(plugin: Any, lightning: FabricNamespace) -> AbstractContextManager[Any]:

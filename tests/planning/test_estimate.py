@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import replay
 import torch
 import transformers
 from lightning.pytorch import LightningModule, Trainer
@@ -314,3 +315,11 @@ def test_state_of_optimizers(name):
     with_it, without = (each.best.step for each in plans)
     assert with_it.host_bytes - without.host_bytes == kept
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
+
+
+def test_published_runs_lie_between_half_and_all_of_what_their_cards_state():
+    """Two of the table in docs/planning.md, which has them all."""
+    table = replay.DOCUMENT.read_text(encoding="utf-8")
+    assert not [run for run in replay.RUNS if f"| {run.published:,.0f} |" not in table]
+    for run in (replay.RUNS[0], replay.RUNS[5]):
+        assert replay.predicted(run, 0.5) < run.published < 1.05 * replay.predicted(run, 1.0)
