@@ -80,7 +80,7 @@ def choose(
         if waiting > missing:
             most = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
         raise TooLittleMemory("host", host_budget, missing, most)
-    search = _Search(workload, machine, budget - workload.reserve_bytes, host_budget, by_size)
+    search = _Search(workload, machine, budget, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
         raise search.too_little(places[0])
@@ -167,7 +167,7 @@ class _Search:
         }
         missing = device_bytes(work, least) - self._room
         most = max(parts, key=parts.__getitem__)
-        return TooLittleMemory("device", self._room + work.reserve_bytes, missing, most)
+        return TooLittleMemory("device", self._room, missing, most)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""
