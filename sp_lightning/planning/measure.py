@@ -87,7 +87,8 @@ class FirstSteps:
     def __init__(self, engine: Engine, trains: bool, waits: bool) -> None:
         self.trains = trains  # whether the steps have a backward
         self.recording = Recording()  # of what the lanes did
-        self.activation_bytes = 0  # the most of the device that they took beside weights and gradients
+        # the most of the device that they took beside weights and gradients
+        self.activation_bytes = 0
         self.optimizer_steps = 0  # since this object was made, or since the recording has begun
         self._engine = engine
         self._waits = waits
@@ -144,11 +145,12 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
     ]
     stepping: Stepping | None = None
+    micro_steps = 1
     if measured.optimizer_steps:
+        micro_steps = max(1, round(len(steps) / measured.optimizer_steps))
         stepping = "after backward" if _waits_for_all(recording) else "under forward"
         if engine.stats.steps_in_backward:
             stepping = "in backward"
-    micro_steps = max(1, round(len(steps) / max(1, measured.optimizer_steps)))
     return Workload(
         units=tuple(units),
         resident=measured_work(engine, engine.arrangement.resident, measured.trains),

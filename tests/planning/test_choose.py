@@ -17,13 +17,7 @@ from sp_lightning.planning.memory import first_host_bytes
 from sp_lightning.planning.work import Way
 
 MIB = 1 << 20
-WAYS = (
-    Way("keep", 60, 60),
-    Way("recompute", 10, 60, repeating=0.5),
-    Way("offload", 0, 60, leaving=60, under_way=60),
-)
-
-
+WAYS = (Way("keep", 60, 60), Way("recompute", 10, 60, repeating=0.5), Way("offload", 0, 60, leaving=60, under_way=60))
 FAST = Machine(10_000.0, 10_000.0, 10_000.0)
 
 
