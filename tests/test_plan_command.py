@@ -172,6 +172,7 @@ def test_assumptions_change_the_plan():
             "Llama-3.1-8B --moments int8 --precision bf16-true --gradient_clip_val 1",
             "Most is for gradients, which wait",
         ),
+        ("Llama-3.1-8B --moments int8 --precision bf16-true --accumulate 4", "for sums of gradients: one larger"),
     ],
 )
 def test_nothing_fits(arguments, says):

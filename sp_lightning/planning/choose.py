@@ -28,7 +28,8 @@ from sp_lightning.planning.memory import (
 from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
-_POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload")
+# of units that do not keep their activations
+_POLICIES: tuple[Policy, ...] = ("recompute", "offload")
 # of the units that could keep their activations, and of those that could visit
 _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
@@ -76,11 +77,14 @@ def choose(
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
     if (missing := first_host_bytes(workload) - host_budget) > 0:
         waiting = landing_bytes(workload, Choice(1))
+        sums = sum(unit.gradient_bytes for unit in workload.everything)
         most = "weights and the optimizer's state: adapters on a frozen base help (LoRA)"
         if waiting > missing:
             most = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
+        elif workload.micro_steps > 1 and sums > missing:
+            most = "sums of gradients: one larger batch, not accumulated, on one device fits"
         raise TooLittleMemory("host", host_budget, missing, most)
-    search = _Search(workload, machine, budget - workload.reserve_bytes, host_budget, by_size)
+    search = _Search(workload, machine, budget, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
         raise search.too_little(places[0])
@@ -105,7 +109,8 @@ class _Search:
         # what is resident first
         in_order = (len(workload.units), *range(len(workload.units)))
         self._able_to_live = [number for number in in_order if everything[number].bytes_on_device]
-        self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in _POLICIES}
+        every: tuple[Policy, ...] = ("keep", *_POLICIES)
+        self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in every}
 
     def cheapest(self, kind: tuple[int, Policy] | None = None) -> tuple[_Draft, Prediction]:
         """Return the best draft, of all or of those with so many places and such a policy."""
@@ -167,7 +172,7 @@ class _Search:
         }
         missing = device_bytes(work, least) - self._room
         most = max(parts, key=parts.__getitem__)
-        return TooLittleMemory("device", self._room + work.reserve_bytes, missing, most)
+        return TooLittleMemory("device", self._room, missing, most)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""

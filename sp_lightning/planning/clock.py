@@ -23,7 +23,6 @@ share their place with no other.
 from __future__ import annotations
 
 import math
-from heapq import heappop, heappush
 
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
@@ -84,17 +83,16 @@ class _Pass:
         numbers = range(len(self._units))
         self._streams = [number < self._resident and number not in self._living for number in numbers]
         self._ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
-        self._leaving = [*(way.leaving for way in self._ways[:-1]), 0]
+        self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
         self._gradients = [workload.gradient_to_host(number, choice) for number in numbers]
-        # of adding up gradients on the host
-        gradients = sum(unit.gradient_bytes for unit in self._units)
-        self._add_seconds = workload.add_seconds * sum(self._gradients) / max(1, gradients)
         # where units are stepped that do not live on the device
         elsewhere = self._living.union(choice.visiting)
         self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]
         self._bytes_on_host = sum(self._units[number].step_bytes for number in self._on_host)
         self._steps_in_backward = steps and workload.stepping == "in backward"
-        self._visiting = choice.visiting if steps else ()
+        # units that visit in backward, and those that the next forward has visit
+        self._early = [*choice.visiting] if self._steps_in_backward else []
+        self._visiting = choice.visiting if steps and not self._early else ()
         self._visited = 0.0  # when the last visit will be over
         self._come = [0.0] * len(self._units)  # when each unit's gradients have
         # when each unit has been stepped, or may be by its visit
@@ -107,18 +105,24 @@ class _Pass:
             Lane.TO_HOST: self.down,
             Lane.HOST: self._host,
         }
+        # it adds up gradients as they come
+        every = max(1, sum(unit.gradient_bytes for unit in self._units))
+        self._host.free = workload.add_seconds * sum(self._gradients) / every
         self.seconds = self._run()
 
     def _run(self) -> float:
         """Run through it; return when it is over."""
         if self._workload.trains:
             self._run_backward()
+            # these crowd its copies; forward need not wait for others
+            self._visit_in_backward(self._compute.free)
             self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
+            self._visit_in_backward(math.inf)
             self._step()
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
         seconds = max(self._compute.free, self._copying_seconds(self._bytes_on_host))
-        return seconds if self._steps else max(seconds, self._add_seconds)
+        return seconds if self._steps else max(seconds, self._host.free)
 
     def _copying_seconds(self, stepped: int) -> float:
         """Return how long all copies so far keep what they share busy: the link, and the memory of the host.
@@ -154,8 +158,16 @@ class _Pass:
                 sent.append(self._come[number])
             if self._streams[number]:
                 freed.append(self._compute.free)
-        for number in reversed(self._visiting) if self._steps_in_backward else ():
-            self._ready[number] = self._visit(self._units[number], self._come[number])
+
+    def _visit_in_backward(self, until: float) -> None:
+        """Have units visit as their gradients come, as long as these visits end before a moment."""
+        while self._early:
+            number = self._early[-1]
+            unit = self._units[number]
+            if max(self._visited, self._come[number]) + self._machine.visit(unit.visit_up, unit.visit_down) > until:
+                break
+            self._early.pop()
+            self._ready[number] = self._visit(unit, self._come[number])
 
     def _visit(self, unit: UnitWork, ready: float) -> float:
         """Have a unit visit; return when it is over."""
@@ -171,19 +183,15 @@ class _Pass:
         """Have the host step units; of those whose gradients have come the first one that the next forward needs."""
         if self._workload.stepping == "after backward":
             self._come = [max(self._come)] * len(self._come)
-        for number in () if self._steps_in_backward else self._visiting:
+        for number in self._visiting:
             self._ready[number] = max(self._come)
-        # what is resident is needed first
-        coming = sorted((self._come[number], (number + 1) % len(self._come)) for number in self._on_host)
-        adding = self._add_seconds * self._host.rate / max(1, len(self._on_host))
-        waiting: list[int] = []
-        while coming or waiting:
-            if not waiting:
-                self._host.move(0.0, coming[0][0])
-            while coming and coming[0][0] <= self._host.free:
-                heappush(waiting, coming.pop(0)[1])
-            number = (heappop(waiting) - 1) % len(self._come)
-            self._ready[number] = self._host.move(self._units[number].step_bytes + adding)
+        # what is resident is first
+        waiting = {number: (number + 1) % len(self._come) for number in self._on_host}
+        while waiting:
+            come = [number for number in waiting if self._come[number] <= self._host.free]
+            number = min(come or waiting, key=(waiting if come else self._come).__getitem__)
+            del waiting[number]
+            self._ready[number] = self._host.move(self._units[number].step_bytes, self._come[number])
 
     def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
@@ -201,7 +209,7 @@ class _Pass:
                 begin = max(begin, freed[-self._slots])
             arrived = 0.0
             nbytes = 0 if is_there else unit.weight_bytes
-            if number in self._visiting and not self._steps_in_backward:
+            if number in self._visiting:
                 nbytes = max(0, nbytes - unit.bytes_after_step)
                 arrived = self._visit(unit, max(begin, self._ready[number], self.up.free))
                 self.up.free = arrived
@@ -212,7 +220,7 @@ class _Pass:
                 arrived = max(arrived, loaded, self._ready[number] + nbytes / self._machine.to_device)
             self._compute.move(unit.forward_seconds, arrived)
             self._compute.move(0.0, left)
-            if number < self._resident and self._workload.trains and self._leaving[number]:
+            if self._leaving[number]:
                 left = self.down.move(self._leaving[number], self._compute.free)
             if self._streams[number]:
                 freed.append(self._compute.free)

@@ -72,7 +72,8 @@ _OF_LOGITS = 3.0
 _OF_CHUNKED_LOSS = 2.0  # what a loss without them takes, by the size of its weight
 # layers that make queries, of all heads together, and the side of their weights that has this width
 _QUERIES = {"q_proj": 0, "to_q": 0, "query": 0, "q": 0, "qkv": 1, "qkv_proj": 1, "c_attn": 0}
-_ONCE = re.compile(r"norm\w*\.linear$")  # diffusers' modulation
+# what few tokens pass in diffusers' models: modulation, and the text's half of blocks that have one for the image, too
+_NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_out)\b")
 # the backward of fused attention, which multiplies once more for the scores, by its forward
 _ATTENTION_BACK = 2.5
 _BOTH_WAYS = 1.7  # what copies in both directions at once reach together, by one of them
@@ -270,10 +271,11 @@ def _machine(given: Assumptions) -> Machine:
 def _matrices(unit: Unit, given: Assumptions) -> Iterator[tuple[str, torch.Size]]:
     """Yield the shapes of all weights that a unit multiplies tokens with, and the names of their layers.
 
-    Tables are looked up, diffusion models' modulation is computed once for an image, and adapters are next to nothing.
+    Tables are looked up, diffusion models' modulation is computed once for an image, their tokens pass one of two
+    halves of a block, and adapters are next to nothing.
     """
     for name, module in [named for member in unit.members for named in member.module.named_modules()]:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _ONCE.search(name):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _NOT_EACH.search(name):
             continue
         for weight in module.parameters(recurse=False):
             if weight.dim() > 1 and min(weight.shape[:2]) > (given.lora or 0):

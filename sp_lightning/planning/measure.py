@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
+from typing import TypeAlias
 
-from sp_lightning.pipeline import Engine, Kind, Recording, Span
+from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
+from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
@@ -24,6 +27,11 @@ from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workloa
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
+
+_Phase: TypeAlias = tuple[Kind, bool, str]
+"""What is computed, whether after the step's backward has begun, and for which unit."""
+
+_REST: _Phase = (Kind.STALL, False, "")
 
 
 def work_of(
@@ -79,45 +87,34 @@ class FirstSteps:
     def __init__(self, engine: Engine, trains: bool, waits: bool) -> None:
         self.trains = trains  # whether the steps have a backward
         self.recording = Recording()  # of what the lanes did
-        self.activation_peak = 0
-        # of the device that must stay free beside weights, gradients and activations
-        self.reserve_bytes = 0
-        # since this object was made, or since the recording has begun
-        self.optimizer_steps = 0
-        self.steps_in_backward = 0
+        # the most of the device that they took beside weights and gradients
+        self.activation_bytes = 0
+        self.optimizer_steps = 0  # since this object was made, or since the recording has begun
         self._engine = engine
         self._waits = waits
         self._steps = -1  # the first call comes before the first step
         self._scope: ExitStack | None = None
-        self._before = self._steps_taken()
-
-    def _steps_taken(self) -> tuple[int, int]:
-        return self._engine.optimizers.steps_taken, self._engine.stats.steps_in_backward
+        self._before = engine.optimizers.steps_taken
+        self._memory: DeviceMemory | None = None  # as the recording began
 
     def go_on(self) -> bool:
         """Count the step that ended before this call, and tell whether more steps are needed."""
         self._steps += 1
         engine = self._engine
-        taken, in_backward = self._steps_taken()
-        self.optimizer_steps = taken - self._before[0]
-        self.steps_in_backward = in_backward - self._before[1]
+        self.optimizer_steps = engine.optimizers.steps_taken - self._before
         saw_optimizer = self.optimizer_steps > 0 or not self._waits or self._steps >= _PATIENCE
         if self._scope is None:
             if saw_optimizer and self._steps >= _WARM_UP:
-                self._start()
+                self._steps, self._before = 0, engine.optimizers.steps_taken
+                self._memory = engine.backend.count_peak_anew()
+                self._scope = ExitStack()
+                self.recording = self._scope.enter_context(engine.backend.trace.record())
             return True
-        self.activation_peak = max(self.activation_peak, engine.meter.step_peak)
-        if saw_optimizer and self._steps >= _RECORDED:
-            self.stop()
-            return not self.recording.steps
-        return True
-
-    def _start(self) -> None:
-        self._steps = 0
-        self._before = self._steps_taken()
-        self._memory = self._engine.backend.count_peak_anew()
-        self._scope = ExitStack()
-        self.recording = self._scope.enter_context(self._engine.backend.trace.record())
+        self.activation_bytes = max(self.activation_bytes, engine.meter.step_peak)
+        if not saw_optimizer or self._steps < _RECORDED:
+            return True
+        self.stop()
+        return not self.recording.steps
 
     def stop(self) -> None:
         """End the recording, if it has begun; raise what a recorded copy or job has failed with."""
@@ -125,48 +122,45 @@ class FirstSteps:
         if scope is None:
             return
         scope.close()
-        before = self._memory
         memory = self._engine.backend.memory()
-        # or what operations take is in units' ways
-        if before is not None and memory is not None and self._engine.activations.auto is None:
-            self.reserve_bytes = max(0, memory.peak - before.allocated - self.activation_peak)
+        if self._memory is not None and memory is not None:  # with what operations take
+            self.activation_bytes = max(self.activation_bytes, memory.peak - self._memory.allocated)
 
 
 def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:
     """Return the work of a step, with ways of activations that can be gone on this machine."""
-    auto, spans = engine.activations.auto, measured.recording.spans
+    auto, recording = engine.activations.auto, measured.recording
     in_order = engine.arrangement.units
-    steps = _recorded_steps(measured.recording, {unit.name for unit in in_order})
-    offers = _ways_of_units(engine, measured.recording, steps, machine)
+    steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
+    # a step that returns no loss has no backward
+    steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
+    fastest = {phase: min(step.get(phase, 0.0) for step in steps) for phase in chain(*steps)}
     units = [
         replace(
             measured_work(engine, unit, measured.trains),
-            forward_seconds=min(step.forward[unit.name] for step in steps),
-            backward_seconds=min(step.backward[unit.name] for step in steps),
+            forward_seconds=fastest.get((Kind.FORWARD, False, unit.name), 0.0),
+            backward_seconds=fastest.get((Kind.BACKWARD, True, unit.name), 0.0),
             ways=ways,
         )
-        for unit, ways in zip(in_order, offers, strict=True)
+        for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
     ]
     stepping: Stepping | None = None
     micro_steps = 1
     if measured.optimizer_steps:
-        stepping = "under forward"
-        if measured.steps_in_backward:
-            stepping = "in backward"
-        elif not any(step.steps_meanwhile for step in steps):
-            stepping = "after backward"
         micro_steps = max(1, round(len(steps) / measured.optimizer_steps))
+        stepping = "after backward" if _waits_for_all(recording) else "under forward"
+        if engine.stats.steps_in_backward:
+            stepping = "in backward"
     return Workload(
         units=tuple(units),
         resident=measured_work(engine, engine.arrangement.resident, measured.trains),
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
-        add_seconds=_seconds(_of_kind(spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps),
-        rest_seconds=max(0.0, min(step.rest for step in steps)),
+        add_seconds=_seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps),
+        rest_seconds=max(0.0, fastest[_REST]),
         turn_bytes=0 if auto is None else auto.turn_bytes,
-        outside_bytes=measured.activation_peak if auto is None else auto.outside_bytes,
-        reserve_bytes=measured.reserve_bytes,
+        outside_bytes=measured.activation_bytes if auto is None else auto.outside_bytes,
         lives_whole=engine.optimizers.states.look_at_weights_together,
     )
 
@@ -183,39 +177,36 @@ def machine_of(engine: Engine, recording: Recording) -> Machine:
     return Machine(to_device, to_device if math.isinf(to_host) else to_host, host)
 
 
-class _Step:
-    """One recorded step: each unit's seconds of computing, without stalls, by its name and what it computed."""
-
-    def __init__(self, spans: Sequence[Span], begin: float, end: float, units: Collection[str]) -> None:
-        spans = [span for span in spans if begin <= span.begin < end and span.end > begin]
-        computing = _of_kind(spans, Kind.FORWARD, Kind.BACKWARD)
-        backward = _of_kind(computing, Kind.BACKWARD)
-        turn = backward[0].begin if backward else end
-        stalls = _of_kind(spans, Kind.STALL)
-        self.forward, self.backward, self.again = (defaultdict[str, float](float) for _ in range(3))
-        # the device neither computed nor waited for a copy
-        self.rest = end - begin - _seconds(stalls)
-        unit = None
-        ends = [*(span.begin for span in computing[1:]), *(span.end for span in computing[-1:])]
-        for span, until in zip(computing, ends, strict=True):
-            of_kind = self.again if span.begin > turn else self.forward
-            if span.kind is Kind.BACKWARD:
-                of_kind = self.backward
-            # time between the calls of two units counts for the earlier one
-            unit = span.name if span.name in units else unit
-            if unit is not None:
-                seconds = until - span.begin - _seconds([each for each in stalls if span.begin <= each.begin < until])
-                of_kind[unit] += seconds
-                self.rest -= seconds
-        # whether something is stepped while gradients come
-        last = backward[-1].begin if backward else begin
-        self.steps_meanwhile = any(turn < span.begin < last for span in _of_kind(spans, Kind.STEP))
+def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:
+    """Return the seconds of computing between two moments, without stalls."""
+    names = {unit.name for unit in units}
+    spans = [span for span in recording.spans if span.lane is Lane.COMPUTE and begin <= span.begin < end]
+    done = max((span.end for span in spans if span.kind is not Kind.STALL), default=begin)
+    seconds: dict[_Phase, float] = defaultdict(float)
+    now, since, has_turned = _REST, begin, False
+    for span in spans:
+        if span.kind is Kind.STALL:
+            seconds[now if span.begin < done else _REST] -= span.end - span.begin
+            continue
+        seconds[now] += span.begin - since
+        since = span.begin
+        has_turned |= span.kind is Kind.BACKWARD
+        # time between the calls of two units counts for the earlier one
+        name = span.name if span.name in names else now[2]
+        now = (span.kind, has_turned, name) if name else _REST
+    seconds[now] += done - since
+    seconds[_REST] += end - done
+    return seconds
 
 
-def _recorded_steps(recording: Recording, units: Collection[str]) -> list[_Step]:
-    steps = [_Step(recording.spans, begin, end, units) for begin, end in recording.steps]
-    # a step that returns no loss has none
-    return [step for step in steps if step.backward] or steps
+def _waits_for_all(recording: Recording) -> bool:
+    """Tell whether nothing is stepped while gradients come."""
+    for begin, end in recording.steps:
+        backward = [span.begin for span in _of_kind(recording.spans, Kind.BACKWARD) if begin <= span.begin < end]
+        steps = _of_kind(recording.spans, Kind.STEP)
+        if backward and any(backward[0] < span.begin < backward[-1] for span in steps):
+            return False
+    return True
 
 
 def _of_kind(spans: Sequence[Span], *kinds: Kind) -> list[Span]:
@@ -234,7 +225,7 @@ def _rate(recording: Recording, *kinds: Kind) -> float:
 
 
 def _ways_of_units(
-    engine: Engine, recording: Recording, steps: Sequence[_Step], machine: Machine
+    engine: Engine, recording: Recording, fastest: Mapping[_Phase, float], machine: Machine
 ) -> Iterator[tuple[Way, ...]]:
     """Yield the ways of each unit's activations: as recorded, where the user chose or no call was measured."""
     auto, policy = engine.activations.auto, engine.options.activations
@@ -244,13 +235,13 @@ def _ways_of_units(
         policies.append("offload")
     units = engine.arrangement.units
     for unit in units:
-        again = min(step.again[unit.name] for step in steps)
+        again = fastest.get((Kind.FORWARD, True, unit.name), 0.0)
         calls = [footprints[member.name] for member in unit.members if member.name in footprints]
         if not calls:
             copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == unit.name]
             leaving = sum(span.nbytes for span in copies) // len(recording.steps)
             yield (Way("keep" if policy == "auto" else policy, 0, 0, leaving, repeating=again),)
             continue
-        again = again or min(step.forward[unit.name] for step in steps)
+        again = again or fastest.get((Kind.FORWARD, False, unit.name), 0.0)
         is_last = unit is units[-1]  # backward needs it at once
         yield ways_of(calls, again, policies[:1] if is_last else policies, inputs_stay=unit is units[0])

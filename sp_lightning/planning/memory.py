@@ -89,7 +89,7 @@ def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int
 def activation_bytes(workload: Workload, choice: Choice) -> int:
     """Return the peak device memory for saved tensors, gradients that stay, and what units and the turn take."""
     if not workload.trains:
-        return 0
+        return workload.outside_bytes
     staying: list[int] = []
     if workload.gradients_stay and choice.visiting:
         visiting = set(choice.visiting)

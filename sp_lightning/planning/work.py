@@ -69,9 +69,8 @@ class Workload:
     rest_seconds: float = 0.0  # between the end of a step and the beginning of the next one
     # taken after the last unit, by a head or a loss, and freed when its backward begins
     turn_bytes: int = 0
-    outside_bytes: int = 0  # saved outside of units elsewhere
-    # of the device that must stay free beside weights, gradients and activations
-    reserve_bytes: int = 0
+    # saved outside of units elsewhere; or all that was taken, if nothing of it is chosen
+    outside_bytes: int = 0
     # whether either everything lives on the device or nothing: the optimizer looks at weights together
     lives_whole: bool = False
     # whether several devices add their gradients up on the host, as they come

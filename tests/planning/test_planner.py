@@ -25,6 +25,7 @@ MACHINES = {
     Lane.TO_HOST: Blocks(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5, units=12),
     Lane.HOST: Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12),
 }
+FROZEN = {"in_backward": False, "frozen": True}
 
 
 def planned(model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
@@ -76,8 +77,8 @@ def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, r
 
 @pytest.mark.parametrize(
     "training",
-    [{}, {"in_backward": False}, {"in_backward": False, "overlap_optimizer": False}, {"accumulate": 3}],
-    ids=["in backward", "under forward", "apart", "accumulation"],
+    [{}, {"in_backward": False}, {"in_backward": False, "overlap_optimizer": False}, {"accumulate": 3}, FROZEN],
+    ids=["in backward", "under forward", "apart", "accumulation", "never"],
 )
 def test_the_planner_sees_when_the_optimizer_steps(training: dict[str, Any]) -> None:
     options = {"memory_budget": 20 * UNIT_BYTES}
