@@ -133,7 +133,8 @@ class _RegisteringFinder(MetaPathFinder):
         """Find a namespace where others do."""
         if fullname not in _ADAPTORS:
             return None
-        found = (other.find_spec(fullname, path, target) for other in sys.meta_path if other is not self)
+        others = [other for other in sys.meta_path if other is not self]
+        found = (other.find_spec(fullname, path, target) for other in others)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _RegisteringLoader(spec.loader)

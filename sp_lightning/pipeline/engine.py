@@ -36,7 +36,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
@@ -127,7 +127,7 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = self._make_stream(arrangement.in_window)
+        self.stream = self._make_stream()
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
@@ -151,11 +151,11 @@ class Engine:
         for member in arrangement.members:
             install_gate(member, self.calls)
 
-    def _make_stream(self, units: Sequence[Unit]) -> GradientStream:
+    def _make_stream(self) -> GradientStream:
+        units = self.arrangement.in_window
         by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
         self.landing.serve(len(units))
-        staging = StagingBuffers(units, self.backend)
-        routes = Routes(self.window, staging, self.landing)
+        routes = Routes(self.window, StagingBuffers(units, self.backend), self.landing)
         averages = None
         if self.processes is not None and self._sums_gradients:
             averages = Averages(by_segment, self.window, routes, self.processes)
@@ -246,8 +246,8 @@ class Engine:
                 edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.parameters)
-                averages = self.stream.averages
-                learned.outdated |= averages is not None and averages.lacks_some
+                if self.stream.averages is not None:
+                    learned.outdated |= self.stream.averages.lacks_some
             self._least_budget = None
             own = edited, learned.has_news, self._own_plan, self.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
@@ -337,6 +337,11 @@ class Engine:
         if some_came or any(parameter.grad is not None for parameter in unmanaged):
             self.end_pass()
         self.relax_guard()
+
+    def abandon_pass(self) -> None:
+        """Have other processes not wait for this one's part of a pass that an exception has ended."""
+        if self.stream.averages is not None:
+            self.stream.averages.abandon_pass()
 
     def end_pass(self) -> None:
         """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""

@@ -292,8 +292,8 @@ class BackwardPass:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
-        if self.running and self._stream.averages is not None:
-            self._stream.averages.abandon_pass()
+        if self.running:
+            self._engine.abandon_pass()
         # before the memory that it reads is given to anybody else
         self._engine.optimizers.abandon()
         self._stream.abandon()

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Routes, Shipment
-from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, SegmentGradients, State, drop
+from sp_lightning.pipeline.gradients.segment_gradients import (
+    NO_SCALING,
+    Gradient,
+    SegmentGradients,
+    State,
+    drop,
+)  # fmt: skip
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit

@@ -304,7 +304,7 @@ class Optimizers:
         keeps_gradients = self.afterwards is not Afterwards.DROPPED
         if self._overlaps is False or why_not_by_unit(optimizer) is not None:
             return None
-        if processes is not None and (keeps_gradients or not (processes.trains and processes.averages)):
+        if processes is not None and (keeps_gradients or not processes.averages or not processes.trains):
             return None
         with self._at_work:
             plan = self._plan_of(optimizer)

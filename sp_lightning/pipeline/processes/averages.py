@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.routes import Routes, Shipment, StagingBuffers
@@ -58,7 +59,11 @@ class Averages:
     """Averages the gradients of segments, one after the other."""
 
     def __init__(
-        self, by_segment: Sequence[SegmentGradients], window: Window, routes: Routes, processes: Processes
+        self,
+        by_segment: Sequence[SegmentGradients],
+        window: Window,
+        routes: Routes,
+        processes: Processes,
     ) -> None:
         self._by_segment = by_segment
         self._window = window
@@ -84,8 +89,9 @@ class Averages:
     @property
     def lacks_some(self) -> bool:
         """Whether a weight is trained now that has no sum, as it was frozen when units were arranged."""
-        lacking = [of_segment.segment for of_segment in self._by_segment if of_segment not in self._sums]
-        return any(weight.master.requires_grad for segment in lacking for weight in segment.weights)
+        lacking = [of_segment for of_segment in self._by_segment if of_segment not in self._sums]
+        gradients = chain.from_iterable(of_segment.gradients for of_segment in lacking)
+        return any(gradient.weight.master.requires_grad for gradient in gradients)
 
     # ------------------------------------------------------------------------------------------ in a backward pass
 
@@ -93,10 +99,10 @@ class Averages:
         """Begin a pass of all processes, if none is under way, and this is none of this process's own."""
         if self._has_begun or not self._processes.trains:
             return
-        own = {_name(of_segment): _held(of_segment, self._sums[of_segment]) for of_segment in self._order}
+        named = {_name(of_segment): of_segment for of_segment in self._order}
+        own = {name: _held(each, self._sums[each]) for name, each in named.items()}
         everyones = self._processes.gather_in_step(own)
         self._has_begun = True
-        named = {_name(of_segment): of_segment for of_segment in self._order}
         for name in everyones[0]:
             of_segment, held = named[name], own[name]
             if held is None or any(each[name] != held for each in everyones):
@@ -148,8 +154,7 @@ class Averages:
             # it may still read the sums
             self._window.finish_optimizer(of_segment.unit)
             shipment = self._routes.gather(of_segment)
-            index = {weight: number for number, weight in enumerate(of_segment.segment.weights)}
-            sums.present.update(index[gradient.weight] for gradient in shipment.gradients)
+            sums.present.update(sums.index[gradient.weight] for gradient in shipment.gradients)
             sums.begin()
             self._landing[of_segment] = []
             for run in sums.runs:
@@ -163,18 +168,23 @@ class Averages:
         dtype = run.dtype if self._processes.steps else run.sum_dtype
         nbytes = run.numel * dtype.itemsize
         sent, received = self._routes.staging.take(nbytes), self._received.take(nbytes)
+        weights = [gradient.weight for gradient in shipment.gradients]
+        gathered = dict(zip(weights, shipment.gathered, strict=True))
         with torch.no_grad():
-            gathered = {each.weight: tensor for each, tensor in zip(shipment.gradients, shipment.gathered, strict=True)}
-            places = dict(zip(run.weights, run.views(sent.bytes, dtype), strict=True))
-            coming = [weight for weight in run.weights if weight in gathered]
-            if len(coming) < len(places):
+            targets: list[Tensor] = []
+            tensors: list[Tensor] = []
+            places = run.views(sent.bytes, dtype)
+            for weight, place in zip(run.weights, places, strict=True):
+                if weight in gathered:
+                    targets.append(place)
+                    tensors.append(gathered[weight])
+            if len(targets) < len(places):
                 sent.bytes.zero_()
-            if coming:
-                torch._foreach_copy_([places[each] for each in coming], [gathered[each] for each in coming])
+            if targets:
+                torch._foreach_copy_(targets, tensors)
             # as bytes: groups cannot send every dtype
-            work = dist.all_to_all_single(
-                received.bytes[:nbytes], sent.bytes[:nbytes], group=self._processes.beside, async_op=True
-            )
+            own, others = sent.bytes[:nbytes], received.bytes[:nbytes]
+            work = dist.all_to_all_single(others, own, group=self._processes.beside, async_op=True)
         return _UnderWay(shipment, sums, run, dtype, sent, received, work)
 
     @torch.no_grad()
@@ -183,16 +193,16 @@ class Averages:
         come: list[Shipment] = []
         while len(self._under_way) > left:
             each = self._under_way.popleft()
-            of_segment = each.shipment.of_segment
+            shipment, sums = each.shipment, each.sums
             each.work.wait()
-            self._landing[of_segment].append(self._download(each))
-            if each.run is not each.sums.runs[-1]:
-                continue
-            index = {weight: number for number, weight in enumerate(of_segment.segment.weights)}
-            each.shipment.tensors = [each.sums.places[index[one.weight]] for one in each.shipment.gradients]
-            for gradient, place in zip(each.shipment.gradients, each.shipment.tensors, strict=True):
-                gradient.tensor = place
-            come.append(each.shipment)
+            self._landing[shipment.of_segment].append(self._download(each))
+            if each.run is sums.runs[-1]:
+                places: list[Tensor] = []
+                for gradient in shipment.gradients:
+                    gradient.tensor = sums.places[sums.index[gradient.weight]]
+                    places.append(gradient.tensor)
+                shipment.tensors = places
+                come.append(shipment)
         return come
 
     def _download(self, each: _UnderWay) -> Ticket:
@@ -228,7 +238,8 @@ class Averages:
         of_segment.ticket = sums.complete()
         if measures_norms:
             if self._processes.box.is_keeper:
-                backend.work(partial(sums.measure_norms, sums.number, sorted(sums.present)), [of_segment.ticket])
+                job = partial(sums.measure_norms, sums.number, sorted(sums.present))
+                backend.work(job, [of_segment.ticket])
             of_segment.ticket = sums.measured()
 
     # -------------------------------------------------------------------------------------------- when it has ended

@@ -29,7 +29,13 @@ class Run:
         numel: Elements in all, which all processes have equal shares of.
     """
 
-    def __init__(self, weights: Sequence[Weight], dtype: torch.dtype, sum_dtype: torch.dtype, processes: int) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        processes: int,
+    ) -> None:
         self.weights = weights
         self.dtype = dtype
         self.sum_dtype = sum_dtype
@@ -43,7 +49,8 @@ class Run:
     def views(self, memory: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Return bytes of `memory` as one tensor for each weight."""
         lying = zip(self.weights, self._offsets, strict=True)
-        return [tensor_in(memory, begin * dtype.itemsize, weight.layout, dtype) for weight, begin in lying]
+        size = dtype.itemsize
+        return [tensor_in(memory, begin * size, weight.layout, dtype) for weight, begin in lying]
 
 
 class SharedSums:
@@ -52,6 +59,7 @@ class SharedSums:
     Attributes:
         runs: The runs that their gradients come in.
         places: The sum of each weight.
+        index: The number of each weight.
         norms: The norm of each, where it was measured.
         present: The numbers of the weights that any process has brought a gradient of.
         is_held: Whether the next gradients are added to what is there.
@@ -65,7 +73,8 @@ class SharedSums:
             alike.setdefault((weight.compute_dtype, weight.dtype), []).append(weight)
         self.runs = [Run(each, *dtypes, self.box.count) for dtypes, each in alike.items()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
-        norms, landed = torch.empty(len(weights), device="meta"), torch.empty(self.box.count, device="meta")
+        norms = torch.empty(len(weights), device="meta")
+        landed = torch.empty(self.box.count, device="meta")
         offsets, nbytes = lay_out([*sizes, norms.nbytes, self.box.count * torch.int64.itemsize])
         memory = masters.get_beside("sums", nbytes, pin=True, together=True)
         assert memory.shared is not None
@@ -74,11 +83,13 @@ class SharedSums:
         self.norms = tensor_in(memory.bytes, norms_at, norms, torch.float32)
         # the last pass whose share each process has there
         self._landed = tensor_in(memory.bytes, landed_at, landed, torch.int64)
-        self._of_runs = [memory.bytes[begin:][:size] for begin, size in zip(begins, sizes, strict=True)]
+        lying = zip(begins, sizes, strict=True)
+        self._of_runs = [memory.bytes[begin:][:size] for begin, size in lying]
         places: dict[Weight, Tensor] = {}
         for run, own in zip(self.runs, self._of_runs, strict=True):
             places.update(zip(run.weights, run.views(own, run.sum_dtype), strict=True))
         self.places = [places[weight] for weight in weights]
+        self.index = {weight: number for number, weight in enumerate(weights)}
         self.present: set[int] = set()
         self.is_held = False
 
