@@ -29,8 +29,8 @@ ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
 ENGINE = [
-    "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "turns", "optimizer",
-    "calls", "whole",
+    "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
+    "stream", "optimizer", "calls", "whole",
 ]  # fmt: skip
 BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
 
@@ -111,9 +111,9 @@ def engine_room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
-    if parts[2:4] in (["processes", "turns"], ["processes", "sums"]):  # processes in turn bring gradients together
-        return "turns"
-    return parts[2] if len(parts) > 2 and parts[2] in ENGINE else "whole"
+    own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients
+    room = own.get(parts[-1]) or ("whole" if len(parts) < 3 else parts[2])
+    return room if room in ENGINE else "whole"
 
 
 def test_imports_point_one_way_within_the_engine():
@@ -133,7 +133,7 @@ AT_MOST = {
     "files": 107,
     "imports that lead back": 13,
     "lines of tests": 23_508,
-    "tokens": 115_441,
+    "tokens": 115_452,
     "tokens of optim": 8_448,
     "tokens of pipeline": 8_860,
     "tokens of pipeline/activations": 9_244,
@@ -141,11 +141,11 @@ AT_MOST = {
     "tokens of pipeline/gradients": 5_230,
     "tokens of pipeline/lanes": 6_165,
     "tokens of pipeline/optimizer": 13_147,
-    "tokens of pipeline/processes": 5_453,
+    "tokens of pipeline/processes": 5_455,
     "tokens of pipeline/units": 5_645,
     "tokens of pipeline/weights": 6_405,
     "tokens of pipeline/window": 5_918,
-    "tokens of planning": 13_332,
+    "tokens of planning": 13_341,
     "tokens of the top": 11_546,
     "tokens of timeline": 1_558,
     "tokens of trainer": 7_429,

@@ -27,6 +27,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     drop,
 )  # fmt: skip
 from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
@@ -34,7 +35,6 @@ from sp_lightning.pipeline.window.window import Window
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.optimizer.early_step import EarlyStep
-    from sp_lightning.pipeline.processes.averages import Averages
 
 
 class GradientStream:
@@ -115,7 +115,8 @@ class GradientStream:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
         is_final = is_last
         for gradient in of_segment.gathered:
-            if gradient.weight.other_twins:  # leaves of the same weight, which have gradients of their own
+            # leaves of the same weight, which have gradients of their own
+            if gradient.weight.other_twins:
                 is_final = False
         if self.averages is not None and self.averages.has(of_segment):
             self._step_early(self.averages.send(of_segment, is_final))

@@ -48,7 +48,8 @@ class Processes:
         # those that send tensors on the device: of this machine, and of all machines those of the same rank there
         self.beside, _ = dist.new_subgroups(on_this_machine, timeout=timeout)
         alike = [list(range(rank, self.count, on_this_machine)) for rank in range(on_this_machine)]
-        self.across = cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(alike, timeout=timeout)[0])
+        across, _ = dist.new_subgroups_by_enumeration(alike, timeout=timeout)
+        self.across = cast("dist.ProcessGroup", across)
         # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
         self.averages = True
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
