@@ -180,8 +180,7 @@ def machine_of(engine: Engine, recording: Recording) -> Machine:
 def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:
     """Return the seconds of computing between two moments, without stalls."""
     names = {unit.name for unit in units}
-    computed = [span for span in recording.spans if span.lane is Lane.COMPUTE]
-    spans = [span for span in computed if begin <= span.begin < end]
+    spans = [span for span in recording.spans if span.lane is Lane.COMPUTE and begin <= span.begin < end]
     done = max((span.end for span in spans if span.kind is not Kind.STALL), default=begin)
     seconds: dict[_Phase, float] = defaultdict(float)
     now, since, has_turned = _REST, begin, False
