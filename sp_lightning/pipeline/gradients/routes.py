@@ -45,6 +45,7 @@ class StagingBuffers:
         self._units = units
         self._backend = backend
         self._buffers: list[GradientMemory] = []
+        self.count = STAGING_BUFFERS
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
@@ -52,7 +53,7 @@ class StagingBuffers:
             return
         nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
         if nbytes:
-            for _ in range(STAGING_BUFFERS):
+            for _ in range(self.count):
                 self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
 
     def take(self, nbytes: int) -> GradientMemory:

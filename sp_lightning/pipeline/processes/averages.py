@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.routes import Routes, Shipment, StagingBuffers
+from sp_lightning.pipeline.gradients.routes import Routes, Shipment
 from sp_lightning.pipeline.gradients.segment_gradients import (
     NO_SCALING,
     Gradient,
@@ -68,7 +68,7 @@ class Averages:
         self._by_segment = by_segment
         self._window = window
         self._routes = routes
-        self._received = StagingBuffers(window.units, window.backend)
+        routes.staging.count *= 2  # for what comes as many as for what leaves
         self._processes = processes
         self._sums: dict[SegmentGradients, SharedSums] = {}
         # made in one order in all processes, which may expect units in other orders
@@ -167,7 +167,7 @@ class Averages:
         # the first step shows in which dtypes gradients come
         dtype = run.dtype if self._processes.steps else run.sum_dtype
         nbytes = run.numel * dtype.itemsize
-        sent, received = self._routes.staging.take(nbytes), self._received.take(nbytes)
+        sent, received = (self._routes.staging.take(nbytes) for _ in range(2))
         weights = [gradient.weight for gradient in shipment.gradients]
         gathered = dict(zip(weights, shipment.gathered, strict=True))
         with torch.no_grad():
