@@ -396,15 +396,7 @@ def timeline_and_table() -> None:
 
 
 def test_trainer() -> None:
-    in_processes(
-        [
-            evaluation,
-            backward_in_evaluation_steps,
-            averaged_weights,
-            checkpoints,
-            timeline_and_table,
-        ]
-    )
+    in_processes([evaluation, backward_in_evaluation_steps, averaged_weights, checkpoints, timeline_and_table])
 
 
 # --------------------------------------------------------------------------------------------------------- launching

@@ -1,9 +1,8 @@
 """The engine: the parts that stream a module, from attach to detach, and when its units are arranged anew.
 
 Its parts are made in the order in which they build on each other, and each has those that it needs by name. Some know
-the units and where their weights lie, so there are new ones for each arrangement. That changes only between steps,
-while no graph needs the old one. The reasons: the module has other parameters, steps have shown something (`Learned`),
-a planner wants another window, autocast goes on or off.
+where weights lie, so there are new ones for each arrangement. That changes only between steps, if no graph needs it:
+there are other parameters, steps have shown something (`Learned`), another window is planned, or autocast is.
 """
 
 from __future__ import annotations

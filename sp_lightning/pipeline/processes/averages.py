@@ -234,13 +234,17 @@ class Averages:
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = (), measures_norms: bool = False) -> None:
         """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
         sums, backend = self._exchanged[of_segment], self._window.backend
-        backend.work(partial(sums.land, sums.number), [*self._landing.pop(of_segment), *after])
-        of_segment.ticket = sums.complete()
+        tickets = [*self._landing.pop(of_segment), *after]
+        fail = partial(sums.fail_unless_landed, sums.number)
+        own = backend.work(partial(sums.land, sums.number), tickets, cleanup=fail)
+        everyones = sums.complete()
         if measures_norms:
             if self._processes.box.is_keeper:
                 job = partial(sums.measure_norms, sums.number, sorted(sums.present))
-                backend.work(job, [of_segment.ticket])
-            of_segment.ticket = sums.measured()
+                backend.work(job, [everyones])
+            everyones = sums.measured()
+        # an error of its own is raised, and not waited for as if others were late
+        of_segment.ticket = backend.work(_do_nothing, [own, everyones])
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -270,7 +274,10 @@ class Averages:
             sums.present.update(*brought)
         self._adopt()
         if any(are_sparse):
-            raise RuntimeError("Sparse gradients are not averaged over processes. Let the layer have `sparse=False`.")
+            raise RuntimeError(
+                "Sparse gradients are not averaged over processes. Let the layer have "
+                "`sparse=False`, or train it on one device."
+            )
         if self._processes.averages:
             self._processes.average(others[name] for name in sorted(set().union(*names)))
 
@@ -300,6 +307,10 @@ class Averages:
     def _end(self) -> None:
         self._exchanged = {}
         self._has_begun = False
+
+
+def _do_nothing() -> None:
+    """Be done when what a job comes after is."""
 
 
 def _name(of_segment: SegmentGradients) -> str:

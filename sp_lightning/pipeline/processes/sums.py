@@ -113,6 +113,14 @@ class SharedSums:
         """Tell the others that this process's share has landed, and that it reads none of the masters any more."""
         self._landed[self.box.rank] = number
 
+    def fail_unless_landed(self, number: int) -> None:
+        """Have nobody here wait for the shares of all if this process's could not land."""
+        if self._landed[self.box.rank] < number:
+            self.box.failure = RuntimeError(
+                "The gradients of a unit could not be added up in this process. Whoever waits for "
+                "them here is told why: see that error."
+            )
+
     def complete(self) -> Ticket:
         """Return a ticket that is done when the shares of all have landed."""
         return Reached(self.box, self._landed, self.number)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
+from sp_lightning.pipeline.processes.sums import SharedSums
 from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients
@@ -205,15 +207,7 @@ def quantized_weights_of_the_first() -> None:
 
 
 def test_single_things() -> None:
-    in_processes(
-        [
-            hooks_on_weights,
-            seen_by_one,
-            in_backward,
-            other_units,
-            quantized_weights_of_the_first,
-        ]
-    )
+    in_processes([hooks_on_weights, seen_by_one, in_backward, other_units, quantized_weights_of_the_first])
 
 
 def test_more_than_two() -> None:
@@ -321,6 +315,19 @@ def an_exception_while_gradients_are_averaged() -> None:
         assert_same_trace(expected, actual)
 
 
+def a_share_that_cannot_land() -> None:
+    """Its error is raised, and not waited for as if another process were late."""
+    model = chain()
+
+    def read() -> Tensor | None:
+        model(torch.randn(5, WIDTH)).square().mean().backward()
+        return model[0].up.weight.grad
+
+    lacks = mock.patch.object(SharedSums, "land", side_effect=MemoryError("full"))
+    with lacks, pytest.raises(MemoryError, match="full"), attached(model):
+        read()
+
+
 def test_processes_that_disagree_raise() -> None:
     in_processes(
         [
@@ -331,5 +338,6 @@ def test_processes_that_disagree_raise() -> None:
             other_numbers_of_steps,
             sparse_gradients,
             an_exception_while_gradients_are_averaged,
+            a_share_that_cannot_land,
         ]
     )
