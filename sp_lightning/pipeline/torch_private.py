@@ -282,10 +282,11 @@ def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wrapped, in a class that is not public; else the module itself."""
-    from torch._dynamo import OptimizedModule
-
-    inner: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module
-    return inner
+    # importing it takes seconds, and it is there if anything is wrapped
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -84,7 +84,7 @@ class _Pass:
         self._streams = [number < self._resident and number not in self._living for number in numbers]
         self._ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
-        self._gradients = [workload.gradient_to_host(number, choice) for number in numbers]
+        self._gradients = workload.gradients_to_host(choice)
         # where units are stepped that do not live on the device
         elsewhere = self._living.union(choice.visiting)
         self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]

@@ -1,7 +1,8 @@
 """What `sp-lightning plan` knows by name: models, GPUs and hosts, from the data files in `known/`.
 
-Models have the arguments of a class of their library, as they are published, and what to type to train them with a
-recipe of `examples/`, all of them or adapters; GPUs and hosts have rates to assume, each with where it is from.
+Models have the arguments of a class of their library, as they are published, the shapes of its layers, so that nobody
+needs the library, and what to type to train them with a recipe of `examples/`, all of them or adapters; GPUs and hosts
+have rates to assume, each with where it is from.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from sp_lightning.planning.estimate import Assumptions
 
-Kind: TypeAlias = Literal["models", "gpus", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "hosts", "recipes"]
 
 
 def known(kind: Kind) -> dict[str, dict[str, Any]]:
@@ -59,26 +59,23 @@ def recipe(name: str, given: Assumptions) -> str:
 
 def named_model(name: str) -> nn.Module:
     """Build a model that is known by its name, or has a configuration of transformers, on the meta device."""
-    entry = None if Path(name).exists() else find("models", name)
-    library, _, cls = ("transformers" if entry is None else str(entry["class"])).partition(".")
-    if find_spec(library) is None:
-        raise ValueError(f"model: {name!r} needs {library}: pip install {library}")
-    # takes seconds, and models of other libraries do not need it
-    made_by: Any = import_module(library)
+    shapes = None if Path(name).exists() else find("shapes", name)
     with torch.device("meta"):
-        if entry is not None:
-            made = getattr(made_by, cls)(**entry["arguments"])
-            return made if isinstance(made, nn.Module) else _of_transformers(made_by, made)
+        if shapes is not None:
+            return _of_shapes(shapes)
         try:
-            return _of_transformers(made_by, made_by.AutoConfig.from_pretrained(name))
-        except (OSError, ValueError) as error:
+            return of_transformers(import_module("transformers").AutoConfig.from_pretrained(name))
+        except (ImportError, OSError, ValueError) as error:
             raise ValueError(
                 f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
                 f"configuration of transformers: {error}"
             ) from error
 
 
-def _of_transformers(transformers: Any, config: Any) -> nn.Module:
+def of_transformers(config: Any) -> nn.Module:
+    """Build the model of a configuration of transformers, for language if it has one for that."""
+    # takes seconds, which models that are known do not need
+    transformers: Any = import_module("transformers")
     auto = transformers.AutoModel
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = transformers.AutoModelForCausalLM
@@ -86,3 +83,28 @@ def _of_transformers(transformers: Any, config: Any) -> nn.Module:
         auto = transformers.AutoModelForImageTextToText
     module: nn.Module = auto.from_config(config).float()
     return module
+
+
+def _of_shapes(shapes: dict[str, Any]) -> nn.Module:
+    """Build a model that only holds weights; `examples/benchmarks/known_models.py` has described it."""
+    model = _layer(shapes)
+    for name, other in shapes.get("tied", {}).items():
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, model.get_parameter(other))
+    return model
+
+
+def _layer(shapes: dict[str, Any]) -> nn.Module:
+    name, base = shapes["class"], shapes.get("base")  # torch's own layers have none
+    cls = getattr(nn, base or name)
+    if base is not None:
+        cls = type(name, (cls,), {"forward": nn.Identity.forward})
+    layer: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(layer)
+    vars(layer).update(shapes.get("sizes", {}))
+    for name, size in shapes.get("weights", {}).items():
+        layer.register_parameter(name, nn.Parameter(torch.empty(size)))
+    for first, count, part in shapes.get("parts", ()):
+        for number in range(count):
+            layer.add_module(str(int(first) + number) if count > 1 else first, _layer(part))
+    return layer

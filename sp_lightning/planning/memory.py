@@ -42,12 +42,12 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 
 def gradient_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return STAGING_BUFFERS * max(_leaving_gradients(workload, choice))
+    return STAGING_BUFFERS * max(workload.gradients_to_host(choice))
 
 
 def landing_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
-    gradients = sorted(_leaving_gradients(workload, choice), reverse=True)
+    gradients = sorted(workload.gradients_to_host(choice), reverse=True)
     if workload.stepping == "in backward" or workload.adds_up:
         gradients = gradients[: landing_buffers(len(gradients))]
     return sum(gradients)
@@ -64,10 +64,6 @@ def host_bytes(workload: Workload, choice: Choice) -> int:
 def first_host_bytes(workload: Workload) -> int:
     """Return the host memory of the steps before there is a plan: nothing lives on the device."""
     return host_bytes(workload, Choice(1))
-
-
-def _leaving_gradients(workload: Workload, choice: Choice) -> list[int]:
-    return [workload.gradient_to_host(number, choice) for number in range(len(workload.everything))]
 
 
 def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.lanes.lanes import Lane
@@ -76,7 +77,7 @@ class Workload:
     # whether several devices add their gradients up on the host, as they come
     adds_up: bool = False
 
-    @property
+    @cached_property
     def everything(self) -> tuple[UnitWork, ...]:
         """The units, and what is resident."""
         return (*self.units, self.resident)
@@ -86,10 +87,11 @@ class Workload:
         """Whether gradients of units that visit stay on the device; if they are added up, they are on the host."""
         return self.micro_steps == 1
 
-    def gradient_to_host(self, number: int, choice: Choice) -> int:
-        """Return the bytes of a unit's gradients that go to the host."""
-        stays = self.gradients_stay and number in choice.visiting
-        return 0 if stays or number in choice.living else self.everything[number].gradient_bytes
+    def gradients_to_host(self, choice: Choice) -> list[int]:
+        """Return the bytes of each unit's gradients that go to the host; those of what is resident are last."""
+        staying = {*choice.living, *(choice.visiting if self.gradients_stay else ())}
+        units = enumerate(self.everything)
+        return [0 if number in staying else unit.gradient_bytes for number, unit in units]
 
 
 @dataclass(frozen=True)

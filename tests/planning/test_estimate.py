@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -243,15 +242,13 @@ def test_attention_compares_each_token_with_those_of_its_row():
 
 
 def test_few_tokens_pass_modulation_and_the_half_of_a_block_for_text():
-    pytest.importorskip("diffusers")
-    sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 64, "num_attention_heads": 4}
-    module = importlib.import_module("diffusers").FluxTransformer2DModel(joint_attention_dim=256, **sizes)
+    module = named_model("FLUX.1-dev")
     weights = {name: weight.numel() for name, weight in module.named_parameters() if weight.dim() > 1}
     once = sum(number for name, number in weights.items() if re.search(r"norm\w*\.linear", name))
     assert once > 0.2 * sum(weights.values())
     once += sum(number for name, number in weights.items() if re.search(r"ff_context|\.(to_)?add_", name))
     workload, _ = estimate(module, Assumptions(compute=1.0, length=1))
-    width = 4 * 4 * 64
+    width = (19 + 38) * 24 * 128
     tokens = 2048 * (2 * (sum(weights.values()) - once) + 4 * width) / 1e12
     assert sum(unit.forward_seconds for unit in workload.units) == pytest.approx(tokens, rel=0.02)
 

@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.torch_private import parts_of
-
-_NOT_SHARED = torch.optim.LBFGS, ZeroRedundancyOptimizer
 
 
 class Processes:
@@ -132,7 +129,10 @@ class Processes:
                 f"{name} is to step weights in an evaluation step, which is each process's own, "
                 "but the processes of this machine share them. Do so with `Trainer(devices=1)`."
             )
-        if isinstance(optimizer, _NOT_SHARED):
+        # not with this module, as it imports FSDP, which takes a second
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        if isinstance(optimizer, torch.optim.LBFGS | ZeroRedundancyOptimizer):
             raise ValueError(
                 f"{name} keeps or sends weights in a way of its own, and the processes of this "
                 "machine share theirs, as one of them steps for all. Use another optimizer, or "
