@@ -8,18 +8,16 @@ Each step is clipped, has 8,192 tokens in rows of 2,048, and a chunked loss. Not
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tables import print_table
 from torch import nn
 
 from sp_lightning import Assumptions, plan
 from sp_lightning.planning.known import named_model, rates_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
-TABLE = re.compile(r"(<!-- plan_machines.py -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 MACHINES = [  # a card, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),
     ("RTX 3090", "desktop DDR4", "64GiB"),
@@ -69,19 +67,5 @@ def lines() -> Iterator[str]:
         yield f"| {machine[0]}, {machine[1]}, {machine[2].replace('GiB', ' GiB')} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write it into {DOCUMENT.name}")
-    arguments = parser.parse_args()
-    table = []
-    for line in lines():
-        print(line, flush=True)
-        table.append(line)
-    if arguments.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        DOCUMENT.write_text(TABLE.sub(lambda found: found[1] + "\n" + "\n".join(table) + "\n", text), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print_table(__file__, __doc__, DOCUMENT, lines())

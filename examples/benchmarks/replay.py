@@ -10,21 +10,19 @@ A model reaches between half of what a card's maker states, which `--gpu` assume
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tables import print_table
 from torch import nn
 
 from sp_lightning import Assumptions, plan
 from sp_lightning.planning.known import named_model, rates_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
-TABLE = re.compile(r"(<!-- replay.py -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 BATCH = 8192
 
 
@@ -104,19 +102,5 @@ def lines() -> Iterator[str]:
         )
 
 
-def main() -> None:
-    """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write it into {DOCUMENT.name}")
-    arguments = parser.parse_args()
-    table = []
-    for line in lines():
-        print(line, flush=True)
-        table.append(line)
-    if arguments.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        DOCUMENT.write_text(TABLE.sub(lambda found: found[1] + "\n" + "\n".join(table) + "\n", text), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print_table(__file__, __doc__, DOCUMENT, lines())

@@ -1,0 +1,126 @@
+"""What a plan from shapes says fits, does: random models, with as little memory as it asks for."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sp_lightning
+from sp_lightning import Assumptions, SuperpipelineStrategy, loss_in_slices, plan
+from sp_lightning.planning.report import Row
+
+from ..second_device import IN_USE
+from .test_memory_limits import LITTLE, room
+
+pytestmark = pytest.mark.gpu
+
+SLACK = 1.03  # of what is said to be enough
+STEPS = 6
+
+
+@dataclass
+class Drawn:
+    """A model, how it is trained, and the plan for that."""
+
+    config: LlamaConfig
+    rows: int
+    row: Row
+
+
+def draw(seed: int) -> Drawn:
+    """Draw a model and its training; its device has room for a part of it, but for enough."""
+    draw = random.Random(seed)
+    while True:
+        config = LlamaConfig(
+            vocab_size=draw.choice([512, 2048, 6000]),
+            hidden_size=draw.choice([128, 256]),
+            intermediate_size=draw.choice([384, 1024]),
+            num_hidden_layers=draw.randint(4, 12),
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=draw.random() < 0.3,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        rows, length = draw.randint(1, 4), draw.choice([64, 128])
+        numbers = sum(weight.numel() for weight in model.parameters())
+        given = Assumptions(
+            host_memory="64GiB",
+            link=draw.choice([6.0, 25.0]),
+            compute=draw.choice([0.5, 5.0, 50.0]),
+            host_bandwidth=draw.choice([2.0, 20.0]),
+            precision=draw.choice(["bf16-mixed", "32-true", "bf16-true"]),
+            gradient_clip_val=draw.choice([None, 1.0]),
+            accumulate=draw.choice([1, 1, 2]),
+            tokens=rows * length,
+            length=length,
+            loss=draw.choice(["whole", "chunked"]),
+            device_memory=int(numbers * draw.uniform(3, 16)) + 2**22,
+        )
+        if given.precision == "bf16-true":
+            given = replace(given, moments=draw.choice([None, "fp32", "int8"]))
+        row = plan(model, given).rows[0]
+        if row.step is not None:
+            return Drawn(config, rows, row)
+
+
+class Model(L.LightningModule):
+    """The model that was drawn; notes what the host holds after each step."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.given = drawn.row.given
+        self.model: nn.Module = LlamaForCausalLM(drawn.config)
+        if self.given.loss == "chunked":
+            loss_in_slices(self.model)
+        self.host_bytes = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        counted = self.trainer.strategy.pipeline.summary()  # type: ignore[attr-defined]
+        on_host = counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes
+        self.host_bytes = max(self.host_bytes, on_host)
+        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.given.moments is None:
+            return torch.optim.AdamW(self.parameters())
+        return sp_lightning.optim.AdamW(self.parameters(), moments=self.given.moments)
+
+
+@pytest.mark.parametrize("seed", range(2 if IN_USE else 40))  # 40 take 20 minutes there
+def test_what_is_planned_to_fit_does(seed: int, accelerator: str, device: torch.device) -> None:
+    drawn = draw(seed)
+    given, step = drawn.row.given, drawn.row.step
+    assert step is not None
+    api = torch.get_device_module(device)
+    gc.collect()
+    before = api.memory_allocated(device)
+    api.reset_peak_memory_stats(device)
+    model = Model(drawn)
+    steps = STEPS * given.accumulate
+    words = torch.randint(drawn.config.vocab_size, (drawn.rows * steps, given.tokens // drawn.rows))
+    with room(device, given.device_bytes + LITTLE):
+        trainer = L.Trainer(
+            strategy=SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+            accelerator=accelerator,
+            devices=1,
+            precision=given.precision,
+            gradient_clip_val=given.gradient_clip_val,
+            accumulate_grad_batches=given.accumulate,
+            max_steps=STEPS,
+            barebones=True,
+        )
+        trainer.fit(model, DataLoader(words, batch_size=drawn.rows))
+    taken = api.max_memory_allocated(device) - before
+    assert taken <= SLACK * given.device_bytes
+    assert model.host_bytes <= SLACK * step.host_bytes
