@@ -190,6 +190,28 @@ class Elsewhere(nn.Module):
         return x + self.blocks[1].up.weight.square().sum() if dist.get_rank() else x
 
 
+def bytes_on_a_link() -> None:
+    """What leaves and reaches a device for gradients in a step under autocast, for each parameter."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    optimizer = SGD(model.parameters(), lr=0.01)
+    count, exchange, exchanged = dist.get_world_size(), dist.all_to_all_single, []
+
+    def counted(received: Tensor, sent: Tensor, **kwargs: Any) -> Any:
+        exchanged.append(2 * sent.nbytes * (count - 1) // count)  # a process keeps its own part
+        return exchange(received, sent, **kwargs)
+
+    with attached(model, on_a_machine=count, units=[nn.Linear]) as pipeline:
+        for _ in range(3):
+            pipeline.meet_processes()
+            exchanged.clear()
+            down = pipeline.stats.bytes_to_host
+            with mock.patch.object(dist, "all_to_all_single", counted), torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(5, 256)).square().mean().backward()
+            crossed = sum(exchanged) + pipeline.stats.bytes_to_host - down
+            optimizer.step()
+    assert 4 <= crossed / sum(weight.numel() for weight in model.parameters()) <= 4.1
+
+
 def other_units() -> None:
     assert_averages(Elsewhere)
 
@@ -207,11 +229,13 @@ def quantized_weights_of_the_first() -> None:
 
 
 def test_single_things() -> None:
-    in_processes([hooks_on_weights, seen_by_one, in_backward, other_units, quantized_weights_of_the_first])
+    in_processes(
+        [hooks_on_weights, seen_by_one, in_backward, bytes_on_a_link, other_units, quantized_weights_of_the_first]
+    )
 
 
 def test_more_than_two() -> None:
-    in_processes([four, seen_by_one], count=4)
+    in_processes([four, seen_by_one, bytes_on_a_link], count=4)
 
 
 # ----------------------------------------------------------------------------------------------- what cannot be right
