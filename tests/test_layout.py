@@ -132,8 +132,8 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 28,
     "files": 107,
     "imports that lead back": 13,
-    "lines of tests": 23_666,
-    "tokens": 115_692,
+    "lines of tests": 23_678,
+    "tokens": 115_670,
     "tokens of optim": 8_448,
     "tokens of pipeline": 8_868,
     "tokens of pipeline/activations": 9_244,
@@ -148,7 +148,7 @@ AT_MOST = {
     "tokens of planning": 13_502,
     "tokens of the top": 11_546,
     "tokens of timeline": 1_558,
-    "tokens of trainer": 7_429,
+    "tokens of trainer": 7_407,
 }
 
 

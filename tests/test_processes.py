@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import lightning as L
@@ -120,6 +120,18 @@ def two_machines() -> None:
     rank = dist.get_rank()
     os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
     assert_as_ddp(Descends, num_nodes=2, gradient_clip_val=0.1, compare=assert_close_trace)
+
+    class Noted(Silent):
+        noted: ClassVar[list[Any]] = []
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        def on_train_start(self) -> None:
+            self.noted.append(getattr(self.trainer.strategy, "pipeline", None))
+
+    assert_as_ddp(Noted, num_nodes=2, compare=assert_close_trace)
+    assert Noted.noted[-1].stats.steps_in_backward, "units are stepped as their sums come"
 
 
 def test_ways_of_training() -> None:

@@ -123,8 +123,6 @@ class StepsMixin(StrategyPart):
         scales = getattr(self.precision_plugin, "scaler", None) is not None
         reasons = [] if automatic else ["the step is not one of automatic optimization"]
         reasons += self._looks_at_gradients(trainer.callbacks)
-        if pipeline.processes is not None and pipeline.processes.machines > 1:
-            reasons.append("sums of gradients of several machines are complete when backward has ended")
         if clips_by_norm:
             reasons.append(f"`gradient_clip_val={limit}` needs the norm of all gradients")
         if scales:
