@@ -132,7 +132,7 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 28,
     "files": 107,
     "imports that lead back": 13,
-    "lines of tests": 23_678,
+    "lines of tests": 23_689,
     "tokens": 115_670,
     "tokens of optim": 8_448,
     "tokens of pipeline": 8_868,

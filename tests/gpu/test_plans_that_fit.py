@@ -16,6 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sp_lightning
 from sp_lightning import Assumptions, SuperpipelineStrategy, loss_in_slices, plan
+from sp_lightning.optim import on_device
+from sp_lightning.pipeline.optimizer import pieces
+from sp_lightning.planning import memory
 from sp_lightning.planning.report import Row
 
 from ..second_device import IN_USE
@@ -98,7 +101,15 @@ class Model(L.LightningModule):
 
 
 @pytest.mark.parametrize("seed", range(2 if IN_USE else 40))  # 40 take 20 minutes there
-def test_what_is_planned_to_fit_does(seed: int, accelerator: str, device: torch.device) -> None:
+def test_what_is_planned_to_fit_does(
+    seed: int, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (
+        on_device,
+        pieces,
+        memory,
+    ):  # what is stepped at once is scaled as well: 200 MB are no tenth of 24 GB
+        monkeypatch.setattr(module, "PIECE", 2**16)
     drawn = draw(seed)
     given, step = drawn.row.given, drawn.row.step
     assert step is not None
