@@ -8,7 +8,7 @@ do it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -110,7 +110,7 @@ class Meter:
         self._baseline = None
         self.step_peak = self._before = self._peak = self._stats.activation_bytes
 
-    def measure(self, inputs: Iterable[Tensor]) -> None:
+    def measure(self, inputs: Sequence[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -104,10 +104,6 @@ class Kept:
         return self.tensor
 
 
-Packed: TypeAlias = _Handle | Offloaded | Kept
-"""What is held in place of a saved tensor, unless it is the tensor itself with its version."""
-
-
 class SavedTensors:
     """The engine's pair of saved-tensor hooks."""
 
@@ -148,7 +144,7 @@ class SavedTensors:
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         return None if twin is None else _Handle(twin, tensor)
 
-    def pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
+    def pack(self, tensor: Tensor) -> _Handle | Offloaded | Kept | tuple[Tensor, int]:
         """Return what autograd saves in place of a tensor."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is not None:
@@ -156,7 +152,7 @@ class SavedTensors:
         if self.recording is not None:
             return Kept(tensor, self.meter, self.recording)
         if self._offloader.open or self.meter.counts:
-            return self.hold(tensor)
+            return self._offloader.pack(tensor) or Kept(tensor, self.meter)
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
 
     def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | Callable[[], Tensor]:
@@ -168,10 +164,6 @@ class SavedTensors:
         if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
             return partial(unpack, pack(tensor))
         return self.handle(tensor) or partial(unpack, pack(tensor))
-
-    def hold(self, tensor: Tensor) -> Offloaded | Kept:
-        """Hold a tensor that is no weight, on the device or on the host."""
-        return self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read."""
