@@ -66,7 +66,7 @@ class Inputs:
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         self._leaves = [(id(leaf), None if id(leaf) in data else leaf) for leaf in leaves]
-        self._requires_grad = {key: tensor.requires_grad for key, tensor in data.items()}
+        self._requires_grad = [(key, tensor.requires_grad) for key, tensor in data.items()]
         plain = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
         self.storages = set(map(storage_key, plain))
         self.held = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
@@ -82,9 +82,10 @@ class Inputs:
 
     def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
-        tensors = dict(zip(self._requires_grad, map(saved.unpack, self.held), strict=True))
-        for key, requires_grad in self._requires_grad.items():
-            tensors[key] = tensors[key].detach().requires_grad_(requires_grad)
+        tensors = {
+            key: saved.unpack(held).detach().requires_grad_(requires_grad)
+            for (key, requires_grad), held in zip(self._requires_grad, self.held, strict=True)
+        }
         leaves = [tensors.get(key, leaf) for key, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs

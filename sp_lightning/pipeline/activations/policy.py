@@ -49,7 +49,6 @@ class AutoPolicy:
         # the most that was saved outside of units elsewhere: by a norm between them, say
         self.outside_bytes = 0
         self._second_forwards = second_forwards
-        self._meter = second_forwards.saved.meter
         # whether calls that recompute are measured in this step, as one was that nothing was known of
         self._is_measuring = False
         # what these calls have taken since a backward has ended
@@ -97,7 +96,7 @@ class AutoPolicy:
         policy = self._policy_of(member)
         if policy is None and self._is_warm and not self._is_measuring:
             self._is_measuring = True
-            self._meter.measure(inputs)
+            self._second_forwards.saved.meter.measure(inputs)
         self.in_use[member.name] = policy or "recompute"
         return self.in_use[member.name]
 
@@ -161,6 +160,7 @@ class Activations:
         self._offloader = offloader
         # of the outermost call under way; None between managed calls
         self._route: Policy | None = None
+        self._call: UnitCall | None = None  # that call, if it is to recompute
         self._left_last: Bundle | None = None  # of the call of this step that was left last
         self._pending: Bundle | None = None  # the same, until something comes after it
         # that call, if what it saved is to be dropped then
@@ -212,14 +212,13 @@ class Activations:
         self._route = route
         if route == "recompute":
             self._let_pending_go()  # or what it holds would count for this call
-            self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
+            self._call = self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
-        call = self._saved.recording
+        call, self._saved.recording = self._call, None
         if call is None:
             return
-        self._saved.recording = None
         call.conclude(output, warns=self.auto is None)
         if self.auto is not None:
             self.auto.end_call(call)
@@ -231,8 +230,7 @@ class Activations:
 
     def end(self) -> None:
         """End the current call, also after an exception."""
-        self._route = None
-        self._saved.recording = None
+        self._route = self._call = self._saved.recording = None
         self._end_stretch()
 
     # ------------------------------------------------------------------------------- any call, and backward through one

@@ -80,7 +80,6 @@ class UnitCall:
         self._bytes_before = shared.stats.activation_bytes
         self._inputs = Inputs(shared.saved, args, kwargs)
         self._input_bytes = shared.stats.activation_bytes - self._bytes_before
-        self._taken = 0  # bytes that it has taken in all, once it is over
         modules = list(member.module.modules())
         self._look = Look(modules) if shared.looks[member.name] < _LOOKS else None
         self._surroundings = Surroundings(shared.backend.device, modules)
@@ -109,7 +108,6 @@ class UnitCall:
         """Decide, when the forward is over, whether what it saved can be recomputed, and is worth it."""
         self.may_be_dropped = self._is_worth_it(output) and self._is_repeatable(warns)
         self._look = None
-        self._taken = self._shared.stats.activation_bytes - self._bytes_before
         if not self.may_be_dropped:
             del self._inputs, self._surroundings
             self._input_bytes = 0  # they are not held for it any more
@@ -123,7 +121,7 @@ class UnitCall:
         pieces = {kept.held for kept in self._alive()}
         sizes = [piece.nbytes for piece in pieces if piece is not None]
         large = min(sum(size for size in sizes if size >= offload.MIN_OFFLOAD_BYTES), held + saved)
-        return Footprint(held, saved, large, max(held, self._taken), self.may_be_dropped)
+        return Footprint(held, saved, large, held + saved, self.may_be_dropped)
 
     def drop(self) -> None:
         """Drop what autograd still needs of it."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -34,9 +34,21 @@ from sp_lightning.pipeline.torch_private import (
 )
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.activations.recompute import UnitCall
-    from sp_lightning.pipeline.calls.backward import BackwardPass
+
+class Recording(Protocol):
+    """A unit's call that notes what it saves, and can save it again."""
+
+    saved: list[ref[Kept]]
+
+    def repeat(self) -> None:
+        """Have every tensor that was dropped, and is still needed, take its place again."""
+
+
+class _Backward(Protocol):
+    """What brings weights for backward."""
+
+    def bring_for_backward(self, twin: Twin) -> None:
+        """Bring a weight that backward unpacks to the device."""
 
 
 class _Handle:
@@ -67,7 +79,7 @@ class Kept:
 
     __slots__ = ("__weakref__", "_kind", "_recording", "held", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, meter: Meter, recording: UnitCall | None = None) -> None:
+    def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
         self._recording = recording
         self.held = meter.hold(tensor)
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
@@ -111,8 +123,8 @@ class SavedTensors:
         self.meter = meter
         self.twins: dict[int, Twin] = {}  # by the identity of their memory
         # of the call under way; None if nothing of it is to be dropped
-        self.recording: UnitCall | None = None
-        self.backward: BackwardPass | None = None  # what brings weights for it
+        self.recording: Recording | None = None
+        self.backward: _Backward | None = None
         self._offloader = offloader
 
     def pushed(self) -> AbstractContextManager[Any]:

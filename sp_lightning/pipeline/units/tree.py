@@ -75,13 +75,9 @@ class Tree:
         return is_called(module) and id(module) not in self._split
 
     def _collect_weights(self) -> None:
-        named = list(named_own_parameters(self.root))
-        if not named:
-            model = type(self.root).__name__
-            raise ValueError(f"`{model}` has no parameters, so there is nothing to stream.")
         tied = _tied_by_memory(self.root)
         seen: set[int] = set()
-        for name, owner, parameter in named:
+        for name, owner, parameter in named_own_parameters(self.root):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -126,13 +122,8 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the engine can manage, but that are not on the host."""
-    elsewhere = [
-        parameter
-        for _, owner, parameter in named_own_parameters(root)
-        if parameter.device.type not in ("cpu", "meta") and _is_manageable(owner, parameter)
-    ]
-    tied = _tied_by_memory(root) if elsewhere else ()
-    return [parameter for parameter in dict.fromkeys(elsewhere) if id(parameter) not in tied]
+    masters = [weight.master for weight in Tree(root, ()).weights.values()]
+    return [master for master in masters if master.device.type not in ("cpu", "meta")]
 
 
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:

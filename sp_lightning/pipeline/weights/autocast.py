@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,6 @@ from sp_lightning.pipeline.torch_private import (
 )
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls.backward import Graphs
 
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -89,7 +86,7 @@ class Casts:
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
-    def note(self, weight: Weight, builds_graph: bool, graphs: Graphs, follow: Callable[[Twin], None]) -> nn.Parameter:
+    def note(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
         Return the leaf to cast, whose gradients all come out of this cast: of another twin, which `follow` gets, if
@@ -101,9 +98,6 @@ class Casts:
             self.lowered.add(master)
         if not builds_graph:
             return leaf
-        if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
-            weight.casts = {}  # no backward adds gradients of these up with those of this cast
-        weight.cast_in = graphs.current.number
         cast = self._cast_in_cache(weight.twin.data.device)
         if weight.casts and cast not in weight.casts:
             self.used_as_is.add(master)
@@ -144,6 +138,8 @@ class LoweredParameter(EagerLeaf):
 
     __slots__ = ()
 
+    weight: Weight
+
     @TwinParameter.data.getter  # type: ignore[attr-defined, untyped-decorator]
     def data(self) -> Tensor:
         """The values in the weight's own dtype: they may be written to, which the weight counts."""
@@ -152,11 +148,8 @@ class LoweredParameter(EagerLeaf):
 
     def _as_is(self) -> nn.Parameter:
         """Return the weight in its own dtype, which is this leaf if it is only watched."""
-        weight, guard = self.weight, self.weight.guard
-        if guard is None:
-            return self
-        guard.keep_as_is(weight)
-        return self if self.dtype is weight.dtype else guard.serve(weight)
+        guard = self.weight.guard
+        return self if guard is None else guard.as_is(self.weight, self)
 
     @classmethod
     def __torch_function__(
