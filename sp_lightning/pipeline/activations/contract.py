@@ -72,8 +72,6 @@ class Inputs:
         self.held = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
         # what is given that may change, as a cache does
         self.changeable = next((type(leaf).__name__ for leaf in leaves if _may_change(leaf)), None)
-        # that a user has set, and that a second tensor would not have
-        self.have_attributes = any(type(tensor) is Tensor and vars(tensor) for tensor in data.values())
 
     @property
     def are_changed(self) -> bool:
@@ -226,6 +224,8 @@ def _may_change(value: Any) -> bool:
     """Tell whether what is given to a unit is not known to be the same in backward."""
     if isinstance(value, MethodType | BuiltinFunctionType):
         return _may_change(value.__self__)
+    if type(value) is Tensor:  # in whose place another one is given, without attributes that a user has set
+        return bool(vars(value))
     return not (isinstance(value, _PLAIN) or _stands_for_itself(value))
 
 

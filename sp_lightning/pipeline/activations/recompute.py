@@ -160,14 +160,15 @@ class UnitCall:
             return "has forward hooks"
         if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
             return "has a part that is scripted"  # in C++, nothing can take a buffer's place
-        if self._inputs.have_attributes:
-            return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self._alive()):
             # its shape cannot be compared: it has none, or a new one each time
             return "saves a nested tensor"
         if self._inputs.changeable is not None:
             kind = self._inputs.changeable
-            return f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`)"
+            return (
+                f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`), "
+                "or has attributes of its own"
+            )
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]

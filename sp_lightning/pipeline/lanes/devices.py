@@ -166,15 +166,16 @@ class AcceleratorBackend(Backend):
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
-        asked = after.asked() if after.is_asked else None
-        if isinstance(asked, _StreamTicket):  # the device can wait for it
-            self._up_behind_work.wait_event(asked.event)
 
         def issue() -> Ticket:
             self._up_behind_work.wait_event(computed)
             return self._copy(self._up_behind_work, target, source)
 
-        return issue() if isinstance(asked, _StreamTicket) else self.ask_later(issue, [after])
+        # the device can wait for a visit's
+        if after.is_asked and isinstance(asked := after.asked(), _StreamTicket):
+            self._up_behind_work.wait_event(asked.event)
+            return issue()
+        return self.ask_later(issue, [after])
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:

@@ -28,7 +28,14 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.operands import (
+    OF_THE_DTYPE,
+    autocast_dtype,
+    instances_in,
+    is_metadata,
+    name_of,
+    replace_instances,
+)
 from sp_lightning.pipeline.torch_private import (
     explain_graph_break,
     in_backward,
@@ -188,9 +195,8 @@ class LoweredParameter(EagerLeaf):
         What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
         """
         weight, guard = self.weight, self.weight.guard
-        kind = self.device.type
-        is_other = weight.lowered and torch.get_autocast_dtype(kind) is not self.dtype
-        if guard is None or is_other or not torch.is_autocast_enabled(kind):
+        dtype = autocast_dtype(self.device.type)
+        if guard is None or dtype is None or (weight.lowered and dtype is not self.dtype):
             return self._as_is()
         if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
             return self
