@@ -81,7 +81,7 @@ class Kept:
 
     def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
         self._recording = recording
-        self.held = meter.hold(tensor)
+        self.held = meter.hold(tensor) if meter.counts else None
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
@@ -108,11 +108,13 @@ class Kept:
         return self.tensor is None and self._kind == (tensor.shape, tensor.dtype)
 
     def get(self) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor; raise if it has been changed in place, as autograd does."""
         if self.tensor is None:
             assert self._recording is not None
             self._recording.repeat()
         assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise _changed_in_place(self.tensor.shape)
         return self.tensor
 
 
@@ -156,16 +158,13 @@ class SavedTensors:
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         return None if twin is None else _Handle(twin, tensor)
 
-    def pack(self, tensor: Tensor) -> _Handle | Offloaded | Kept | tuple[Tensor, int]:
+    def pack(self, tensor: Tensor) -> _Handle | Offloaded | Kept:
         """Return what autograd saves in place of a tensor."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is not None:
             return _Handle(twin, tensor)
-        if self.recording is not None:
-            return Kept(tensor, self.meter, self.recording)
-        if self._offloader.open or self.meter.counts:
-            return self._offloader.pack(tensor) or Kept(tensor, self.meter)
-        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
+        offloaded = self._offloader.pack(tensor) if self._offloader.open else None
+        return offloaded or Kept(tensor, self.meter, self.recording)
 
     def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | Callable[[], Tensor]:
         """Return what autograd saves where other hooks were on top, which get everything that is not a weight.
@@ -180,11 +179,8 @@ class SavedTensors:
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read."""
         tensor: Tensor
-        if type(packed) is tuple:
-            tensor, version = packed
-            if tensor._version != version:
-                raise _changed_in_place(tensor.shape)
-            return tensor
+        if type(packed) is Kept:
+            return packed.get()
         if isinstance(packed, _Handle):
             tensor, twin = packed.alias, self.twins.get(packed.twin.key)
             name = f"weight {packed.twin.weight.name!r}"
@@ -192,10 +188,10 @@ class SavedTensors:
                 raise outdated_graph_error(name)
             if packed.is_changed:
                 raise _changed_in_place(name)
-        elif isinstance(packed, Kept | Offloaded):
+        elif isinstance(packed, Offloaded):
             if self.backward is None:  # detached since
                 raise outdated_graph_error("what a unit has saved")
-            tensor = packed.get() if isinstance(packed, Kept) else self._offloader.unpack(packed)
+            tensor = self._offloader.unpack(packed)
             if packed.is_changed:
                 raise _changed_in_place(tensor.shape)
             return tensor

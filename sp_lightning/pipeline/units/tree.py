@@ -51,16 +51,16 @@ class Tree:
                 del self.weights[key]
                 self.unmanaged[weight.name] = weight.master
         # also those that are used outside: whatever these are, the tree is divided in the same way
-        self._streams = self.weights.keys() - stay
-        self._bytes = {id(module): self._bytes_to_stream(module) for _, module in named}
+        streams = self.weights.keys() - stay
+        self._bytes = {
+            id(module): sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in streams)
+            for _, module in named
+        }
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def weights_of(self, module: nn.Module) -> list[Weight]:
         """Return the weights at and below a module."""
         return [self.weights[id(p)] for p in module.parameters() if id(p) in self.weights]
-
-    def _bytes_to_stream(self, module: nn.Module) -> int:
-        return sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in self._streams)
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
