@@ -18,14 +18,7 @@ from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
-from .helpers import (
-    Plan,
-    Run,
-    assert_exact,
-    assert_same_story,
-    attached,
-    sgd,
-)
+from .helpers import Plan, Run, assert_exact, assert_same_story, attached, sgd
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 
