@@ -209,7 +209,6 @@ class Attends(Block):
 
 
 def test_which_kernel_attends_in_the_models_forward_only() -> None:
-
     def story(run: Run) -> None:
         for step in range(2):
             with run.step():

@@ -287,6 +287,16 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
             step()
 
 
+def test_the_gradient_of_a_gradient_is_loaded_ahead() -> None:
+    with attached(blocks(), k=3) as pipe:
+        for _ in range(3):
+            pipe.stats.clear()
+            with pipe.step():
+                x = torch.randn(5, WIDTH, requires_grad=True)
+                torch.autograd.grad(pipe.module(x).sum(), x, create_graph=True)[0].square().sum().backward()
+        assert pipe.stats.misses == pipe.stats.heals == 0
+
+
 class Called(nn.Module):
     """Its blocks are called in an order of their own."""
 

@@ -96,7 +96,7 @@ def test_a_chrome_trace(tmp_path):
     assert sorted(names.values()) == sorted(lane.value for lane in Lane)
     complete = [event for event in events if event["ph"] == "X"]
     work = {(names[e["tid"]], e["cat"], e["ts"], e["dur"]) for e in complete if e["tid"] in names}
-    assert work == {(s.lane.value, s.kind.value, s.begin * 1e6, (s.end - s.begin) * 1e6) for s in recording.spans}
+    assert work == {(s.lane.value, s.kind.label, s.begin * 1e6, (s.end - s.begin) * 1e6) for s in recording.spans}
     assert [event["name"] for event in complete if event["tid"] not in names] == ["step 1", "step 2"]
 
 

@@ -28,7 +28,7 @@ def _trace(recording: Recording, caption: str) -> dict[str, Any]:
         events.append(_event(0, f"step {number}", "step", begin, end))
     for span in recording.spans:
         name = f"waits for {span.name}" if span.kind is Kind.STALL else span.name
-        event = _event(threads[span.lane], name, span.kind.value, span.begin, span.end)
+        event = _event(threads[span.lane], name, span.kind.label, span.begin, span.end)
         events.append({**event, "args": {"bytes": span.nbytes}})
     return {"traceEvents": events, "otherData": {"caption": caption}}
 

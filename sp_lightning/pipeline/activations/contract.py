@@ -33,8 +33,9 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline.activations.saved import Packed, SavedTensors
+from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.operands import tensors_in
+from sp_lightning.pipeline.torch_private import storage_key
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED = 1 << 16  # numbers of an output that are compared: all of a small one
@@ -54,39 +55,35 @@ _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
 
 
 class Inputs:
-    """The arguments of a unit's call, with tensors packed as autograd would have saved them.
+    """The arguments of a unit's call, with tensors held as autograd would have saved them.
 
     Tensors are detached from their graph. So they form no cycle with the node that an in-place change gives them, and
     hooks that the forward registers on them do not fire a second time.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         self._leaves = [(id(leaf), None if id(leaf) in data else leaf) for leaf in leaves]
-        self._requires_grad = {key: tensor.requires_grad for key, tensor in data.items()}
-        self.tensors = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
-        self.packed: list[Packed] = []  # what holds these, once they are packed
+        self._requires_grad = [(key, tensor.requires_grad) for key, tensor in data.items()]
+        plain = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
+        self.storages = set(map(storage_key, plain))
+        self.held = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
         # what is given that may change, as a cache does
         self.changeable = next((type(leaf).__name__ for leaf in leaves if _may_change(leaf)), None)
-        # that a user has set, and that a second tensor would not have
-        self.have_attributes = any(type(tensor) is Tensor and vars(tensor) for tensor in data.values())
 
     @property
     def are_changed(self) -> bool:
         """Whether a tensor among the arguments was changed in place since the call."""
-        return any(packed.is_changed for packed in self.packed)
-
-    def pack(self, saved: SavedTensors) -> None:
-        """Pack the tensors, from which they are unpacked to be rebuilt."""
-        self.packed = [saved.handle(tensor) or saved.hold(tensor) for tensor in self.tensors]
+        return any(held.is_changed for held in self.held)
 
     def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
-        tensors = dict(zip(self._requires_grad, map(saved.unpack, self.packed), strict=True))
-        for key, requires_grad in self._requires_grad.items():
-            tensors[key] = tensors[key].detach().requires_grad_(requires_grad)
+        tensors = {
+            key: saved.unpack(held).detach().requires_grad_(requires_grad)
+            for (key, requires_grad), held in zip(self._requires_grad, self.held, strict=True)
+        }
         leaves = [tensors.get(key, leaf) for key, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
@@ -227,6 +224,8 @@ def _may_change(value: Any) -> bool:
     """Tell whether what is given to a unit is not known to be the same in backward."""
     if isinstance(value, MethodType | BuiltinFunctionType):
         return _may_change(value.__self__)
+    if type(value) is Tensor:  # in whose place another one is given, without attributes that a user has set
+        return bool(vars(value))
     return not (isinstance(value, _PLAIN) or _stands_for_itself(value))
 
 

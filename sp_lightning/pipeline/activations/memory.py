@@ -1,28 +1,20 @@
-"""The memory of what autograd saves: a count of it on the device, and a pool of it on the host.
+"""The device memory of what autograd saves: a count of it.
 
-Device memory is counted once, however many tensors lie in it. Weights and buffers do not count, as they would be there
-anyway. Counting costs the host some microseconds for each saved tensor, so under `"auto"` only steps that are measured
-do it.
+It is counted once, however many tensors lie in it. Weights and buffers do not count, as they would be there anyway.
+Counting costs the host some microseconds for each saved tensor, so under `"auto"` only steps that are measured do it.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.stats import Stats, readable_bytes
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.buffers import HostBuffer
-
-_PAGE = 4096  # what a buffer on the host takes at least
-_size = attrgetter("nbytes")
 
 
 class Footprint(NamedTuple):
@@ -110,7 +102,7 @@ class Meter:
         self._baseline = None
         self.step_peak = self._before = self._peak = self._stats.activation_bytes
 
-    def measure(self, inputs: Iterable[Tensor]) -> None:
+    def measure(self, inputs: Sequence[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()
@@ -127,56 +119,3 @@ class Meter:
         stretch = Stretch(self._before, self._peak - self._before, operations)
         self._before = self._peak = self._stats.activation_bytes
         return stretch
-
-
-class HostPool:
-    """Lends host memory to activations that leave the device for a while (offload.py).
-
-    Each step asks for the same sizes, so the first one allocates and page-locks the buffers, which costs more than
-    copying, and all others use them again. Where sizes differ from step to step (sentences of any length), a buffer
-    also serves what is smaller, and those that are too small make room for a larger one.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.held = 0  # bytes that the pool has
-        self._backend = backend
-        self._buffers: set[HostBuffer] = set()
-        self._free: list[HostBuffer] = []  # by their size
-
-    def take(self, nbytes: int) -> HostBuffer:
-        """Lend a buffer of at least so many bytes: the smallest there is."""
-        size = -(-nbytes // _PAGE) * _PAGE
-        place = bisect.bisect_left(self._free, size, key=_size)
-        if place < len(self._free):
-            return self._free.pop(place)
-        if self._free:  # all too small: they make room
-            self._backend.drain()  # the device may still be reading what was given back
-            self._release(self._free)
-        free = available_host_memory()
-        if free is not None and size > free:
-            raise RuntimeError(
-                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} "
-                f"are taken already, {readable_bytes(size)} more are needed and "
-                f"{readable_bytes(free)} are free. Use a smaller batch, `activations='recompute'`, "
-                "or a machine with more memory."
-            )
-        buffer = HostBuffer(size, self._backend, pin=True)
-        self._buffers.add(buffer)
-        self.held += size
-        return buffer
-
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
-        if buffer in self._buffers:  # not if the pool was closed meanwhile
-            bisect.insort(self._free, buffer, key=_size)
-
-    def close(self) -> None:
-        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
-        self._release(list(self._buffers))
-
-    def _release(self, buffers: list[HostBuffer]) -> None:
-        self._buffers.difference_update(buffers)
-        self._free = []
-        for buffer in buffers:
-            self.held -= buffer.nbytes
-            buffer.release()

@@ -28,9 +28,11 @@ the copy.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import threading
 from collections import deque
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
@@ -38,10 +40,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.pipeline.activations.memory import Held, HostPool, Meter
+from sp_lightning.pipeline.activations.memory import Held, Meter
+from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
-from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stats import Stats, readable_bytes
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -49,6 +52,8 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
 _WASTE = 64
+_PAGE = 4096  # what a buffer on the host takes at least
+_size = attrgetter("nbytes")
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
@@ -141,6 +146,59 @@ class Bundle:
         return [activation for activation in activations if activation is not None]
 
 
+class HostPool:
+    """Lends host memory to activations that leave the device for a while.
+
+    Each step asks for the same sizes, so the first one allocates and page-locks the buffers, which costs more than
+    copying, and all others use them again. Where sizes differ from step to step (sentences of any length), a buffer
+    also serves what is smaller, and those that are too small make room for a larger one.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.held = 0  # bytes that the pool has
+        self._backend = backend
+        self._buffers: set[HostBuffer] = set()
+        self._free: list[HostBuffer] = []  # by their size
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """Lend a buffer of at least so many bytes: the smallest there is."""
+        size = -(-nbytes // _PAGE) * _PAGE
+        place = bisect.bisect_left(self._free, size, key=_size)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:  # all too small: they make room
+            self._backend.drain()  # the device may still be reading what was given back
+            self._release(self._free)
+        free = available_host_memory()
+        if free is not None and size > free:
+            raise RuntimeError(
+                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} "
+                f"are taken already, {readable_bytes(size)} more are needed and "
+                f"{readable_bytes(free)} are free. Use a smaller batch, `activations='recompute'`, "
+                "or a machine with more memory."
+            )
+        buffer = HostBuffer(size, self._backend, pin=True)
+        self._buffers.add(buffer)
+        self.held += size
+        return buffer
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
+        if buffer in self._buffers:  # not if the pool was closed meanwhile
+            bisect.insort(self._free, buffer, key=_size)
+
+    def close(self) -> None:
+        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
+        self._release(list(self._buffers))
+
+    def _release(self, buffers: list[HostBuffer]) -> None:
+        self._buffers.difference_update(buffers)
+        self._free = []
+        for buffer in buffers:
+            self.held -= buffer.nbytes
+            buffer.release()
+
+
 class Offloader:
     """Sends saved activations to the host and fetches them for backward."""
 
@@ -155,8 +213,6 @@ class Offloader:
         self.open: list[Bundle | None] = []
         self._leaving: list[Activation] = []  # held, for their copies read them
         self._leftovers: deque[_Leftover] = deque()
-
-    # ------------------------------------------------------------------------------------------------------ forward
 
     def send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
@@ -186,8 +242,6 @@ class Offloader:
                 activation.release()
             self._leaving.clear()
             self._reclaim_host_memory(landed=False)
-
-    # ------------------------------------------------------------------------------------------------ saved tensors
 
     def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves; return None if it is not to be offloaded, or has to stay."""
@@ -240,8 +294,6 @@ class Offloader:
         assert activation.ticket is not None
         self._backend.trace.wait(activation.ticket, "activations")
 
-    # ----------------------------------------------------------------------------------------------------- backward
-
     def reach(self, bundle: Bundle) -> None:
         """Fetch what backward needs now, for the nodes of a call, and what it will need next."""
         with self._lock:
@@ -272,8 +324,6 @@ class Offloader:
             if ticket is not None and not landed:
                 self._backend.wait(ticket)
             self.pool.give_back(host)
-
-    # ------------------------------------------------------------------------------------------------------ endings
 
     def abandon(self) -> None:
         """Return to idle after an exception, when no copy is under way: no call is open, nothing leaves or comes.

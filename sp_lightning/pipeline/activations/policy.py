@@ -18,7 +18,7 @@ much or more was saved at the last turn (by a loss over large logits), and under
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -49,9 +49,9 @@ class AutoPolicy:
         # the most that was saved outside of units elsewhere: by a norm between them, say
         self.outside_bytes = 0
         self._second_forwards = second_forwards
-        self._meter = second_forwards.saved.meter
-        self._measuring: set[str] = set()  # members whose calls are measured in this step
-        # what their calls have taken since a backward has ended
+        # whether calls that recompute are measured in this step, as one was that nothing was known of
+        self._is_measuring = False
+        # what these calls have taken since a backward has ended
         self._this_pass: dict[str, Footprint] = {}
         # the same in the pass in which they took most, in the forward's order
         self._most: dict[str, Footprint] = {}
@@ -85,34 +85,36 @@ class AutoPolicy:
     def begin_step(self) -> None:
         """Begin a step."""
         self._is_warm = self._had_backward
-        self._measuring.clear()
+        self._is_measuring = False
         self._this_pass.clear()
         self.in_use = {}
 
-    def begin_call(self, member: Member, inputs: Iterable[Tensor]) -> Policy:
-        """Begin a call with these inputs: choose its policy, and measure it if nothing is known of such a call."""
-        name = member.name
+    def begin_call(self, member: Member, inputs: Sequence[Tensor]) -> Policy:
+        """Begin a call with these inputs: measure it if nothing is known of such a call, and return its policy."""
         # sparse ones have no `nbytes`
         self._bytes_given = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
-        is_known = name in self._most and self._bytes_given <= self._largest_inputs[name]
-        policy: Policy = "recompute"
-        if is_known and name not in self._measuring:
-            policy = self.policies.get(member.unit_name, "recompute")
-            if policy == "recompute" and not self._is_repeatable(name):
-                policy = "keep"
-        elif self._is_warm:
-            if not self._measuring:
-                self._meter.measure(inputs)
-            self._measuring.add(name)
-        self.in_use[name] = policy
-        return policy
+        policy = self._policy_of(member)
+        if policy is None and self._is_warm and not self._is_measuring:
+            self._is_measuring = True
+            self._second_forwards.saved.meter.measure(inputs)
+        self.in_use[member.name] = policy or "recompute"
+        return self.in_use[member.name]
 
-    def note(self, member: Member, call: Footprint) -> None:
-        """Record the footprint of a call that recomputes."""
+    def _policy_of(self, member: Member) -> Policy | None:
+        """Return the policy for the call under way; None if nothing is known of calls with such inputs."""
         name = member.name
-        if name in self._measuring:
+        is_known = name in self._most and name not in self._this_pass
+        if not is_known or self._bytes_given > self._largest_inputs[name]:
+            return None
+        policy = self.policies.get(member.unit_name, "recompute")
+        return "keep" if policy == "recompute" and not self._is_repeatable(name) else policy
+
+    def end_call(self, call: UnitCall) -> None:
+        """Note what a call has taken that may recompute, and of which nothing was dropped yet."""
+        if self._is_measuring:
+            name, footprint = call.member.name, call.footprint()
             calls = self._this_pass.get(name)
-            self._this_pass[name] = call if calls is None else calls.combined_with(call)
+            self._this_pass[name] = footprint if calls is None else calls.combined_with(footprint)
             self._largest_inputs[name] = max(self._largest_inputs.get(name, 0), self._bytes_given)
 
     def end_stretch(self, stretch: Stretch, is_turn: bool) -> None:
@@ -121,7 +123,7 @@ class AutoPolicy:
             self._operation_bytes = max(self._operation_bytes, stretch.operations)
             return
         self.turn_bytes = max(self.turn_bytes, stretch.saved + stretch.operations)
-        if self.in_use.keys() == self._measuring:
+        if self.in_use.keys() == self._this_pass.keys():  # all were measured
             outside = stretch.before
             for calls in self._this_pass.values():
                 outside -= calls.held if calls.repeatable else calls.held + calls.saved
@@ -158,6 +160,7 @@ class Activations:
         self._offloader = offloader
         # of the outermost call under way; None between managed calls
         self._route: Policy | None = None
+        self._call: UnitCall | None = None  # that call, if it is to recompute
         self._left_last: Bundle | None = None  # of the call of this step that was left last
         self._pending: Bundle | None = None  # the same, until something comes after it
         # that call, if what it saved is to be dropped then
@@ -204,33 +207,30 @@ class Activations:
         route = self._policy
         if self.auto is not None:
             route = self.auto.begin_call(member, tensors_in((args, kwargs)))
-        elif route == "recompute" and member.name in self.second_forwards.unrepeatable:
+        elif member.name in self.second_forwards.unrepeatable:
             route = "keep"
         self._route = route
         if route == "recompute":
-            self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
+            self._let_pending_go()  # or what it holds would count for this call
+            self._call = self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
-        call = self._saved.recording
+        call, self._saved.recording = self._call, None
         if call is None:
             return
-        self._saved.recording = None
-        may_be_dropped = call.conclude(output, warns=self.auto is None)
-        footprint = call.footprint
-        if footprint is not None and self.auto is not None:
-            self.auto.note(call.member, footprint)
-        if not may_be_dropped:
-            return
-        if self.auto is None and footprint is not None and 2 * self._saved_at_turn <= footprint.saved:
+        call.conclude(output, warns=self.auto is None)
+        if self.auto is not None:
+            self.auto.end_call(call)
+        elif call.may_be_dropped and 2 * self._saved_at_turn <= call.footprint().saved:
             self._to_drop = ref(call)
-        else:
+            return
+        if call.may_be_dropped:
             call.drop()
 
     def end(self) -> None:
         """End the current call, also after an exception."""
-        self._route = None
-        self._saved.recording = None
+        self._route = self._call = self._saved.recording = None
         self._end_stretch()
 
     # ------------------------------------------------------------------------------- any call, and backward through one
@@ -243,8 +243,6 @@ class Activations:
             if torch.is_grad_enabled():
                 bundle = Bundle(member, leaves=(self._route or self._policy) == "offload")
         self._offloader.open.append(bundle)
-        if self._saved.recording is not None:
-            self._saved.recording.pack_inputs()
 
     def leave(self) -> None:
         """Note that the call that was entered last is left."""

@@ -13,11 +13,6 @@ checkpoint would call it: with the same inputs, and what contract.py promises. T
 saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is missing: but for
 the first two times, in which what it returns is compared with what the first one has returned. The graph of the second
 forward is thrown away; gradients flow through the first.
-
-[Note: inputs on the host]
-What a call holds are its inputs, and with many units or long sequences these are most of what is left. They can be
-offloaded like anything else that is saved (offload.py): packed once the call has been entered, for they belong to what
-its unit sends when it is left, and fetched for the second forward one unit ahead.
 """
 
 from __future__ import annotations
@@ -78,14 +73,13 @@ class UnitCall:
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.saved: list[ref[Kept]] = []  # what the forward saves, in order
-        self.footprint: Footprint | None = None  # None if nobody has counted it
+        self.may_be_dropped = False  # whether it can be recomputed, once that is concluded
         self._member = ref(member)
         self._twins = [entry.weight.twin for entry in member.entries]  # that it computes with
         self._shared = shared
-        self._meter = shared.saved.meter
-        self._bytes_before = 0  # that were held as it was entered
-        self._bytes_with_inputs = 0  # that were held then, with its inputs
-        self._inputs = Inputs(args, kwargs)
+        self._bytes_before = shared.stats.activation_bytes
+        self._inputs = Inputs(shared.saved, args, kwargs)
+        self._input_bytes = shared.stats.activation_bytes - self._bytes_before
         modules = list(member.module.modules())
         self._look = Look(modules) if shared.looks[member.name] < _LOOKS else None
         self._surroundings = Surroundings(shared.backend.device, modules)
@@ -110,37 +104,27 @@ class UnitCall:
 
     # ------------------------------------------------------------------------------------------------ first forward
 
-    def pack_inputs(self) -> None:
-        """Have the inputs held for the second forward, on the device or on the host."""
-        if not self._inputs.packed:
-            self._bytes_before = self._shared.stats.activation_bytes
-            self._inputs.pack(self._shared.saved)
-            self._bytes_with_inputs = self._shared.stats.activation_bytes
-
-    def conclude(self, output: Any, warns: bool) -> bool:
-        """Tell whether what the forward, which is over, has saved can be recomputed, and is worth it."""
-        stats = self._shared.stats
-        may_be_dropped = self._is_worth_it(output) and self._is_repeatable(warns)
-        held = self._bytes_with_inputs - self._bytes_before
-        working = max(held, stats.activation_bytes - self._bytes_before)
+    def conclude(self, output: Any, warns: bool) -> None:
+        """Decide, when the forward is over, whether what it saved can be recomputed, and is worth it."""
+        self.may_be_dropped = self._is_worth_it(output) and self._is_repeatable(warns)
         self._look = None
-        if may_be_dropped:
-            self._inputs.tensors.clear()
-            if self._shared.comparisons[self.member.name] < _LOOKS:
-                self._outputs = numbers_of(output)
-        else:
+        if not self.may_be_dropped:
             del self._inputs, self._surroundings
-            held = 0  # they are not held for it any more
-        if self._meter.counts:
-            saved = max(0, stats.activation_bytes - self._bytes_before - held)
-            pieces = {kept.held for kept in self._alive()}
-            sizes = [piece.nbytes for piece in pieces if piece is not None]
-            large = min(sum(size for size in sizes if size >= offload.MIN_OFFLOAD_BYTES), held + saved)
-            self.footprint = Footprint(held, saved, large, working, repeatable=may_be_dropped)
-        return may_be_dropped
+            self._input_bytes = 0  # they are not held for it any more
+        elif self._shared.comparisons[self.member.name] < _LOOKS:
+            self._outputs = numbers_of(output)
+
+    def footprint(self) -> Footprint:
+        """Return what the call takes, before anything of it is dropped."""
+        held = self._input_bytes
+        saved = max(0, self._shared.stats.activation_bytes - self._bytes_before - held)
+        pieces = {kept.held for kept in self._alive()}
+        sizes = [piece.nbytes for piece in pieces if piece is not None]
+        large = min(sum(size for size in sizes if size >= offload.MIN_OFFLOAD_BYTES), held + saved)
+        return Footprint(held, saved, large, held + saved, self.may_be_dropped)
 
     def drop(self) -> None:
-        """Drop what autograd still needs of it, if `conclude` has said that it can be recomputed."""
+        """Drop what autograd still needs of it."""
         for kept in self._alive():
             kept.drop()
 
@@ -150,8 +134,8 @@ class UnitCall:
         if any(entry.is_changed for entry in kept):
             return False  # this must raise in backward, as it does in plain training
         saved = [storage_key(entry.tensor) for entry in kept if entry.tensor is not None]
-        held_anyway = map(storage_key, [*self._inputs.tensors, *tensors_in(output)])
-        return not set(saved).issubset(held_anyway)
+        held_anyway = self._inputs.storages.union(map(storage_key, tensors_in(output)))
+        return not held_anyway.issuperset(saved)
 
     def _is_repeatable(self, warns: bool) -> bool:
         """Tell whether the forward can run again; a member of which this was tried often enough is asked no more."""
@@ -176,14 +160,15 @@ class UnitCall:
             return "has forward hooks"
         if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
             return "has a part that is scripted"  # in C++, nothing can take a buffer's place
-        if self._inputs.have_attributes:
-            return "is given a tensor with attributes of its own"
         if any(kept.tensor is not None and kept.tensor.is_nested for kept in self._alive()):
             # its shape cannot be compared: it has none, or a new one each time
             return "saves a nested tensor"
         if self._inputs.changeable is not None:
             kind = self._inputs.changeable
-            return f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`)"
+            return (
+                f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`), "
+                "or has attributes of its own"
+            )
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]
@@ -265,7 +250,7 @@ class UnitCall:
         kept = None if reference is None else reference()
         tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
         if kept is not None and kept.misses(tensor):
-            kept.fill(tensor, self._meter)
+            kept.fill(tensor, self._shared.saved.meter)
             self._missing -= 1
             if not self._missing and self._outputs is None:
                 raise _NothingMissing

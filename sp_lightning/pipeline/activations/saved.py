@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -34,9 +34,21 @@ from sp_lightning.pipeline.torch_private import (
 )
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.activations.recompute import UnitCall
-    from sp_lightning.pipeline.calls.backward import BackwardPass
+
+class Recording(Protocol):
+    """A unit's call that notes what it saves, and can save it again."""
+
+    saved: list[ref[Kept]]
+
+    def repeat(self) -> None:
+        """Have every tensor that was dropped, and is still needed, take its place again."""
+
+
+class _Backward(Protocol):
+    """What brings weights for backward."""
+
+    def bring_for_backward(self, twin: Twin) -> None:
+        """Bring a weight that backward unpacks to the device."""
 
 
 class _Handle:
@@ -67,9 +79,9 @@ class Kept:
 
     __slots__ = ("__weakref__", "_kind", "_recording", "held", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, meter: Meter, recording: UnitCall | None = None) -> None:
+    def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
         self._recording = recording
-        self.held = meter.hold(tensor)
+        self.held = meter.hold(tensor) if meter.counts else None
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
@@ -96,16 +108,14 @@ class Kept:
         return self.tensor is None and self._kind == (tensor.shape, tensor.dtype)
 
     def get(self) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor; raise if it has been changed in place, as autograd does."""
         if self.tensor is None:
             assert self._recording is not None
             self._recording.repeat()
         assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise _changed_in_place(self.tensor.shape)
         return self.tensor
-
-
-Packed: TypeAlias = _Handle | Offloaded | Kept
-"""What is held in place of a saved tensor, unless it is the tensor itself with its version."""
 
 
 class SavedTensors:
@@ -115,8 +125,8 @@ class SavedTensors:
         self.meter = meter
         self.twins: dict[int, Twin] = {}  # by the identity of their memory
         # of the call under way; None if nothing of it is to be dropped
-        self.recording: UnitCall | None = None
-        self.backward: BackwardPass | None = None  # what brings weights for it
+        self.recording: Recording | None = None
+        self.backward: _Backward | None = None
         self._offloader = offloader
 
     def pushed(self) -> AbstractContextManager[Any]:
@@ -148,16 +158,13 @@ class SavedTensors:
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         return None if twin is None else _Handle(twin, tensor)
 
-    def pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
+    def pack(self, tensor: Tensor) -> _Handle | Offloaded | Kept:
         """Return what autograd saves in place of a tensor."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is not None:
             return _Handle(twin, tensor)
-        if self.recording is not None:
-            return Kept(tensor, self.meter, self.recording)
-        if self._offloader.open or self.meter.counts:
-            return self.hold(tensor)
-        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
+        offloaded = self._offloader.pack(tensor) if self._offloader.open else None
+        return offloaded or Kept(tensor, self.meter, self.recording)
 
     def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | Callable[[], Tensor]:
         """Return what autograd saves where other hooks were on top, which get everything that is not a weight.
@@ -169,18 +176,11 @@ class SavedTensors:
             return partial(unpack, pack(tensor))
         return self.handle(tensor) or partial(unpack, pack(tensor))
 
-    def hold(self, tensor: Tensor) -> Offloaded | Kept:
-        """Hold a tensor that is no weight, on the device or on the host."""
-        return self._offloader.pack(tensor) or Kept(tensor, self.meter)
-
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read."""
         tensor: Tensor
-        if type(packed) is tuple:
-            tensor, version = packed
-            if tensor._version != version:
-                raise _changed_in_place(tensor.shape)
-            return tensor
+        if type(packed) is Kept:
+            return packed.get()
         if isinstance(packed, _Handle):
             tensor, twin = packed.alias, self.twins.get(packed.twin.key)
             name = f"weight {packed.twin.weight.name!r}"
@@ -188,10 +188,10 @@ class SavedTensors:
                 raise outdated_graph_error(name)
             if packed.is_changed:
                 raise _changed_in_place(name)
-        elif isinstance(packed, Kept | Offloaded):
+        elif isinstance(packed, Offloaded):
             if self.backward is None:  # detached since
                 raise outdated_graph_error("what a unit has saved")
-            tensor = packed.get() if isinstance(packed, Kept) else self._offloader.unpack(packed)
+            tensor = self._offloader.unpack(packed)
             if packed.is_changed:
                 raise _changed_in_place(tensor.shape)
             return tensor

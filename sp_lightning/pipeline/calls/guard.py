@@ -34,6 +34,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -51,8 +52,11 @@ _OF_THE_MASTER = {
 _guarded: dict[int, tuple[Guard, Weight]] = {}
 
 
-class HostParameter(nn.Parameter):
-    """The class of masters: same object, same memory, and `isinstance(p, nn.Parameter)` holds."""
+class HostParameter(CopiedPlainly):
+    """The class of masters: same object, same memory, and `isinstance(p, nn.Parameter)` holds.
+
+    Copies and pickles are of `p.data`, which the guard sees.
+    """
 
     @classmethod
     def __torch_function__(
@@ -75,28 +79,8 @@ class HostParameter(nn.Parameter):
         with without_torch_function():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy it as an ordinary Parameter."""
-        _before_access(self)
-        with without_torch_function():
-            return nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as an ordinary Parameter."""
-        _before_access(self)
-        with without_torch_function():
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
 
 make_parameters_of(HostParameter)
-
-
-def _before_access(master: HostParameter) -> None:
-    """Have a master finished, before somebody outside of the engine reads it."""
-    found = _guarded.get(id(master))
-    if found is not None:
-        guard, weight = found
-        guard.before_access(weight)
 
 
 def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -243,9 +227,17 @@ class Guard:
 
     def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
-        engine = self._engine
-        follow = engine.backward.follow_requires_grad
-        return engine.learned.casts.note(weight, builds_graph, engine.graphs, follow)
+        engine, graphs = self._engine, self._engine.graphs
+        if builds_graph:
+            if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
+                weight.casts = {}  # no backward adds gradients of these up with those of this cast
+            weight.cast_in = graphs.current.number
+        return engine.learned.casts.note(weight, builds_graph, engine.backward.follow_requires_grad)
+
+    def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
+        """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""
+        self.keep_as_is(weight)
+        return leaf if leaf.dtype is weight.dtype else self.serve(weight)
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""

@@ -32,6 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ class Backend(ABC):
 
     def computed(self) -> Ticket:
         """Return a ticket for everything computed so far, which other lanes may come after."""
-        ticket = Job(_nothing)
+        ticket = Job(lambda: None)
         ticket.finish()
         return ticket
 
@@ -175,10 +176,6 @@ class Backend(ABC):
         self._host.close()
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class _Entry(NamedTuple):
     kind: Kind
     name: str
@@ -186,6 +183,14 @@ class _Entry(NamedTuple):
     ticket: Ticket | None
     begin: Any = None
     end: Any = None
+
+
+class _Log:
+    """What a recording notes."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.steps: list[Any] = []  # marks of when they began
 
 
 class Trace:
@@ -198,9 +203,7 @@ class Trace:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_on = False  # whether somebody records or profiles
-        self._entries: list[_Entry] | None = None
-        self._steps: list[Any] = []
-        self._recordings = 0
+        self._logs: list[_Log] = []  # of recordings, which may overlap
         self._computing: _Entry  # what the range below is for
         self._range: record_function | None = None  # of the unit that is computing now
 
@@ -228,7 +231,7 @@ class Trace:
     def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
         if not self._is_on:
             return ask(*args)
-        with _range(kind.value, name):
+        with _range(kind.label, name):
             ticket = ask(*args)
         self._note(_Entry(kind, name, nbytes, ticket))
         return ticket
@@ -244,25 +247,25 @@ class Trace:
         rank: int = 0,
     ) -> Ticket:
         """Ask for a job on the thread for work on host memory; its range is where it runs."""
-        if not self._is_on:
-            return self._backend.work(job, after, nbytes, cleanup, rank)
-        ticket = self._backend.work(_range(kind.value, name)(job), after, nbytes, cleanup, rank)
+        if self._is_on:
+            job = _range(kind.label, name)(job)
+        ticket = self._backend.work(job, after, nbytes, cleanup, rank)
         self._note(_Entry(kind, name, nbytes, ticket))
         return ticket
 
     def wait(self, ticket: Ticket, what: str) -> None:
         """Make computing wait for a ticket, and note how long it does."""
-        if self._entries is None:
-            self._backend.wait(ticket)
-        else:
+        if self._logs:
             self._stall(partial(self._backend.wait, ticket), what)
+        else:
+            self._backend.wait(ticket)
 
     def join(self, job: Ticket, what: str) -> None:
         """Make the host wait for a job, and note how long the device has nothing to do for that."""
-        if self._entries is None or job.done:
-            job.join()
-        else:
+        if self._logs and not job.done:
             self._stall(job.join, what)
+        else:
+            job.join()
 
     def _stall(self, wait: Callable[[], None], what: str) -> None:
         begin = self._backend.mark()
@@ -270,14 +273,14 @@ class Trace:
         self._note(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
 
     def _note(self, entry: _Entry) -> None:
-        if self._entries is not None:
-            self._entries.append(entry)
+        for log in self._logs:
+            log.entries.append(entry)
 
     def begin(self, kind: Kind, name: str, is_recomputed: bool = False) -> None:
         """Note that a unit begins to compute, and that the one before it is done."""
         if self._is_on:
             self.end()
-            self._range = _range("recompute" if is_recomputed else kind.value, name)
+            self._range = _range("recompute" if is_recomputed else kind.label, name)
             self._range.__enter__()  # type: ignore[no-untyped-call]
             self._computing = _Entry(kind, name, 0, None, self._backend.mark())
 
@@ -290,9 +293,9 @@ class Trace:
 
     def begin_step(self) -> None:
         """Note that a step begins; whether it is profiled is asked here alone."""
-        self._is_on = self._entries is not None or profiler_is_on()
-        if self._entries is not None:
-            self._steps.append(self._backend.mark())
+        self._is_on = bool(self._logs) or profiler_is_on()
+        for log in self._logs:
+            log.steps.append(self._backend.mark())
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -300,29 +303,22 @@ class Trace:
 
         Recordings may overlap: a planner's and a timeline's do not know of each other.
         """
-        origin = self._backend.origin()
-        if self._entries is None:
-            self._entries = []
-            self._steps = []
-        self._recordings += 1
+        origin, log, recording = self._backend.origin(), _Log(), Recording()
+        self._logs.append(log)
         self._is_on = self._backend.timed = True
-        recording, first, first_step = Recording(), len(self._entries), len(self._steps)
         try:
             yield recording
         finally:
             self.end()
-            entries = self._entries[first:]
-            marks = [*self._steps[first_step:], self._backend.mark()]
+            marks = [*log.steps, self._backend.mark()]
             try:
                 # copies that come after a job are asked for only now, and have to be timed, too
                 self._backend.drain()
             finally:
-                self._recordings -= 1
-                if not self._recordings:
-                    self._entries = None
-                    self._backend.timed = False
-            spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
-            recording.spans = sorted(spans, key=lambda span: span.begin)
+                self._logs.remove(log)
+                self._backend.timed = bool(self._logs)
+            spans = filter(None, (self._span(entry, origin) for entry in log.entries))
+            recording.spans = sorted(spans, key=attrgetter("begin"))
             moments = [self._backend.seconds(origin.device, mark) for mark in marks]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 

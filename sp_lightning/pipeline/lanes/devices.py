@@ -41,13 +41,13 @@ class HostBackend(Backend):
         seed: int = 0,
         threads: int | None = None,
     ) -> None:
-        host = Worker("superpipeline-host", partial(use_threads, threads), max_delay, seed)
+        worker = partial(Worker, max_delay=max_delay, seed=seed)
+        host = worker("superpipeline-host", partial(use_threads, threads))
         super().__init__(torch.device("cpu"), poison, host)
-        self._up = Worker("superpipeline-upload", max_delay=max_delay, seed=seed)
-        self._down = Worker("superpipeline-download", max_delay=max_delay, seed=seed)
-        self._beside = {
-            lane: Worker(f"superpipeline-visit {lane.value}", max_delay=max_delay, seed=seed) for lane in VISITED
-        }
+        self._up = worker("superpipeline-upload")
+        self._down = worker("superpipeline-download")
+        self._beside = {lane: worker(f"superpipeline-visit {lane.value}") for lane in VISITED}
+        self._copying = (self._up, self._down, *self._beside.values())
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -79,13 +79,13 @@ class HostBackend(Backend):
 
     @override
     def drain(self) -> None:
-        for worker in (self._down, self._host, self._up, *self._beside.values()):
+        for worker in (self._host, *self._copying):
             worker.drain()
 
     @override
     def close(self) -> None:
         super().close()
-        for worker in (self._down, self._up, *self._beside.values()):
+        for worker in self._copying:
             worker.close()
 
 
@@ -166,15 +166,16 @@ class AcceleratorBackend(Backend):
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
-        asked = after.asked() if after.is_asked else None
-        if isinstance(asked, _StreamTicket):  # the device can wait for it
-            self._up_behind_work.wait_event(asked.event)
 
         def issue() -> Ticket:
             self._up_behind_work.wait_event(computed)
             return self._copy(self._up_behind_work, target, source)
 
-        return issue() if isinstance(asked, _StreamTicket) else self.ask_later(issue, [after])
+        # the device can wait for a visit's
+        if after.is_asked and isinstance(asked := after.asked(), _StreamTicket):
+            self._up_behind_work.wait_event(asked.event)
+            return issue()
+        return self.ask_later(issue, [after])
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -299,9 +300,9 @@ def _cudart() -> Any:
 def full_device(device: torch.device | str | None) -> torch.device:
     """Return the device with its index; by default the current accelerator if torch has streams for it, or the CPU."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        has_streams = accelerator is not None and hasattr(torch.get_device_module(accelerator), "Stream")
-        device = accelerator if accelerator is not None and has_streams else "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        if not hasattr(torch.get_device_module(device), "Stream"):
+            device = "cpu"
     try:
         full = torch.device(device)
         if full.type == "cpu":

@@ -55,14 +55,8 @@ class Kind(enum.Enum):
     STEP = "step", Lane.HOST
     ADD = "add", Lane.HOST
 
-    lane: Lane
-
-    def __new__(cls, value: str, lane: Lane) -> Kind:
-        """Make a member whose value is its name alone."""
-        made = object.__new__(cls)
-        made._value_ = value
-        made.lane = lane
-        return made
+    def __init__(self, label: str, lane: Lane) -> None:
+        self.label, self.lane = label, lane
 
 
 class Span(NamedTuple):

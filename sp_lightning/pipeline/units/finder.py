@@ -66,6 +66,8 @@ def find_units(
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
     """
     tree = Tree(root, resident, split, used_outside)
+    if not (tree.weights or tree.unmanaged):
+        raise ValueError(f"`{type(root).__name__}` has no parameters, so there is nothing to stream.")
     largest = _LARGEST_UNIT_BYTES
     if device_bytes is not None:
         largest = min(largest, device_bytes // _UNITS_PER_DEVICE)

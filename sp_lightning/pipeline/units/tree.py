@@ -51,16 +51,16 @@ class Tree:
                 del self.weights[key]
                 self.unmanaged[weight.name] = weight.master
         # also those that are used outside: whatever these are, the tree is divided in the same way
-        self._streams = self.weights.keys() - stay
-        self._bytes = {id(module): self._bytes_to_stream(module) for _, module in named}
+        streams = self.weights.keys() - stay
+        self._bytes = {
+            id(module): sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in streams)
+            for _, module in named
+        }
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def weights_of(self, module: nn.Module) -> list[Weight]:
         """Return the weights at and below a module."""
         return [self.weights[id(p)] for p in module.parameters() if id(p) in self.weights]
-
-    def _bytes_to_stream(self, module: nn.Module) -> int:
-        return sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in self._streams)
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
@@ -75,13 +75,9 @@ class Tree:
         return is_called(module) and id(module) not in self._split
 
     def _collect_weights(self) -> None:
-        named = list(named_own_parameters(self.root))
-        if not named:
-            model = type(self.root).__name__
-            raise ValueError(f"`{model}` has no parameters, so there is nothing to stream.")
         tied = _tied_by_memory(self.root)
         seen: set[int] = set()
-        for name, owner, parameter in named:
+        for name, owner, parameter in named_own_parameters(self.root):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -126,13 +122,8 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the engine can manage, but that are not on the host."""
-    elsewhere = [
-        parameter
-        for _, owner, parameter in named_own_parameters(root)
-        if parameter.device.type not in ("cpu", "meta") and _is_manageable(owner, parameter)
-    ]
-    tied = _tied_by_memory(root) if elsewhere else ()
-    return [parameter for parameter in dict.fromkeys(elsewhere) if id(parameter) not in tied]
+    masters = [weight.master for weight in Tree(root, ()).weights.values()]
+    return [master for master in masters if master.device.type not in ("cpu", "meta")]
 
 
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:

@@ -21,14 +21,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.operands import OF_THE_DTYPE, instances_in, is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.operands import (
+    OF_THE_DTYPE,
+    autocast_dtype,
+    instances_in,
+    is_metadata,
+    name_of,
+    replace_instances,
+)
 from sp_lightning.pipeline.torch_private import (
     explain_graph_break,
     in_backward,
@@ -37,9 +44,6 @@ from sp_lightning.pipeline.torch_private import (
 )
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls.backward import Graphs
 
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -89,7 +93,7 @@ class Casts:
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
-    def note(self, weight: Weight, builds_graph: bool, graphs: Graphs, follow: Callable[[Twin], None]) -> nn.Parameter:
+    def note(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
         Return the leaf to cast, whose gradients all come out of this cast: of another twin, which `follow` gets, if
@@ -101,9 +105,6 @@ class Casts:
             self.lowered.add(master)
         if not builds_graph:
             return leaf
-        if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
-            weight.casts = {}  # no backward adds gradients of these up with those of this cast
-        weight.cast_in = graphs.current.number
         cast = self._cast_in_cache(weight.twin.data.device)
         if weight.casts and cast not in weight.casts:
             self.used_as_is.add(master)
@@ -144,6 +145,8 @@ class LoweredParameter(EagerLeaf):
 
     __slots__ = ()
 
+    weight: Weight
+
     @TwinParameter.data.getter  # type: ignore[attr-defined, untyped-decorator]
     def data(self) -> Tensor:
         """The values in the weight's own dtype: they may be written to, which the weight counts."""
@@ -152,11 +155,8 @@ class LoweredParameter(EagerLeaf):
 
     def _as_is(self) -> nn.Parameter:
         """Return the weight in its own dtype, which is this leaf if it is only watched."""
-        weight, guard = self.weight, self.weight.guard
-        if guard is None:
-            return self
-        guard.keep_as_is(weight)
-        return self if self.dtype is weight.dtype else guard.serve(weight)
+        guard = self.weight.guard
+        return self if guard is None else guard.as_is(self.weight, self)
 
     @classmethod
     def __torch_function__(
@@ -195,9 +195,8 @@ class LoweredParameter(EagerLeaf):
         What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
         """
         weight, guard = self.weight, self.weight.guard
-        kind = self.device.type
-        is_other = weight.lowered and torch.get_autocast_dtype(kind) is not self.dtype
-        if guard is None or is_other or not torch.is_autocast_enabled(kind):
+        dtype = autocast_dtype(self.device.type)
+        if guard is None or dtype is None or (weight.lowered and dtype is not self.dtype):
             return self._as_is()
         if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
             return self

@@ -8,15 +8,21 @@ A forward may contain `self.weight.data.clamp_()`, which has to reach the master
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.weight import Weight
+
+class CopiedPlainly(nn.Parameter):
+    """A Parameter whose copies are ordinary ones, as its pickles are anyway."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy it as an ordinary Parameter."""
+        return nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
 
 
-class TwinParameter(nn.Parameter):
+class TwinParameter(CopiedPlainly):
     """A Parameter that counts what is written to its `.data`."""
 
     __slots__ = ("twin_of",)
@@ -39,12 +45,18 @@ class TwinParameter(nn.Parameter):
         )
 
 
+class WithMaster(Protocol):
+    """A weight, as far as its leaf has to know it."""
+
+    master: nn.Parameter
+
+
 class EagerLeaf(TwinParameter):
     """The leaf of a weight of a model that is not compiled: the attributes that users set are those of the master."""
 
     __slots__ = ("weight",)
 
-    weight: Weight
+    weight: WithMaster
 
     @property
     def grad(self) -> Tensor | None:
@@ -54,10 +66,6 @@ class EagerLeaf(TwinParameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self.weight.master.grad = gradient
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy it as an ordinary Parameter."""
-        return nn.Parameter(self.data.clone(), self.requires_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle what users have set, and not the weight: Parameters of all classes are pickled as ordinary ones."""

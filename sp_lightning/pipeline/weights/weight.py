@@ -8,7 +8,7 @@ twins take the masters' places in the module tree, so the graph is built on the 
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from sp_lightning.pipeline.torch_private import storage_key, without_torch_funct
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls.guard import Guard
     from sp_lightning.pipeline.units.unit import Unit
 
 
@@ -109,6 +108,16 @@ class Twin:
                 self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
+class WeightGuard(Protocol):
+    """Who decides what follows from how a weight is used under autocast."""
+
+    def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
+        """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""
+
+    def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
+        """Note that autocast casts a weight, and return the leaf that it is to cast."""
+
+
 class Weight:
     """A weight of the model."""
 
@@ -130,7 +139,7 @@ class Weight:
         self.casts: dict[object, nn.Parameter] = {}
         self.cast_in = 0  # the number of the graph with the last of these
         # what code outside of the engine finds at its master; None when detached
-        self.guard: Guard | None = None
+        self.guard: WeightGuard | None = None
         self.replacements = 0  # how often the master was found in other memory
         # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
         self.other_twins: list[Twin] = []

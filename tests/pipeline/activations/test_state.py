@@ -218,9 +218,7 @@ def test_state_that_is_changed(is_given: bool, policy: str) -> None:
             said = [str(warning.message).split("'")[1] for warning in caught if "second time" in str(warning.message)]
             kept = SEEN.keys() - (REBUILT if is_given else set())
             assert sorted(said) == sorted(f"stateful.{kind}" for kind in kept if policy == "recompute")
-            assert run.pipe.stats.recomputed == (3 + 1 if policy == "recompute" else 3 + 3) + 3 * len(
-                SEEN.keys() - kept
-            )
+            assert run.pipe.stats.recomputed == 3 + (1 if policy == "recompute" else 3) + 3 * len(SEEN.keys() - kept)
 
     assert_same_story(story, lambda: SideBySide(SEEN, is_given), debug=False, **OPTIONS[policy])
 
