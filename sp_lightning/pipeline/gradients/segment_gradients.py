@@ -4,12 +4,18 @@
 The gradients that backward has brought belong to the engine: they may still be on their way, in a lower dtype than
 their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a copy in the master's dtype, which is
 *the* gradient from then on, and belongs to the user like any that the user sets.
+
+[Note: where gradients are on the host]
+In one of two buffers beside the masters, each made when first needed: `arrived`, which the device writes, has them as
+they came; `sums` has what was added up, in the masters' dtypes. If they come in these, one buffer is both. Else sums
+take the place of what arrived, and from then on also the first gradients of a step go there, through landing memory.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -21,6 +27,7 @@ from sp_lightning.optim import rules
 from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -98,6 +105,15 @@ class Gradient:
             return True
         return master.grad is not None
 
+    def come(self, tensor: Tensor, norm: Tensor | None = None) -> None:
+        """Note where the engine has it, or will have it, and where its norm."""
+        self.tensor = tensor
+        self.norm = norm
+
+    def scale(self, scaling: Scaling) -> None:
+        """Note how it is to be scaled as it is read."""
+        self.scaling = scaling
+
     def show(self) -> None:
         """Make what has landed of it the master's `.grad`, which is the user's."""
         shown = self.take()
@@ -117,7 +133,7 @@ class Gradient:
 
 
 def drop(gradients: Collection[Gradient]) -> None:
-    """Drop what the engine has of these on the host."""
+    """Drop what the engine has of these."""
     for gradient in gradients:
         gradient.tensor = gradient.norm = None
         gradient.scaling = NO_SCALING
@@ -142,37 +158,53 @@ class GradientMemory:
         return found
 
 
+class LandingBuffer(GradientMemory):
+    """Such memory on the host, through which gradients of one unit after the other pass."""
+
+    def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
+        super().__init__(host.bytes)
+        self.host = host
+        self.is_free = True  # whether nothing is on its way into it, or waits in it to be read
+        self._released = released
+
+    def release(self) -> None:
+        """Free it, as its gradients have been read."""
+        with self._released:
+            self.is_free = True
+            self._released.notify_all()
+
+
 class SegmentGradients:
     """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
     Attributes:
         segment: These weights, and the memory that their masters lie in; gradients lie beside it.
         state: Where they are; the methods below change it, and no one else.
-        layout: How these lie in memory, in the dtypes in which they arrive.
+        layout: How those that come lie in memory.
         sum_layout: How sums lie in memory, in the masters' dtypes.
-        kept_as: How they are kept on the host: as one or the other.
+        arrived: The memory in which they stay as they came; None if there is none.
+        sums: The memory for sums; None if there is none. See [Note: where gradients are on the host].
+        landing: The buffer that they lie in until the optimizer has read them; None if it is not one of few.
     """
 
     def __init__(self, unit: Unit, segment: Segment) -> None:
         self.unit = unit
         self.segment = segment
         self.gradients = [Gradient(weight, self) for weight in segment.weights]
-        # those of weights that require one, in this backward pass
+        # those of weights that require one in this backward pass, and what else the engine has
         self.trained: list[Gradient] = []
-        self._laid_out: list[Gradient] = []  # those that `layout` is of
-        self.layout = self.sum_layout = self.kept_as = GradientLayout((), ())
+        self._laid_out: list[Gradient] = []  # those that the layouts are of
+        self.layout = self.sum_layout = GradientLayout((), ())
         self.state = State.EMPTY
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
-        self.missing = 0  # how many of the trained ones it has yet to bring
-        self.is_watched = False  # whether somebody would see how one of these is added up
-        # whether what the engine has of them stays on the device, for the unit's visit; there lie their norms, too
+        # whether what the engine has of them stays on the device, for the unit's visit
         self.is_on_device = False
-        self.leaving_norms: Tensor | None = None
         # comes after everything that is on its way to them; None if nothing is known to be
         self.ticket: Ticket | None = None
-        # the host memory that they stay in; None if there is none yet
-        self.memory: GradientMemory | None = None
+        self.arrived: GradientMemory | None = None
+        self.sums: GradientMemory | None = None
+        self.landing: LandingBuffer | None = None
         self.expect()
 
     # ------------------------------------------------------------------------------------------------ their state
@@ -194,71 +226,136 @@ class SegmentGradients:
 
     def note_dropped(self) -> None:
         """Note that some were dropped, which may be all that the engine has."""
-        for gradient in self.gradients:
-            if gradient.tensor is not None:
-                return
+        if self.has_some:
+            return
         self.is_on_device = False
         if self.state is not State.CONSUMED:
             self.state = State.EMPTY
 
-    # ------------------------------------------------------------------------------------- where they are, and how
+    def stay(self) -> None:
+        """Note that what the engine has of them stays on the device."""
+        self.is_on_device = True
+
+    @property
+    def has_some(self) -> bool:
+        """Whether the engine has any, beside what is gathered."""
+        return any(gradient.tensor is not None for gradient in self.gradients)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the engine has those of all trained weights, and none that is only gathered."""
+        return all(gradient.tensor is not None for gradient in self.trained)
+
+    # ------------------------------------------------------------------------------------------- as they are gathered
 
     def expect(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
-        self.trained = [gradient for gradient in self.gradients if gradient.weight.master.requires_grad]
-        self.missing = len(self.trained)
+        self.trained = [g for g in self.gradients if g.weight.master.requires_grad or g.tensor is not None]
 
-    def forget_gathered(self) -> None:
-        """Forget what has not left the device."""
+    @property
+    def missing(self) -> int:
+        """How many gradients backward has yet to bring."""
+        return len(self.trained) - len(self.gathered)
+
+    def gather(self, gradient: Gradient, tensor: Tensor) -> None:
+        """Put a gradient with the others, on the device."""
+        if not self.gathered:
+            self.expect()
+        self.hold()
+        self.gathered[gradient] = tensor
+
+    def take_gathered(self) -> dict[Gradient, Tensor]:
+        """Return what was gathered, to be sent."""
+        gathered = self.gathered
         self.gathered = {}
-        self.is_watched = False
+        return gathered
 
-    def lay_out(self, tensors: Mapping[Gradient, Tensor]) -> GradientLayout:
-        """Return how these are sent: as `layout` tells, unless some are missing, or came in another dtype."""
-        dtypes = [gradient.weight.compute_dtype for gradient in self.trained]
-        if self.trained != self._laid_out or dtypes != self.layout.dtypes:
-            if self._laid_out:
-                self.release_memory()
-            self._laid_out = self.trained
-            weights = [gradient.weight for gradient in self.trained]
-            self.layout = self.sum_layout = self.kept_as = GradientLayout(weights, dtypes)
-            of_sums = [weight.dtype for weight in weights]
-            if dtypes != of_sums:
-                self.sum_layout = GradientLayout(weights, of_sums)
-        arriving = [tensor.dtype for tensor in tensors.values()]
-        if arriving == dtypes:
-            return self.layout
-        return GradientLayout([gradient.weight for gradient in tensors], arriving)
+    def gather_again(self) -> None:
+        """Have what has stayed on the device sent after all."""
+        self.is_on_device = False
+        self.expect()
+        for gradient in self.gradients:
+            if gradient.tensor is not None:
+                self.gathered[gradient] = gradient.tensor
+        self.lay_out()
 
-    def own(self) -> GradientMemory:
-        """Return the memory in which gradients stay, as `kept_as` tells."""
-        if self.memory is None:
-            buffer = self.segment.memory.get_beside("gradients", self.kept_as.nbytes, pin=False)
-            if self.kept_as is self.layout or self.unit.visits:
-                buffer.pin()  # the device writes it, or reads sums
-            self.memory = GradientMemory(buffer.bytes)
-        return self.memory
+    def lay_out(self) -> None:
+        """Have layouts for what was gathered, in the dtypes in which it came."""
+        dtypes = [self.gathered[g].dtype if g in self.gathered else g.weight.compute_dtype for g in self.trained]
+        if self.trained == self._laid_out and dtypes == self.layout.dtypes:
+            return
+        self.release_memory()
+        self._laid_out = self.trained
+        weights = [gradient.weight for gradient in self.trained]
+        self.layout = GradientLayout(weights, dtypes)
+        self.sum_layout = GradientLayout(weights, [weight.dtype for weight in weights])
 
-    def room_for(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
-        """Return memory for the sum of one weight's gradients, or for the first of them, which came in this dtype.
+    # ----------------------------------------------------------------------------------------------- where they stay
 
-        From the first sum on, gradients that arrive in lower dtypes than the masters' are kept in the masters'.
-        """
-        if gradient.is_seen:  # it becomes the user's
-            return torch.empty_like(gradient.weight.host)
-        index = self.trained.index(gradient)
-        is_sum = gradient.tensor is not None or dtype != self.kept_as.dtypes[index]
-        if is_sum and self.kept_as is not self.sum_layout:
-            self.release_memory()  # what lies in it keeps it
-            self.kept_as = self.sum_layout
-        return self.own().views(self.kept_as)[0][index]
+    @property
+    def memory(self) -> GradientMemory | None:
+        """The memory in which they stay, whatever is in it; None if there is none."""
+        return self.sums or self.arrived
+
+    def make_arrived(self) -> GradientMemory:
+        """Return the memory in which they stay as they came."""
+        if self.arrived is None:
+            self.arrived = self._make_memory(self.layout, pin=True)
+        return self.arrived
+
+    def make_sums(self) -> dict[Gradient, Tensor]:
+        """Return the place of each sum."""
+        layout = self.sum_layout
+        if self.layout.dtypes == layout.dtypes:
+            layout = self.layout
+            memory = self.make_arrived()
+        else:
+            if self.sums is None:
+                self.release_memory()  # what lies in it keeps it
+                # the device writes no sums, but reads them if the unit visits
+                self.sums = self._make_memory(layout, pin=self.unit.visits)
+            memory = self.sums
+        return dict(zip(self.trained, memory.views(layout)[0], strict=True))
+
+    def _make_memory(self, layout: GradientLayout, pin: bool) -> GradientMemory:
+        buffer = self.segment.memory.get_beside("gradients", layout.nbytes, pin=False)
+        if pin:
+            buffer.pin()
+        return GradientMemory(buffer.bytes)
+
+    def release_memory(self) -> None:
+        """Let go of the memory; what lies in it keeps it."""
+        self.wait()
+        self.segment.memory.release_beside("gradients")
+        self.close()
+
+    def close(self) -> None:
+        """Forget the memory, which lies beside the masters."""
+        self.arrived = self.sums = None
 
     def has_at_hand(self, tensor: Tensor) -> bool:
         """Tell whether a gradient lies where a visit would read it: on the device, or in memory of its own."""
-        if self.is_on_device or self.memory is None:
+        memory = self.memory
+        if self.is_on_device or memory is None:
             return self.is_on_device
-        start = self.memory.bytes.data_ptr()
-        return start <= tensor.data_ptr() < start + self.memory.bytes.nbytes
+        start = memory.bytes.data_ptr()
+        return start <= tensor.data_ptr() < start + memory.bytes.nbytes
+
+    def land_in(self, buffer: LandingBuffer) -> None:
+        """Note the buffer of few that they lie in until somebody has read them."""
+        self.landing = buffer
+
+    def pass_landing(self) -> LandingBuffer | None:
+        """Return the buffer of few that they lie in, to whoever releases it; None if there is none."""
+        landing = self.landing
+        self.landing = None
+        return landing
+
+    # --------------------------------------------------------------------------------------------- what is on its way
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""
+        self.ticket = ticket
 
     def wait(self) -> None:
         """Block until nothing is on its way to the gradients, not even to those that were dropped before.
@@ -275,9 +372,15 @@ class SegmentGradients:
             if ticket.done:  # not if an interrupt has ended the wait
                 self.ticket = None
 
-    def release_memory(self) -> None:
-        """Let go of the memory; what lies in it keeps it."""
-        self.wait()
-        self.segment.memory.release_beside("gradients")
-        self.memory = None
-        self.kept_as = self.layout
+    def abandon(self) -> None:
+        """After an exception in backward: forget what has not left the device, and what a step in it was to read."""
+        self.gathered = {}
+        landing = self.pass_landing()
+        try:
+            self.wait()
+        except Exception:  # it was raised already, or is due to the exception
+            drop(self.gradients)
+        if landing is not None:
+            landing.release()
+            drop(self.gradients)
+        self.note_dropped()

@@ -5,8 +5,7 @@ What a step has to do with our weights is decided once for an optimizer (`Plan`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, stand_in_for, step_is_replaced
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -76,11 +76,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def makes_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Tell whether one of these optimizers has state of a weight, which the first step makes, with these settings."""
-    return type(optimizer) is not SGD or settings["momentum"] != 0
-
-
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     """Copy all param groups without their parameters: a scheduler may change them before the copies are used.
 
@@ -129,21 +124,47 @@ Used: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
 
 
-@dataclass(frozen=True)
 class Step:
-    """A step of an optimizer."""
+    """A step of an optimizer.
 
-    optimizer: Optimizer
-    plan: Plan
-    settings: Sequence[dict[str, Any]]  # of each param group
+    Attributes:
+        settings: Of each param group.
+        used: What it reads for the weights that are still to be stepped.
+        awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
+            makes state, which depends on torch's default dtype, for one.
+    """
 
-    def state_of(self, gradient: Gradient) -> tuple[dict[str, Any], bool]:
-        """Return the optimizer's state of a weight, and whether the step makes it."""
-        master = gradient.weight.master
-        state = self.optimizer.state.get(master, {})
-        if state or not makes_state(self.optimizer, self.settings[self.plan.gradients[gradient]]):
-            return state, False
-        return self.optimizer.state.setdefault(master, state), True
+    def __init__(self, optimizer: Optimizer, plan: Plan, settings: Sequence[dict[str, Any]]) -> None:
+        self.optimizer = optimizer
+        self.plan = plan
+        self.settings = settings
+        self.used: dict[Gradient, Used] = {}
+        self.awaited: set[Unit] = set()
+
+    def use(self, gradients: Iterable[Gradient]) -> None:
+        """Have it use what there is of these gradients.
+
+        Without one, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
+        """
+        for gradient in gradients:
+            if gradient.of_segment.state is State.CONSUMED:
+                continue
+            weight = gradient.weight
+            tensor = gradient.tensor
+            if tensor is None:
+                tensor = weight.master.grad
+                if tensor is None:
+                    continue
+                if tensor.is_sparse:
+                    raise refusal(weight, tensor)
+                self.awaited.add(weight.unit)
+            weight.follow()
+            state = self.optimizer.state.get(weight.master, {})
+            settings = self.settings[self.plan.gradients[gradient]]
+            if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
+                state = self.optimizer.state.setdefault(weight.master, state)
+                self.awaited.add(weight.unit)
+            self.used[gradient] = tensor, state
 
     @cached_property
     def one_passes(self) -> list[OnePass]:

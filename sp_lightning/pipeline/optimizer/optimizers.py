@@ -32,16 +32,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
-from sp_lightning.pipeline.gradients.stream import refusal
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.optimizer.state import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -235,34 +232,13 @@ class Optimizers:
             self._steps.settle()
 
     def _step(self, optimizer: Optimizer, plan: Plan) -> None:
-        """Step unit by unit.
-
-        Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
-        """
+        """Step unit by unit."""
         steps = self._steps
         step = Step(optimizer, plan, settings_of(optimizer, steps.fused))
-        used: dict[Gradient, Used] = {}
-        waits: set[Unit] = set()
-        for gradient in plan.gradients:
-            weight = gradient.weight
-            tensor = gradient.tensor
-            if gradient.of_segment.state is State.CONSUMED:
-                continue
-            if tensor is None:
-                tensor = weight.master.grad
-                if tensor is None:
-                    continue
-                if tensor.is_sparse:
-                    raise refusal(weight, tensor)
-                waits.add(weight.unit)
-            weight.follow()
-            state, is_new = step.state_of(gradient)
-            if is_new:  # which depends on torch's default dtype, for one
-                waits.add(weight.unit)
-            used[gradient] = tensor, state
+        step.use(plan.gradients)
         for unit in plan.units:
-            steps.step(unit, step, used)
-        steps.finish(waits if self._overlaps is not False else plan.units)
+            steps.step(unit, step)
+        steps.finish(step.awaited if self._overlaps is not False else plan.units)
         if [unit for unit in plan.units if unit.visit is not None]:
             steps.window.prefetch()  # the first of them begin
 

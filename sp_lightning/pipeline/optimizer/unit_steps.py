@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.routes import LandingBuffer
-from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
+from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, LandingBuffer, Scaling
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
@@ -60,7 +59,7 @@ class _StepOfUnit:
     updates: Mapping[int, Sequence[Update]]  # by the numbers of param groups
     weights: Set[Weight]  # those that are stepped
     generations: Sequence[_Generation]
-    buffers: Sequence[LandingBuffer]  # that their gradients lie in
+    buffers: Sequence[LandingBuffer | None]  # that their gradients lie in
 
     def __call__(self) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
@@ -77,7 +76,8 @@ class _StepOfUnit:
     def release_buffers(self) -> None:
         """Let other gradients land in the buffers."""
         for buffer in self.buffers:
-            buffer.release()
+            if buffer is not None:
+                buffer.release()
 
 
 class UnitSteps:
@@ -90,66 +90,58 @@ class UnitSteps:
         # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
         self.fused = window.backend.device.type != "cpu"
 
-    def step(
-        self,
-        unit: Unit,
-        step: Step,
-        gradients: Mapping[Gradient, Used],
-        buffers: Sequence[LandingBuffer] = (),
-    ) -> None:
+    def step(self, unit: Unit, step: Step) -> None:
         """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
 
         Weights without a gradient stay as they are.
         """
+        gradients = [self.stream.of[weight] for weight in unit.weights]
+        used = {gradient: step.used.pop(gradient) for gradient in gradients if gradient in step.used}
         if unit.visits:
-            visit = self._visit_of(unit, step, gradients)
+            visit = self._visit_of(unit, step, used)
             if visit is not None:
                 self._hand_over_visit(unit, visit)
                 return
-            gradients = self._brought_home(unit, gradients)
+            used = self._brought_home(used)
         updates: dict[int, list[Update]] = {}
-        # of the weights that are stepped, what brings their gradients
-        tickets: dict[Weight, Ticket | None] = {}
+        landed: dict[Ticket | None, None] = {}  # what brings the gradients
+        buffers: list[LandingBuffer | None] = []
         moved = 0
-        numbers = step.plan.gradients
-        for segment in unit.segments:
-            for weight, copy in zip(segment.weights, segment.copies, strict=True):
-                gradient = self.stream.of[weight]
-                if gradient not in gradients:
-                    continue
-                tensor, state = gradients[gradient]
-                work = Work(weight.master.data, tensor, state, copy)
-                updates.setdefault(numbers[gradient], []).append((work, gradient.scaling))
-                tickets[weight] = gradient.of_segment.ticket
-                moved += 2 * weight.home.nbytes + tensor.nbytes
-        if not tickets:
+        for of_segment in dict.fromkeys(gradient.of_segment for gradient in used):
+            landed[of_segment.ticket] = None
+            buffers.append(of_segment.pass_landing())
+            for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
+                if gradient in used:
+                    weight = gradient.weight
+                    tensor, state = used[gradient]
+                    work = Work(weight.master.data, tensor, state, copy)
+                    updates.setdefault(step.plan.gradients[gradient], []).append((work, gradient.scaling))
+                    moved += 2 * weight.home.nbytes + tensor.nbytes
+        if not used:
             self.count(unit, step.plan)
             return
-        generations = self._next_generations(unit, step.plan)
-        job = _StepOfUnit(unit, step, updates, tickets.keys(), generations, buffers)
-        landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
-        self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
+        weights = {gradient.weight for gradient in used}
+        job = _StepOfUnit(unit, step, updates, weights, self._next_generations(unit, step.plan), buffers)
+        self._hand_over(unit, job, weights, filter(None, landed), moved, job.release_buffers)
         self.window.stats.overlapped_steps += 1
 
-    def _visit_of(self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used]) -> Visit | None:
+    def _visit_of(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> Visit | None:
         """Return a visit of the unit that makes this step; None if it has to be made on the host."""
-        of_weights = gradients.keys() & {self.stream.of[weight] for weight in unit.weights}
-        trained = {gradient.of_segment for gradient in of_weights}
-        if len(trained) != 1:
+        of_segments = {gradient.of_segment for gradient in used}
+        if len(of_segments) != 1:
             return None
-        (of_segment,) = trained
+        (of_segment,) = of_segments
         self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
         copies = self.window.copies_of([unit])
-        return self.visits.visit_of(unit, step, of_segment, gradients, copies)
+        return self.visits.visit_of(unit, step, of_segment, used, copies)
 
-    def _brought_home(self, unit: Unit, gradients: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
+    def _brought_home(self, used: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
         """Have gradients that have stayed on the device land, and return all as they lie on the host."""
-        home = dict(gradients)
-        for gradient in [self.stream.of[weight] for weight in unit.weights]:
+        home: dict[Gradient, Used] = {}
+        for gradient, (tensor, state) in used.items():
             if gradient.of_segment.is_on_device:
                 self.stream.routes.bring_home(gradient.of_segment)
-            if gradient in home and gradient.tensor is not None:
-                home[gradient] = gradient.tensor, gradients[gradient][1]
+            home[gradient] = tensor if gradient.tensor is None else gradient.tensor, state
         return home
 
     def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
