@@ -104,21 +104,16 @@ class LandingBuffers:
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take the smallest buffer that is large enough; block until it is free."""
+        if nbytes > self._sizes[-1]:  # some weights were frozen, or lowered; it is used once
+            return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
         with self._released:
-            if not self._buffers or nbytes > self._sizes[-1]:
-                self._make(nbytes)
+            if not self._buffers:
+                made = [HostBuffer(size, self._backend, pin=True) for size in self._sizes]
+                self._buffers = [LandingBuffer(buffer, self._released) for buffer in made]
             self._released.wait_for(lambda: self._fitting(nbytes))
             buffer = self._fitting(nbytes)[0]
             buffer.is_free = False
             return buffer
-
-    def _make(self, nbytes: int) -> None:
-        """Make all buffers, the largest of at least so many bytes: some weights were frozen, or lowered."""
-        self._released.wait_for(lambda: all(buffer.is_free for buffer in self._buffers))
-        self.close()
-        self._sizes[-1] = max(self._sizes[-1], nbytes)
-        for size in self._sizes:
-            self._buffers.append(LandingBuffer(HostBuffer(size, self._backend, pin=True), self._released))
 
     def _fitting(self, nbytes: int) -> list[LandingBuffer]:
         return [buffer for buffer in self._buffers if buffer.is_free and buffer.bytes.nbytes >= nbytes]
