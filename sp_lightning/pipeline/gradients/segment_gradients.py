@@ -16,59 +16,16 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from sp_lightning.optim import rules
-from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Operations on a gradient between backward and the update."""
-
-    # factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor
-    factors: tuple[float | Tensor, ...] = ()
-    # the largest absolute value to leave after that; None not to clip by value
-    clamp: float | None = None
-
-    @cached_property
-    def without_ones(self) -> Scaling:
-        """The same scaling without factors of one, when they are known; looked at once, as many gradients share it."""
-        return Scaling(tuple(factor for factor in self.factors if factor != 1), self.clamp)
-
-    @cached_property
-    def _numbers(self) -> dict[torch.dtype, rules.Scaling | None]:
-        return {}
-
-    def numbers(self, dtype: torch.dtype) -> rules.Scaling | None:
-        """Return it as passes over weights of a dtype take it, when factors are known; None if it is too much."""
-        if dtype not in self._numbers:
-            self._numbers[dtype] = scaling_of(self.without_ones.factors, self.clamp, dtype)
-        return self._numbers[dtype]
-
-    def times(self, factor: float | Tensor) -> Scaling:
-        """Return this scaling with one more factor."""
-        return Scaling((*self.factors, factor), self.clamp)
-
-    def apply_(self, gradient: Tensor) -> None:
-        """Scale in place, bit for bit as `GradScaler.unscale_`, `clip_grad_norm_` and `clip_grad_value_` do."""
-        for factor in self.factors:
-            gradient.mul_(factor)
-        if self.clamp is not None:
-            gradient.clamp_(-self.clamp, self.clamp)
-
-
-NO_SCALING = Scaling()
 
 
 class State(enum.Enum):
@@ -87,7 +44,7 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("norm", "of_segment", "scaling", "tensor", "weight")
+    __slots__ = ("factors", "norm", "of_segment", "tensor", "weight")
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
@@ -95,7 +52,8 @@ class Gradient:
         # what the engine has: as it came, or a sum in the master's dtype. On the host it may not have landed yet.
         self.tensor: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that, on the host; None if it is not known
-        self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
+        # what it is still to be multiplied by, one after the other: the inverse of a loss scale, a clipping factor
+        self.factors: tuple[Tensor, ...] = ()
 
     @property
     def is_seen(self) -> bool:
@@ -110,9 +68,9 @@ class Gradient:
         self.tensor = tensor
         self.norm = norm
 
-    def scale(self, scaling: Scaling) -> None:
-        """Note how it is to be scaled as it is read."""
-        self.scaling = scaling
+    def scale(self, factor: Tensor) -> None:
+        """Have it multiplied as it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
+        self.factors = (*self.factors, factor)
 
     def show(self) -> None:
         """Make what has landed of it the master's `.grad`, which is the user's."""
@@ -127,7 +85,8 @@ class Gradient:
         self.of_segment.wait()
         with torch.inference_mode(False), torch.no_grad():
             taken = torch.empty_like(self.weight.host).copy_(self.tensor)
-            self.scaling.apply_(taken)
+            for factor in self.factors:
+                taken.mul_(factor)
         drop([self])
         return taken
 
@@ -136,7 +95,7 @@ def drop(gradients: Collection[Gradient]) -> None:
     """Drop what the engine has of these."""
     for gradient in gradients:
         gradient.tensor = gradient.norm = None
-        gradient.scaling = NO_SCALING
+        gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
         of_segment.note_dropped()
 

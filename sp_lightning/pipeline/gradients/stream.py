@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Routes
-from sp_lightning.pipeline.gradients.segment_gradients import (
-    NO_SCALING,
-    Gradient,
-    SegmentGradients,
-    State,
-    drop,
-)  # fmt: skip
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, State, drop
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
@@ -111,7 +105,7 @@ class GradientStream:
     def _note(self, gradient: Gradient) -> None:
         """Note that a gradient has come, and whether somebody sees how it is added up."""
         if gradient not in self.pending:
-            if gradient.is_seen or gradient.scaling is not NO_SCALING:
+            if gradient.is_seen or gradient.factors:
                 gradient.show()  # what is there already is not meant for the sum
             self.pending[gradient] = gradient.is_seen
         elif self.pending[gradient]:

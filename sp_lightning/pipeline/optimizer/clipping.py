@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -56,7 +56,7 @@ class _Norm(NamedTuple):
 
     gradient: Tensor
     norm: Tensor | None  # None if it is still to be measured
-    factors: Sequence[float | Tensor]  # what the gradient is still to be multiplied by
+    factors: Sequence[Tensor]  # what the gradient is still to be multiplied by
 
     def measure(self, dtype: torch.dtype) -> Tensor:
         norm = self.norm
@@ -82,7 +82,7 @@ def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
             measured.append(_Norm(gradient, of_others[id(gradient)], ()))
         else:
             assert gradient.tensor is not None
-            measured.append(_Norm(gradient.tensor, gradient.norm, gradient.scaling.factors))
+            measured.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
     return measured
 
 
@@ -153,22 +153,6 @@ class Clipping:
             dtype = found.ours[0].weight.dtype
             return _total(_norms(found, dtype), dtype)
 
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
-        """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
-        parameters = [parameter for parameter in parameters if not self._is_stepped(parameter)]
-        with self._at_work:
-            found = self._find(parameters)
-            if found.why_torch_reads is None:
-                for gradient in found.ours:
-                    gradient.scale(Scaling(gradient.scaling.factors, limit))
-                parameters = [parameter for parameter in parameters if id(parameter) not in self._weights]
-        if any(parameter.grad is not None for parameter in parameters):  # torch would raise if there were none
-            nn.utils.clip_grad_value_(parameters, limit)
-
-    def _is_stepped(self, parameter: nn.Parameter) -> bool:
-        weight = self._weights.get(id(parameter))
-        return weight is not None and self._stream.of[weight].of_segment.state is State.CONSUMED
-
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
 
@@ -187,7 +171,7 @@ class Clipping:
                     overflow |= not of_gradient.gradient.isfinite().all()
             factor = inverse_scale.clone()
             for gradient in ours:
-                gradient.scale(gradient.scaling.times(factor))
+                gradient.scale(factor)
             _multiply(found.others, inverse_scale)
             return overflow
 
@@ -199,9 +183,8 @@ class Clipping:
         by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
         ticket = self._backend.work(_ClippingFactor(_norms(found, dtype), max_norm, factor), landed)
-        clipped = ours[0].scaling.times(factor)
         for gradient in ours:
-            gradient.scale(clipped)
+            gradient.scale(factor)
         for of_segment in by_segment:
             of_segment.wait_for(ticket)
         if found.others:
@@ -218,13 +201,13 @@ class Clipping:
         dtypes = {gradient.weight.dtype for gradient in ours} | {other.dtype for other in found.others}
         if len(dtypes) != 1 or not dtypes <= MEASURED:
             return "gradients are of several dtypes, or of one whose norms do not travel"
-        scaling = ours[0].scaling
-        if any(gradient.scaling != scaling for gradient in ours):
+        factors = ours[0].factors
+        if any(gradient.factors != factors for gradient in ours):
             return "some gradients are scaled in another way than others"
-        if scaling.factors:
+        if factors:
             self._stream.settle()  # one of them may be computed by an earlier clip
         # powers of two scale a norm exactly as they scale the gradient
-        if not all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors):
+        if not all(math.frexp(float(factor))[0] == 0.5 for factor in factors):
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
@@ -235,8 +218,6 @@ class Clipping:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
             if gradient is not None and gradient.tensor is not None:
-                if gradient.scaling.clamp is not None:
-                    found.why_torch_reads = "nothing can follow after gradients are clipped by value"
                 found.in_order.append(gradient)
             elif (other := parameter.grad) is not None:
                 if weight is not None:

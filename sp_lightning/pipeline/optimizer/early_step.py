@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import Scaling, SegmentGradients, drop
+from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, drop
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 
@@ -32,7 +32,6 @@ class EarlyStep:
         optimizer: Optimizer,
         plan: Plan,
         steps: UnitSteps,
-        clamp: float | None,
         keeps_gradients: bool,
     ) -> None:
         self.optimizer = optimizer
@@ -40,7 +39,6 @@ class EarlyStep:
         self.plan = plan
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
-        self._scaling = Scaling(clamp=clamp)
         # with settings as they are when the first unit is stepped: hooks before backward may change them
         self._step: Step | None = None
         # gradients of a unit whose weights are still needed
@@ -97,8 +95,6 @@ class EarlyStep:
         unit, steps = of_segment.unit, self._steps
         if self._step is None:
             self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
-        for gradient in of_segment.trained:
-            gradient.scale(self._scaling)
         self._step.use(of_segment.trained)
         steps.step(unit, self._step)
         if unit.visit is not None:

@@ -255,13 +255,13 @@ class Optimizers:
     # ------------------------------------------------------------------------------------------------- in backward
 
     @contextmanager
-    def stepping_in_backward(self, optimizer: Optimizer, *, clamp: float | None = None) -> Iterator[None]:
+    def stepping_in_backward(self, optimizer: Optimizer) -> Iterator[None]:
         """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
         `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
-        error to read or change gradients in between. With `clamp`, they are clipped to plus and minus this value.
+        error to read or change gradients in between.
         """
-        early = self._early_step(optimizer, clamp) if self._early is None else None
+        early = self._early_step(optimizer) if self._early is None else None
         self._early = self._early or early
         self._steps.stream.early = early
         try:
@@ -274,7 +274,7 @@ class Optimizers:
             with self._at_work:
                 early.acknowledge()
 
-    def _early_step(self, optimizer: Optimizer, clamp: float | None) -> EarlyStep | None:
+    def _early_step(self, optimizer: Optimizer) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
         processes = self._processes
         keeps_gradients = self.afterwards is not Afterwards.DROPPED
@@ -284,7 +284,7 @@ class Optimizers:
             return None
         with self._at_work:
             plan = self._plan_of(optimizer)
-            return EarlyStep(optimizer, plan, self._steps, clamp, keeps_gradients)
+            return EarlyStep(optimizer, plan, self._steps, keeps_gradients)
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""

@@ -20,11 +20,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, LandingBuffer, Scaling
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
@@ -39,8 +40,8 @@ from sp_lightning.pipeline.window.window import Window
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
 _ALONE = 1 << 16
 
-Update: TypeAlias = tuple[Work, Scaling]
-"""What is to be done for a weight, and the unscaling and clipping of its gradient before the update."""
+Update: TypeAlias = tuple[Work, Sequence[Tensor]]
+"""What is to be done for a weight, and the factors that unscale and clip its gradient before the update."""
 
 
 class _Generation(NamedTuple):
@@ -115,7 +116,7 @@ class UnitSteps:
                     weight = gradient.weight
                     tensor, state = used[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
-                    updates.setdefault(step.plan.gradients[gradient], []).append((work, gradient.scaling))
+                    updates.setdefault(step.plan.gradients[gradient], []).append((work, gradient.factors))
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         if not used:
             self.count(unit, step.plan)
@@ -236,14 +237,14 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     together: list[Update] = []
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
-    for work, scaling in updates:
-        work = work._replace(scaling=scaling.numbers(work.weight.dtype))
+    for work, factors in updates:
+        work = work._replace(scaling=scaling_of(factors))
         if one_pass.takes(work):
             works.append(work)
         elif work.weight.numel() < _ALONE:
-            together.append((work, scaling))
+            together.append((work, factors))
         else:
-            _update(code, [(work, scaling)])
+            _update(code, [(work, factors)])
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
     for is_first in (False, True):
         _update(code, [update for update in together if is_first is not _has_state(update)])
@@ -258,12 +259,14 @@ def _has_state(update: Update) -> bool:
 
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
-    for work, scaling in updates:
-        weight, gradient, scaling = work.weight, work.gradient, scaling.without_ones
+    for work, factors in updates:
+        weight, gradient = work.weight, work.gradient
         assert gradient is not None
-        if scaling != NO_SCALING or gradient.dtype != weight.dtype:
+        factors = [factor for factor in factors if factor != 1]
+        if factors or gradient.dtype != weight.dtype:
             gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
-            scaling.apply_(gradient)
+            for factor in factors:
+                gradient.mul_(factor)
         weight.grad = gradient
     if updates:
         code({work.weight: work.state for work, _ in updates})

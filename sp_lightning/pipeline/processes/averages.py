@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import (
-    NO_SCALING,
     Gradient,
     GradientMemory,
     SegmentGradients,
@@ -324,7 +323,7 @@ def _held(of_segment: SegmentGradients, sums: SharedSums) -> tuple[int, ...] | N
     of_segment.wait()  # others are about to write to sums that a clip reads here
     held: list[int] = []
     for number, gradient in enumerate(of_segment.gradients):
-        is_sum = gradient.tensor is sums.places[number] and gradient.scaling is NO_SCALING
+        is_sum = gradient.tensor is sums.places[number] and not gradient.factors
         if gradient.is_seen or (gradient.tensor is not None and not is_sum):
             return None
         if is_sum:
