@@ -89,18 +89,16 @@ def landing_buffers(units: int) -> int:
 class LandingBuffers:
     """Host memory through which gradients pass: buffers of the sizes of the largest units, made when first needed."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._backend = backend
-        self._sizes: list[int] = []  # the smallest first
+        sizes = sorted(gradient_bytes(unit.weights) for unit in units)
+        self._sizes = sizes[-landing_buffers(len(units)) :]  # the smallest first
         self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
 
-    def serve(self, units: Sequence[Unit]) -> None:
-        """Serve these units from now on."""
-        sizes = sorted(gradient_bytes(unit.weights) for unit in units)[-landing_buffers(len(units)) :]
-        if sizes != self._sizes:
-            self.close()
-            self._sizes = sizes
+    def make_room(self, nbytes: int) -> None:
+        """Have a buffer for so much, too, in place of the smallest, before the first is taken."""
+        self._sizes = sorted([*self._sizes, nbytes])[1:]
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take the smallest buffer that is large enough; block until it is free."""
@@ -116,7 +114,13 @@ class LandingBuffers:
             return buffer
 
     def _fitting(self, nbytes: int) -> list[LandingBuffer]:
-        return [buffer for buffer in self._buffers if buffer.is_free and buffer.bytes.nbytes >= nbytes]
+        free = [buffer for buffer in self._buffers if buffer.is_free]
+        return [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
+
+    def abandon(self) -> None:
+        """Release all buffers, after an exception."""
+        for buffer in self._buffers:
+            buffer.release()
 
     def nbytes(self) -> int:
         """Return the bytes of host memory."""
@@ -154,11 +158,10 @@ def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
 class Routes:
     """Sends units' gradients to the host, each in one copy and in the dtype they were computed in."""
 
-    def __init__(self, window: Window, landing: LandingBuffers) -> None:
+    def __init__(self, window: Window) -> None:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
-        self.landing = landing
-        landing.serve(window.units)
+        self.landing = LandingBuffers(window.units, window.backend)
         self._backend = window.backend
         self._stats = window.stats
 
@@ -167,13 +170,9 @@ class Routes:
         of_segment.wait()  # for what was there
         gathered = of_segment.take_gathered()
         memory = of_segment.make_arrived()
-        layout = of_segment.layout
-        has_norms = self.measures_norms and layout.norm_dtype is not None
+        has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
         self._download(of_segment, gathered, memory, has_norms)
-        lying = zip(of_segment.trained, *memory.views(layout), strict=True)
-        for gradient, tensor, norm in lying:
-            if gradient in gathered:
-                gradient.come(tensor, norm if has_norms else None)
+        of_segment.come_to(memory, gathered, has_norms)
 
     def pass_to_step(self, of_segment: SegmentGradients) -> None:
         """Have gradients land for the optimizer, which steps the unit with them and needs none that are kept."""
@@ -191,7 +190,8 @@ class Routes:
     def take_back(self, of_segment: SegmentGradients) -> None:
         """Keep gradients that have landed for an optimizer, which has not used them after all."""
         if of_segment.landing is not None:
-            self._add_landed(of_segment, dict.fromkeys(of_segment.trained), None, measures_norms=False)
+            before = dict.fromkeys(of_segment.trained)
+            self._add_landed(of_segment, before, None, measures_norms=False)
 
     def stay(self, of_segment: SegmentGradients) -> None:
         """Have gradients stay where they are until the unit visits; their norms leave, if these are measured."""
@@ -211,7 +211,8 @@ class Routes:
             torch.stack(norms, out=measured)
             memory = of_segment.segment.memory.get_beside("norms", measured.nbytes, pin=True).bytes
             self._leave(of_segment, memory, staging, layout.norms_at)
-            for gradient, norm in zip(gathered, tensor_in(memory, 0, measured, torch.float32), strict=True):
+            landed = tensor_in(memory, 0, measured, torch.float32)
+            for gradient, norm in zip(gathered, landed, strict=True):
                 gradient.norm = norm
 
     def bring_home(self, of_segment: SegmentGradients) -> None:
@@ -227,9 +228,7 @@ class Routes:
         buffer = self.landing.take(of_segment.layout.nbytes)
         of_segment.land_in(buffer)
         self._download(of_segment, gathered, buffer, has_norms=False)
-        places = _places(of_segment, buffer)
-        for gradient in gathered:
-            gradient.come(places[gradient])
+        of_segment.come_to(buffer, gathered, has_norms=False)
 
     def _add_landed(
         self,
@@ -247,14 +246,16 @@ class Routes:
         for gradient, summed in before.items():
             landed, total = gradient.tensor, totals[gradient]
             assert landed is not None
-            norm = None if norm_dtype is None else torch.empty((), dtype=torch.float32, device="cpu")
+            norm = None
+            if norm_dtype is not None:
+                norm = torch.empty((), dtype=torch.float32, device="cpu")
             gradient.come(total, norm)
             sums.append(_Sum(total, summed, landed, norm))
         moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
         after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
         job = partial(_add_up, sums, norm_dtype)
-        trace = self._backend.trace
-        of_segment.wait_for(trace.work(Kind.ADD, of_segment.unit.name, job, after, moved, buffer.release))
+        name, trace = of_segment.unit.name, self._backend.trace
+        of_segment.wait_for(trace.work(Kind.ADD, name, job, after, moved, buffer.release))
 
     def _download(
         self,
@@ -266,11 +267,11 @@ class Routes:
         """Copy gradients to the host, and with them their norms where they land in memory of their own."""
         layout = of_segment.layout
         staging = self.staging.take(layout.nbytes)
-        places = _places(of_segment, staging)
+        tensors, norms = staging.views(layout)
+        places = dict(zip(of_segment.trained, tensors, strict=True))
         torch._foreach_copy_([places[gradient] for gradient in gathered], list(gathered.values()))
         nbytes = layout.norms_at
-        if has_norms:
-            tensors, norms = staging.views(layout)  # of some, nothing may have come
+        if has_norms:  # also of those that have not come
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
         self._leave(of_segment, memory.bytes[:nbytes], staging)
@@ -282,8 +283,3 @@ class Routes:
         staging.ticket = ticket
         of_segment.wait_for(ticket)
         self._stats.bytes_to_host += target.nbytes
-
-
-def _places(of_segment: SegmentGradients, memory: GradientMemory) -> dict[Gradient, Tensor]:
-    """Return where in some memory each gradient lies as it comes."""
-    return dict(zip(of_segment.trained, memory.views(of_segment.layout)[0], strict=True))

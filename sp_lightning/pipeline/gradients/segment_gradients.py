@@ -150,17 +150,16 @@ class SegmentGradients:
         self.unit = unit
         self.segment = segment
         self.gradients = [Gradient(weight, self) for weight in segment.weights]
-        # those of weights that require one in this backward pass, and what else the engine has
+        # those of weights that require one, in this backward pass
         self.trained: list[Gradient] = []
         self._laid_out: list[Gradient] = []  # those that the layouts are of
         self.layout = self.sum_layout = GradientLayout((), ())
         self.state = State.EMPTY
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
-        # whether what the engine has of them stays on the device, for the unit's visit
-        self.is_on_device = False
-        # comes after everything that is on its way to them; None if nothing is known to be
-        self.ticket: Ticket | None = None
+        self.missing = 0  # how many of the trained ones it has yet to bring
+        self.is_on_device = False  # whether what the engine has stays there, for the unit's visit
+        self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
         self.arrived: GradientMemory | None = None
         self.sums: GradientMemory | None = None
         self.landing: LandingBuffer | None = None
@@ -169,7 +168,7 @@ class SegmentGradients:
     # ------------------------------------------------------------------------------------------------ their state
 
     def hold(self) -> None:
-        """Note that backward brings gradients, or that sums have come."""
+        """Note that sums have come."""
         assert self.state is not State.CONSUMED, self.unit.name
         self.state = State.HELD
 
@@ -185,7 +184,7 @@ class SegmentGradients:
 
     def note_dropped(self) -> None:
         """Note that some were dropped, which may be all that the engine has."""
-        if self.has_some:
+        if self.held:
             return
         self.is_on_device = False
         if self.state is not State.CONSUMED:
@@ -196,31 +195,24 @@ class SegmentGradients:
         self.is_on_device = True
 
     @property
-    def has_some(self) -> bool:
-        """Whether the engine has any, beside what is gathered."""
-        return any(gradient.tensor is not None for gradient in self.gradients)
+    def held(self) -> list[Gradient]:
+        """Those that the engine has, beside what is gathered."""
+        return [gradient for gradient in self.gradients if gradient.tensor is not None]
 
-    @property
-    def has_all(self) -> bool:
-        """Whether the engine has those of all trained weights, and none that is only gathered."""
-        return all(gradient.tensor is not None for gradient in self.trained)
-
-    # ------------------------------------------------------------------------------------------- as they are gathered
+    # -------------------------------------------------------------------------------------------- as they are gathered
 
     def expect(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
-        self.trained = [g for g in self.gradients if g.weight.master.requires_grad or g.tensor is not None]
-
-    @property
-    def missing(self) -> int:
-        """How many gradients backward has yet to bring."""
-        return len(self.trained) - len(self.gathered)
+        self.trained = [each for each in self.gradients if each.weight.master.requires_grad]
+        self.missing = len(self.trained)
 
     def gather(self, gradient: Gradient, tensor: Tensor) -> None:
         """Put a gradient with the others, on the device."""
+        assert self.state is not State.CONSUMED, self.unit.name
+        self.state = State.HELD
         if not self.gathered:
             self.expect()
-        self.hold()
+        self.missing -= gradient not in self.gathered
         self.gathered[gradient] = tensor
 
     def take_gathered(self) -> dict[Gradient, Tensor]:
@@ -232,22 +224,25 @@ class SegmentGradients:
     def gather_again(self) -> None:
         """Have what has stayed on the device sent after all."""
         self.is_on_device = False
-        self.expect()
         for gradient in self.gradients:
             if gradient.tensor is not None:
                 self.gathered[gradient] = gradient.tensor
+        self.trained = list(self.gathered)
         self.lay_out()
 
     def lay_out(self) -> None:
         """Have layouts for what was gathered, in the dtypes in which it came."""
-        dtypes = [self.gathered[g].dtype if g in self.gathered else g.weight.compute_dtype for g in self.trained]
+        came = self.gathered
+        dtypes = [came[each].dtype if each in came else each.weight.compute_dtype for each in self.trained]
         if self.trained == self._laid_out and dtypes == self.layout.dtypes:
             return
         self.release_memory()
         self._laid_out = self.trained
         weights = [gradient.weight for gradient in self.trained]
-        self.layout = GradientLayout(weights, dtypes)
-        self.sum_layout = GradientLayout(weights, [weight.dtype for weight in weights])
+        self.layout = self.sum_layout = GradientLayout(weights, dtypes)
+        of_sums = [weight.dtype for weight in weights]
+        if of_sums != dtypes:
+            self.sum_layout = GradientLayout(weights, of_sums)
 
     # ----------------------------------------------------------------------------------------------- where they stay
 
@@ -264,17 +259,15 @@ class SegmentGradients:
 
     def make_sums(self) -> dict[Gradient, Tensor]:
         """Return the place of each sum."""
-        layout = self.sum_layout
-        if self.layout.dtypes == layout.dtypes:
-            layout = self.layout
+        if self.sum_layout.dtypes == self.layout.dtypes:
             memory = self.make_arrived()
         else:
             if self.sums is None:
                 self.release_memory()  # what lies in it keeps it
                 # the device writes no sums, but reads them if the unit visits
-                self.sums = self._make_memory(layout, pin=self.unit.visits)
+                self.sums = self._make_memory(self.sum_layout, pin=self.unit.visits)
             memory = self.sums
-        return dict(zip(self.trained, memory.views(layout)[0], strict=True))
+        return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def _make_memory(self, layout: GradientLayout, pin: bool) -> GradientMemory:
         buffer = self.segment.memory.get_beside("gradients", layout.nbytes, pin=False)
@@ -312,6 +305,14 @@ class SegmentGradients:
 
     # --------------------------------------------------------------------------------------------- what is on its way
 
+    def come_to(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
+        """Note in which memory those lie that were gathered, as they came, and maybe their norms."""
+        tensors, norms = memory.views(self.layout)
+        for index, gradient in enumerate(self.trained):
+            if gradient in gathered:
+                gradient.tensor = tensors[index]
+                gradient.norm = norms[index] if has_norms else None
+
     def wait_for(self, ticket: Ticket) -> None:
         """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""
         self.ticket = ticket
@@ -334,12 +335,11 @@ class SegmentGradients:
     def abandon(self) -> None:
         """After an exception in backward: forget what has not left the device, and what a step in it was to read."""
         self.gathered = {}
-        landing = self.pass_landing()
+        is_lost = self.pass_landing() is not None
         try:
             self.wait()
         except Exception:  # it was raised already, or is due to the exception
-            drop(self.gradients)
-        if landing is not None:
-            landing.release()
+            is_lost = True
+        if is_lost:
             drop(self.gradients)
         self.note_dropped()

@@ -78,7 +78,8 @@ class GradientStream:
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
         if not is_sendable or of_segment.state is State.CONSUMED:
             raise refusal(weight, tensor)
-        tensor = self._after_earlier(gradient, tensor)
+        if gradient in of_segment.gathered or of_segment.is_on_device or self.averages is not None:
+            tensor = self._after_earlier(gradient, tensor)
         self._note(gradient)
         of_segment.gather(gradient, tensor)
         if not of_segment.missing:
@@ -95,7 +96,7 @@ class GradientStream:
             averages.begin_pass()
         is_averaged = averages is not None and averages.adds_up(gradient)
         if gradient in of_segment.gathered and is_averaged:  # it leaves once
-            return of_segment.gathered.pop(gradient).to(gradient.weight.dtype) + tensor
+            return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
         if gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
         if of_segment.is_on_device:  # and now there is more to come
@@ -105,9 +106,11 @@ class GradientStream:
     def _note(self, gradient: Gradient) -> None:
         """Note that a gradient has come, and whether somebody sees how it is added up."""
         if gradient not in self.pending:
-            if gradient.is_seen or gradient.factors:
+            is_seen = gradient.is_seen
+            if is_seen or gradient.factors:
                 gradient.show()  # what is there already is not meant for the sum
-            self.pending[gradient] = gradient.is_seen
+                is_seen = gradient.is_seen
+            self.pending[gradient] = is_seen
         elif self.pending[gradient]:
             self._accumulate([gradient])  # one after the other, as autograd does
 
@@ -124,7 +127,11 @@ class GradientStream:
         if self.early is not None:
             self.early.end_unit()  # backward has moved on, and there are few landing buffers
         # leaves of the same weight have gradients of their own
-        is_final = is_last and not any(gradient.weight.other_twins for gradient in of_segment.gathered)
+        is_final = is_last
+        for gradient in of_segment.gathered:
+            # leaves of the same weight have gradients of their own, and somebody may see how it is added up
+            if gradient.weight.other_twins or self.pending[gradient]:
+                is_final = False
         averages = self.averages
         if averages is not None and averages.has(of_segment):
             self._step_early(averages.send(of_segment, is_final))
@@ -135,16 +142,17 @@ class GradientStream:
         if of_segment.memory is not None or not of_segment.unit.visits:
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
-        is_watched = any(self.pending[gradient] for gradient in of_segment.gathered)
-        self._ship(of_segment, is_final and not of_segment.missing and not is_watched)
+        self._ship(of_segment, is_final and not of_segment.missing)
 
     def _ship(self, of_segment: SegmentGradients, is_final: bool) -> None:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes, early = self.routes, self.early
         # another process may see what this one does not: they are averaged when backward has ended
-        if not is_final or self.averages is not None or (early is not None and not early.wants(of_segment)):
+        if not is_final or self.averages is not None:
             early = None
-        is_new = not of_segment.has_some
+        if early is not None and not early.wants(of_segment):
+            early = None
+        is_new = not of_segment.held
         is_kept = is_new and of_segment.sums is None
         steps_next = early is not None or routes.measures_norms
         if of_segment.unit.visits and is_kept and is_final and steps_next:
@@ -161,8 +169,10 @@ class GradientStream:
     def _step_early(self, averaged: Iterable[SegmentGradients]) -> None:
         """Have an early step, if there is one, use gradients whose averages are on their way, of complete segments."""
         for of_segment in averaged:
-            is_complete = of_segment.state is State.HELD and of_segment.has_all
-            if self.early is not None and is_complete and self.early.wants(of_segment):
+            lacks_some = set(of_segment.trained).difference(of_segment.held)
+            if self.early is None or lacks_some or of_segment.state is not State.HELD:
+                continue
+            if self.early.wants(of_segment):
                 self.early.receive(of_segment)
 
     # ------------------------------------------------------------------------------------------- when backward ends
@@ -202,6 +212,7 @@ class GradientStream:
             of_segment.abandon()
         drop([gradient for gradient, is_seen in self.pending.items() if is_seen])
         self.pending.clear()
+        self.routes.landing.abandon()
 
     # ------------------------------------------------------------------- between one backward pass and the next
 
@@ -233,6 +244,7 @@ class GradientStream:
         for of_segment in self._by_segment:
             of_segment.close()
         self.routes.staging.close()
+        self.routes.landing.close()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

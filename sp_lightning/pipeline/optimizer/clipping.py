@@ -89,7 +89,8 @@ def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
 def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
     """Return the norm of all gradients, from those of each."""
     with torch.inference_mode(False), torch.no_grad():
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.measure(dtype) for norm in norms]))
+        measured = torch.stack([norm.measure(dtype) for norm in norms])
+        total: Tensor = torch.linalg.vector_norm(measured)
         return total
 
 
@@ -161,7 +162,9 @@ class Clipping:
         with self._at_work:
             found = self._find(parameters_of(optimizer))
             ours = found.ours
-            if found.why_torch_reads is not None or not ours or any(gradient.norm is None for gradient in ours):
+            if found.why_torch_reads is not None or not ours:
+                return None
+            if any(gradient.norm is None for gradient in ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
             overflow = False
@@ -198,7 +201,8 @@ class Clipping:
         ours = found.ours
         if not ours:
             return "all gradients are on the device, where torch measures them, and nobody waits"
-        dtypes = {gradient.weight.dtype for gradient in ours} | {other.dtype for other in found.others}
+        dtypes = {gradient.weight.dtype for gradient in ours}
+        dtypes.update(other.dtype for other in found.others)
         if len(dtypes) != 1 or not dtypes <= MEASURED:
             return "gradients are of several dtypes, or of one whose norms do not travel"
         factors = ours[0].factors

@@ -52,7 +52,8 @@ class EarlyStep:
         if unit.resident or unit.apart:  # the latter would have to wait for the step
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
-        return trained == len(of_segment.trained) and self.plan.gradients.keys() >= set(of_segment.trained)
+        gradients = of_segment.trained
+        return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)
 
     def receive(self, of_segment: SegmentGradients) -> None:
         """Step the unit when its gradients have landed; if it is still needed, when backward leaves it."""
@@ -97,6 +98,7 @@ class EarlyStep:
             self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
         self._step.use(of_segment.trained)
         steps.step(unit, self._step)
+        self._step.used.clear()  # or it would hold what has stayed on the device
         if unit.visit is not None:
             unit.visit.begin()
         if unit in self._step.awaited and steps.stream.averages is None:
@@ -132,22 +134,20 @@ class EarlyStep:
 
     def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
-        name = type(self.optimizer).__name__
+        why = None
         if optimizer is not self.optimizer:
             stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
             if not plan.gradients.keys().isdisjoint(stepped):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step weights that another optimizer, "
-                    f"{name}, has stepped in backward although its own `step()` was not called "
-                    "yet. Train with `overlap_optimizer=False`."
-                )
+                why = f"{type(optimizer).__name__} is to step some of their weights before `step()`"
         elif why_not is not None:
-            raise RuntimeError(
-                f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
-            )
+            why = why_not
         elif self._step is not None and self._step.settings != settings_of(optimizer, self._steps.fused):
+            why = (
+                "its param groups were changed before `step()`: set learning rates and the like "
+                "before backward or after the step"
+            )
+        if why is not None:
+            name = type(self.optimizer).__name__
             raise RuntimeError(
-                f"{name} has stepped units in backward, and its param groups were changed after "
-                "that, before `step()`. Set learning rates and the like before backward or after "
-                "the step, or train with `overlap_optimizer=False`."
+                f"{name} has stepped units in backward, and now {why}. Train with `overlap_optimizer=False`."
             )

@@ -56,7 +56,8 @@ class _StepOfUnit:
     """A job: a step of one unit's weights."""
 
     unit: Unit
-    step: Step
+    optimizer: Optimizer
+    settings: Sequence[dict[str, Any]]
     updates: Mapping[int, Sequence[Update]]  # by the numbers of param groups
     weights: Set[Weight]  # those that are stepped
     generations: Sequence[_Generation]
@@ -67,12 +68,12 @@ class _StepOfUnit:
             for segment in self.unit.segments:
                 segment.refresh_copies(self.weights)
             for number, updates in self.updates.items():
-                update_weights(self.step.optimizer, self.step.settings[number], updates)
+                update_weights(self.optimizer, self.settings[number], updates)
             note_stepped(self.unit.segments, self.weights)
             for generation in self.generations:
                 generation.memory.reach(generation.number)
             if self.unit.visits:  # from the next step on, for which state may be new
-                lay_together(self.unit, self.step.optimizer)
+                lay_together(self.unit, self.optimizer)
 
     def release_buffers(self) -> None:
         """Let other gradients land in the buffers."""
@@ -97,7 +98,7 @@ class UnitSteps:
         Weights without a gradient stay as they are.
         """
         gradients = [self.stream.of[weight] for weight in unit.weights]
-        used = {gradient: step.used.pop(gradient) for gradient in gradients if gradient in step.used}
+        used = {each: step.used[each] for each in gradients if each in step.used}
         if unit.visits:
             visit = self._visit_of(unit, step, used)
             if visit is not None:
@@ -108,7 +109,7 @@ class UnitSteps:
         landed: dict[Ticket | None, None] = {}  # what brings the gradients
         buffers: list[LandingBuffer | None] = []
         moved = 0
-        for of_segment in dict.fromkeys(gradient.of_segment for gradient in used):
+        for of_segment in dict.fromkeys([gradient.of_segment for gradient in used]):
             landed[of_segment.ticket] = None
             buffers.append(of_segment.pass_landing())
             for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
@@ -116,13 +117,16 @@ class UnitSteps:
                     weight = gradient.weight
                     tensor, state = used[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
-                    updates.setdefault(step.plan.gradients[gradient], []).append((work, gradient.factors))
+                    of_group = updates.setdefault(step.plan.gradients[gradient], [])
+                    of_group.append((work, gradient.factors))
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         if not used:
             self.count(unit, step.plan)
             return
         weights = {gradient.weight for gradient in used}
-        job = _StepOfUnit(unit, step, updates, weights, self._next_generations(unit, step.plan), buffers)
+        generations = self._next_generations(unit, step.plan)
+        optimizer, settings = step.optimizer, step.settings
+        job = _StepOfUnit(unit, optimizer, settings, updates, weights, generations, buffers)
         self._hand_over(unit, job, weights, filter(None, landed), moved, job.release_buffers)
         self.window.stats.overlapped_steps += 1
 

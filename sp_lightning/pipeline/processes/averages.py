@@ -29,11 +29,7 @@ from torch import Tensor, nn
 
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.routes import Routes
-from sp_lightning.pipeline.gradients.segment_gradients import (
-    Gradient,
-    GradientMemory,
-    SegmentGradients,
-)  # fmt: skip
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.sums import Run, SharedSums
@@ -75,7 +71,9 @@ class Averages:
         for of_segment in sorted(by_segment, key=_name):
             segment = of_segment.segment
             if segment.weights[0].master.requires_grad and segment.memory.shared is not None:
-                self._sums[of_segment] = SharedSums(segment.weights, segment.memory)
+                sums = self._sums[of_segment] = SharedSums(segment.weights, segment.memory)
+                for run in sums.runs:
+                    routes.landing.make_room(sums.share(run).nbytes)
         # what is resident is complete when backward ends
         self._order = sorted(self._sums, key=lambda each: (each.unit.resident, -each.unit.index))
         self._has_begun = False  # whether a pass of all processes is under way
