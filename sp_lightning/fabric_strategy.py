@@ -249,13 +249,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         clipping.clip_grad_norm(parameters, max_norm)
         return norm.to(self.root_device)
 
-    @override
-    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        self.precision.unscale_gradients(optimizer)
-        clipping = self.clipping_of(optimizer)
-        clip = nn.utils.clip_grad_value_ if clipping is None else clipping.clip_grad_value
-        clip(self.precision.main_params(optimizer), clip_val)
-
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     @override

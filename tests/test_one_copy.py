@@ -59,7 +59,7 @@ def train(shared: bool) -> tuple[int, int]:
     float(model[0].weight.sum())  # waits for the step
     summary = pipeline.summary()
     of_the_device = summary.device_bytes + summary.gradient_bytes  # which here is the host
-    taken = pss() - before - of_the_device - pipeline._engine.landing.nbytes()
+    taken = pss() - before - of_the_device - pipeline._engine.stream.routes.landing.nbytes()
     dist.barrier()
     pipeline.detach()
     return taken, pipeline.stats.overlapped_steps

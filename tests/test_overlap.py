@@ -140,13 +140,16 @@ ACCUMULATED = {"accumulate_grad_batches": 3}
 BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "precision"),
-    [(ACCUMULATED, "32-true"), (ACCUMULATED, "bf16-mixed"), (BY_VALUE, "bf16-mixed"), (BY_VALUE, "bf16-true")],
-)
-def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
-    stats = assert_same_fit(precision=precision, **arguments)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_in_backward_with_accumulation(precision: str) -> None:
+    stats = assert_same_fit(precision=precision, **ACCUMULATED)
     assert stats.steps_in_backward == 5 * BLOCKS
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_clipping_by_value_is_torchs(precision: str) -> None:
+    stats = assert_same_fit(precision=precision, **BY_VALUE)
+    assert stats.steps_in_backward == 0
 
 
 def clamp_gradient(parameter: Tensor) -> None:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
-from sp_lightning.pipeline.gradients.segment_gradients import Scaling
 from sp_lightning.pipeline.optimizer.unit_steps import Work, update_weights
 
 FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value
@@ -82,9 +81,9 @@ def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(unit.masters, lr=1e-4, **options)
     gradients = unit.arrived if work == "mixed" else unit.gradients
     copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
-    scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
+    factors = () if work == "update" else (torch.tensor(FACTOR),)
     updates = [
-        (Work(master.data, gradient, optimizer.state[master], copy), scaling)
+        (Work(master.data, gradient, optimizer.state[master], copy), factors)
         for master, gradient, copy in zip(unit.masters, gradients, copies, strict=True)
     ]
 

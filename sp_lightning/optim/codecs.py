@@ -131,10 +131,9 @@ def store(array: Any, width: Any, i: Any, value: Any) -> Any:
 
 @jit
 def scaled(g: Any, scaling: Scaling, is_scaled: Any, in_bf16: Any) -> Any:
-    """Scale and clip a gradient, each operation rounded by itself, as torch does in passes of their own."""
+    """Scale a gradient, each operation rounded by itself, as torch does in passes of their own."""
     if is_scaled:
         g = _times(_times(g, scaling.factor, in_bf16), scaling.then, in_bf16)
-        g = scaling.limit if g > scaling.limit else (-scaling.limit if g < -scaling.limit else g)
     return g
 
 

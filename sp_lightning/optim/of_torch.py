@@ -7,7 +7,7 @@ kernels have those of torch's fused ones. Torch's may round otherwise on another
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
@@ -86,14 +86,10 @@ class OnePass:
         run(self.passes_of(works))
 
 
-def scaling_of(factors: Sequence[float | Tensor], limit: float | None, dtype: torch.dtype) -> Scaling | None:
-    """Return what is done to gradients of weights of a dtype: at most two factors, one after the other, and a limit."""
-    if len(factors) > MOST_FACTORS:
-        return None
-    scaling = Scaling(*[np.float32(float(factor)) for factor in factors])
-    if limit is None:
-        return scaling
-    return scaling._replace(limit=np.float32(torch.tensor(limit, dtype=dtype, device="cpu").item()))
+def scaling_of(factors: Iterable[float | Tensor]) -> Scaling | None:
+    """Return what is done to gradients: at most two factors that are not one; None if there are more."""
+    numbers = [np.float32(number) for number in map(float, factors) if number != 1]
+    return Scaling(*numbers) if len(numbers) <= MOST_FACTORS else None
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import GROUP
-from sp_lightning.optim.rules import INFINITY, Memory, Pass, Scaling
+from sp_lightning.optim.rules import Memory, Pass, Scaling
 
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
@@ -71,14 +71,12 @@ def _step(step: Pass) -> None:
 
 
 def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
-    """Return a gradient in fp32, scaled and clipped; it may be the one given, which is only read."""
+    """Return a gradient in fp32, scaled; it may be the one given, which is only read."""
     g = gradient.float()
     for factor in (scaling.factor, scaling.then):
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
             g = g.bfloat16().float() if in_bf16 else g
-    if scaling.limit != INFINITY:
-        g = g.clamp(-float(scaling.limit), float(scaling.limit))
     return g
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-ONE, INFINITY = np.float32(1), np.float32(np.inf)
+ONE = np.float32(1)
 
 
 class Rule(NamedTuple):
@@ -79,11 +79,10 @@ class Update:
 
 
 class Scaling(NamedTuple):
-    """What is done to a gradient before: two factors, one after the other, and clipping by value."""
+    """What is done to a gradient before: two factors, one after the other."""
 
     factor: Any = ONE
     then: Any = ONE
-    limit: Any = INFINITY
 
 
 NO_SCALING = Scaling()

@@ -12,7 +12,7 @@ from sp_lightning.pipeline.lanes.lanes import Kind as Kind
 from sp_lightning.pipeline.lanes.lanes import Lane as Lane
 from sp_lightning.pipeline.lanes.lanes import Recording as Recording
 from sp_lightning.pipeline.lanes.lanes import Span as Span
-from sp_lightning.pipeline.optimizer.optimizers import Afterwards as Afterwards
+from sp_lightning.pipeline.optimizer.kinds import Afterwards as Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy as ActivationPolicy
 from sp_lightning.pipeline.options import PipelineOptions as PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline as Pipeline

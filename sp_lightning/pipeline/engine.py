@@ -20,7 +20,7 @@ from sp_lightning.pipeline.calls.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
-from sp_lightning.pipeline.gradients.routes import LandingBuffers, Routes, StagingBuffers
+from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
@@ -83,7 +83,6 @@ class Engine:
         self.learned = Learned()  # findings from past steps, for the next arrangement
         box = None if processes is None else processes.box
         self.memory = HostMemory(backend, box, progress)
-        self.landing = LandingBuffers(backend)
         self.graphs = Graphs()
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.meter, self.stats)
@@ -153,8 +152,7 @@ class Engine:
     def _make_stream(self) -> GradientStream:
         units = self.arrangement.in_window
         by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
-        self.landing.serve(len(units))
-        routes = Routes(self.window, StagingBuffers(units, self.backend), self.landing)
+        routes = Routes(self.window)
         averages = None
         if self.processes is not None and self._sums_gradients:
             averages = Averages(by_segment, self.window, routes, self.processes)

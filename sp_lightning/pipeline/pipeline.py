@@ -18,7 +18,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.operands import autocast_dtype
-from sp_lightning.pipeline.optimizer.kinds import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
@@ -194,7 +194,6 @@ class Pipeline:
         stop_listening(self.optimizers)
         engine.uninstall()
         engine.living.bring_home(self.module)
-        engine.landing.close()
         self.optimizers.close()
         engine.saved.close()
         engine.offloader.close()

@@ -50,7 +50,7 @@ class Summary:
             device_bytes=layout.device_bytes + engine.visits.nbytes(),
             gradient_bytes=engine.stream.routes.staging.nbytes(),
             host_bytes=own_memory + memory.nbytes_for("copies"),
-            host_gradient_bytes=engine.landing.nbytes() + gradients,
+            host_gradient_bytes=engine.stream.routes.landing.nbytes() + gradients,
             optimizer_bytes=engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights]),
             lowered=sum(weight.lowered for weight in weights),
             pinned=arrangement.is_pinned,

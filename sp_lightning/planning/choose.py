@@ -185,9 +185,8 @@ class _Search:
 
     def _choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
-        if not self._workload.lives_whole or not draft.living:
-            count = min(len(living), draft.living)
-            living = _spread(count, living) if draft.is_spread else living[:count]
+        count = min(len(living), draft.living)
+        living = _spread(count, living) if draft.is_spread else living[:count]
         able = [number for number in self._able_to_visit if number not in living]
         first = len(self._workload.units) - max(1, draft.keeping)
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])

@@ -43,6 +43,9 @@ STATE = {
 COMPACT = ("AdamW", "Adam")
 """Optimizers that `sp_lightning.optim` has, too."""
 
+_STEP_ON_HOST = ("ASGD", "Lion")
+"""Optimizers whose weights do not live on the device, as it is not known that they step each by itself."""
+
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # in full
 _PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -230,7 +233,6 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         units=tuple(units),
         resident=_work(division.resident, given, vocabulary, ["keep"]),
         stepping=stepping,
-        lives_whole=given.optimizer == "ASGD",
         adds_up=given.devices * given.accumulate > 1,
         micro_steps=given.accumulate,
         # sums are read and written, and gradients read
@@ -315,7 +317,8 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     # torch's own steps take as much again as masters
     meanwhile = masters if given.moments is None else 0
     is_free = given.optimizer_on == "auto"
-    work = work_of(unit, state, meanwhile, lives=is_free or not trained, visits=is_free and visits)
+    lives = not trained or (is_free and given.optimizer not in _STEP_ON_HOST)
+    work = work_of(unit, state, meanwhile, lives=lives, visits=is_free and visits)
     return replace(
         work,
         forward_seconds=forward + attention,

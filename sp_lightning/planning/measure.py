@@ -76,7 +76,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         states.nbytes(masters),
         states.bytes_of_step(masters) if is_stepped and engine.backend.device.type != "cpu" else 0,
         trains=trains,
-        lives=plans and (not is_stepped or is_free and states.may_live_on_device(masters)),
+        lives=plans and (not trains or (is_free or not is_stepped) and states.may_live_on_device(masters)),
         visits=is_free and processes is None and states.may_visit(unit, engine.steps.fused),
     )
 
@@ -161,7 +161,6 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         rest_seconds=max(0.0, fastest[_REST]),
         turn_bytes=0 if auto is None else auto.turn_bytes,
         outside_bytes=measured.activation_bytes if auto is None else auto.outside_bytes,
-        lives_whole=engine.optimizers.states.look_at_weights_together,
     )
 
 

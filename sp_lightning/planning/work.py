@@ -72,8 +72,6 @@ class Workload:
     turn_bytes: int = 0
     # saved outside of units elsewhere; or all that was taken, if nothing of it is chosen
     outside_bytes: int = 0
-    # whether either everything lives on the device or nothing: the optimizer looks at weights together
-    lives_whole: bool = False
     # whether several devices add their gradients up on the host, as they come
     adds_up: bool = False
 

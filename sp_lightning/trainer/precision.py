@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -76,9 +75,8 @@ class PrecisionMixin(StepsMixin):
             return
         host_precision(plugin, self.lightning, self)
         plugin.backward = self._backward
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            if getattr(type(plugin), name) is getattr(self.lightning.precision, name):
-                setattr(plugin, name, partial(self._clip, name))
+        if type(plugin).clip_grad_by_norm is self.lightning.precision.clip_grad_by_norm:
+            plugin.clip_grad_by_norm = self._clip_by_norm
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with nullcontext() if self.pipeline is None else self.backward_scope(self.pipeline, kwargs):
@@ -88,14 +86,13 @@ class PrecisionMixin(StepsMixin):
         """Return what unscales and clips the gradients of an optimizer, while a module is attached."""
         return None if self.pipeline is None else self.pipeline.optimizers.clipping
 
-    def _clip(self, name: str, optimizer: Optimizer, clip_val: float) -> None:
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         plugin = self.precision_plugin
         clipping = self.clipping_of(optimizer)
         if clipping is None:
-            getattr(type(plugin), name)(plugin, optimizer, clip_val)
-            return
-        clip = clipping.clip_grad_norm if name == "clip_grad_by_norm" else clipping.clip_grad_value
-        clip(plugin.main_params(optimizer), clip_val)
+            type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+        else:
+            clipping.clip_grad_norm(plugin.main_params(optimizer), clip_val)
 
 
 def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradients) -> None:

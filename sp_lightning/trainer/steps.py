@@ -54,8 +54,6 @@ class SteppingPlan:
     why_not_in_backward: str | None
     # whether something between backward and the step needs the norms of gradients
     needs_norms: bool
-    # the absolute value that gradients are clipped to; None if they are not clipped by value
-    clamp: float | None
     # what becomes of the gradients that the step has used: whether something may read them
     afterwards: Afterwards
 
@@ -96,7 +94,7 @@ class StepsMixin(StrategyPart):
             return nullcontext()
         optimizer, plan = self._stepping
         if plan.why_not_in_backward is None:
-            return pipeline.optimizers.stepping_in_backward(optimizer, clamp=plan.clamp)
+            return pipeline.optimizers.stepping_in_backward(optimizer)
         return pipeline.optimizers.clipping.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
@@ -118,13 +116,12 @@ class StepsMixin(StrategyPart):
         """Decide when the next step of an optimizer, in automatic optimization or not, steps which weights."""
         trainer: Any = self._module.trainer
         limit = trainer.gradient_clip_val
-        clamps = bool(limit) and trainer.gradient_clip_algorithm == "value"
-        clips_by_norm = bool(limit) and not clamps
+        clips = bool(limit)
         scales = getattr(self.precision_plugin, "scaler", None) is not None
         reasons = [] if automatic else ["the step is not one of automatic optimization"]
         reasons += self._looks_at_gradients(trainer.callbacks)
-        if clips_by_norm:
-            reasons.append(f"`gradient_clip_val={limit}` needs the norm of all gradients")
+        if clips:
+            reasons.append(f"`gradient_clip_val={limit}` looks at all gradients")
         if scales:
             reasons.append("the loss scaler has to look at all gradients")
         is_off = pipeline.options.overlap_optimizer is False
@@ -132,8 +129,7 @@ class StepsMixin(StrategyPart):
         return SteppingPlan(
             why_not="`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
             why_not_in_backward=next(iter(reasons), None),
-            needs_norms=scales or clips_by_norm or clips_by_itself,
-            clamp=float(limit) if clamps else None,
+            needs_norms=scales or clips or clips_by_itself,
             afterwards=self._afterwards(trainer.callbacks),
         )
 

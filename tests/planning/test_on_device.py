@@ -151,11 +151,11 @@ def test_optimizers_that_look_at_weights_together(name: str) -> None:
     actual = losses_of(model, optimizer)
     assert torch.equal(torch.stack(expected), torch.stack(actual))
     assert {on_device for *_, on_device in pipeline._engine.planner.seen} == {0, len(parameters)}
-    assert pipeline.optimizers.states.look_at_weights_together
-    # what LBFGS keeps grows
-    assert pipeline.optimizers.states.may_live_on_device(parameters) == (name == "a wrapper")
-    others = [*parameters, nn.Parameter(torch.ones(1))]
-    assert not pipeline.optimizers.states.may_live_on_device(others), "nobody has stepped all of these"
+    may_live = pipeline.optimizers.states.may_live_on_device
+    assert not any(may_live([parameter]) for parameter in parameters), "only who places units by hand has them there"
+    other = nn.Parameter(torch.ones(1))
+    assert not may_live([other]), "nobody has stepped it"
+    assert may_live([other.requires_grad_(False)])
     pipeline.detach()
 
 

@@ -4,64 +4,28 @@
 The gradients that backward has brought belong to the engine: they may still be on their way, in a lower dtype than
 their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a copy in the master's dtype, which is
 *the* gradient from then on, and belongs to the user like any that the user sets.
+
+[Note: where gradients are on the host]
+In one of two buffers beside the masters, each made when first needed: `arrived`, which the device writes, has them as
+they came; `sums` has what was added up, in the masters' dtypes. If they come in these, one buffer is both. Else sums
+take the place of what arrived, and from then on also the first gradients of a step go there, through landing memory.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import threading
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from sp_lightning.optim import rules
-from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Operations on a gradient between backward and the update."""
-
-    # factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor
-    factors: tuple[float | Tensor, ...] = ()
-    # the largest absolute value to leave after that; None not to clip by value
-    clamp: float | None = None
-
-    @cached_property
-    def without_ones(self) -> Scaling:
-        """The same scaling without factors of one, when they are known; looked at once, as many gradients share it."""
-        return Scaling(tuple(factor for factor in self.factors if factor != 1), self.clamp)
-
-    @cached_property
-    def _numbers(self) -> dict[torch.dtype, rules.Scaling | None]:
-        return {}
-
-    def numbers(self, dtype: torch.dtype) -> rules.Scaling | None:
-        """Return it as passes over weights of a dtype take it, when factors are known; None if it is too much."""
-        if dtype not in self._numbers:
-            self._numbers[dtype] = scaling_of(self.without_ones.factors, self.clamp, dtype)
-        return self._numbers[dtype]
-
-    def times(self, factor: float | Tensor) -> Scaling:
-        """Return this scaling with one more factor."""
-        return Scaling((*self.factors, factor), self.clamp)
-
-    def apply_(self, gradient: Tensor) -> None:
-        """Scale in place, bit for bit as `GradScaler.unscale_`, `clip_grad_norm_` and `clip_grad_value_` do."""
-        for factor in self.factors:
-            gradient.mul_(factor)
-        if self.clamp is not None:
-            gradient.clamp_(-self.clamp, self.clamp)
-
-
-NO_SCALING = Scaling()
 
 
 class State(enum.Enum):
@@ -80,7 +44,7 @@ class State(enum.Enum):
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("norm", "of_segment", "scaling", "tensor", "weight")
+    __slots__ = ("factors", "norm", "of_segment", "tensor", "weight")
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
@@ -88,7 +52,8 @@ class Gradient:
         # what the engine has: as it came, or a sum in the master's dtype. On the host it may not have landed yet.
         self.tensor: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that, on the host; None if it is not known
-        self.scaling: Scaling = NO_SCALING  # unscaling and clipping still to be applied to it
+        # what it is still to be multiplied by, one after the other: the inverse of a loss scale, a clipping factor
+        self.factors: tuple[Tensor, ...] = ()
 
     @property
     def is_seen(self) -> bool:
@@ -97,6 +62,15 @@ class Gradient:
         if master._backward_hooks or master._post_accumulate_grad_hooks:
             return True
         return master.grad is not None
+
+    def come(self, tensor: Tensor, norm: Tensor | None = None) -> None:
+        """Note where the engine has it, or will have it, and where its norm."""
+        self.tensor = tensor
+        self.norm = norm
+
+    def scale(self, factor: Tensor) -> None:
+        """Have it multiplied as it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
+        self.factors = (*self.factors, factor)
 
     def show(self) -> None:
         """Make what has landed of it the master's `.grad`, which is the user's."""
@@ -111,16 +85,17 @@ class Gradient:
         self.of_segment.wait()
         with torch.inference_mode(False), torch.no_grad():
             taken = torch.empty_like(self.weight.host).copy_(self.tensor)
-            self.scaling.apply_(taken)
+            for factor in self.factors:
+                taken.mul_(factor)
         drop([self])
         return taken
 
 
 def drop(gradients: Collection[Gradient]) -> None:
-    """Drop what the engine has of these on the host."""
+    """Drop what the engine has of these."""
     for gradient in gradients:
         gradient.tensor = gradient.norm = None
-        gradient.scaling = NO_SCALING
+        gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
         of_segment.note_dropped()
 
@@ -142,15 +117,33 @@ class GradientMemory:
         return found
 
 
+class LandingBuffer(GradientMemory):
+    """Such memory on the host, through which gradients of one unit after the other pass."""
+
+    def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
+        super().__init__(host.bytes)
+        self.host = host
+        self.is_free = True  # whether nothing is on its way into it, or waits in it to be read
+        self._released = released
+
+    def release(self) -> None:
+        """Free it, as its gradients have been read."""
+        with self._released:
+            self.is_free = True
+            self._released.notify_all()
+
+
 class SegmentGradients:
     """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
 
     Attributes:
         segment: These weights, and the memory that their masters lie in; gradients lie beside it.
         state: Where they are; the methods below change it, and no one else.
-        layout: How these lie in memory, in the dtypes in which they arrive.
+        layout: How those that come lie in memory.
         sum_layout: How sums lie in memory, in the masters' dtypes.
-        kept_as: How they are kept on the host: as one or the other.
+        arrived: The memory in which they stay as they came; None if there is none.
+        sums: The memory for sums; None if there is none. See [Note: where gradients are on the host].
+        landing: The buffer that they lie in until the optimizer has read them; None if it is not one of few.
     """
 
     def __init__(self, unit: Unit, segment: Segment) -> None:
@@ -159,26 +152,23 @@ class SegmentGradients:
         self.gradients = [Gradient(weight, self) for weight in segment.weights]
         # those of weights that require one, in this backward pass
         self.trained: list[Gradient] = []
-        self._laid_out: list[Gradient] = []  # those that `layout` is of
-        self.layout = self.sum_layout = self.kept_as = GradientLayout((), ())
+        self._laid_out: list[Gradient] = []  # those that the layouts are of
+        self.layout = self.sum_layout = GradientLayout((), ())
         self.state = State.EMPTY
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
-        self.is_watched = False  # whether somebody would see how one of these is added up
-        # whether what the engine has of them stays on the device, for the unit's visit; there lie their norms, too
-        self.is_on_device = False
-        self.leaving_norms: Tensor | None = None
-        # comes after everything that is on its way to them; None if nothing is known to be
-        self.ticket: Ticket | None = None
-        # the host memory that they stay in; None if there is none yet
-        self.memory: GradientMemory | None = None
+        self.is_on_device = False  # whether what the engine has stays there, for the unit's visit
+        self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
+        self.arrived: GradientMemory | None = None
+        self.sums: GradientMemory | None = None
+        self.landing: LandingBuffer | None = None
         self.expect()
 
     # ------------------------------------------------------------------------------------------------ their state
 
     def hold(self) -> None:
-        """Note that backward brings gradients, or that sums have come."""
+        """Note that sums have come."""
         assert self.state is not State.CONSUMED, self.unit.name
         self.state = State.HELD
 
@@ -194,71 +184,138 @@ class SegmentGradients:
 
     def note_dropped(self) -> None:
         """Note that some were dropped, which may be all that the engine has."""
-        for gradient in self.gradients:
-            if gradient.tensor is not None:
-                return
+        if self.held:
+            return
         self.is_on_device = False
         if self.state is not State.CONSUMED:
             self.state = State.EMPTY
 
-    # ------------------------------------------------------------------------------------- where they are, and how
+    def stay(self) -> None:
+        """Note that what the engine has of them stays on the device."""
+        self.is_on_device = True
+
+    @property
+    def held(self) -> list[Gradient]:
+        """Those that the engine has, beside what is gathered."""
+        return [gradient for gradient in self.gradients if gradient.tensor is not None]
+
+    # -------------------------------------------------------------------------------------------- as they are gathered
 
     def expect(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
-        self.trained = [gradient for gradient in self.gradients if gradient.weight.master.requires_grad]
+        self.trained = [each for each in self.gradients if each.weight.master.requires_grad]
         self.missing = len(self.trained)
 
-    def forget_gathered(self) -> None:
-        """Forget what has not left the device."""
+    def gather(self, gradient: Gradient, tensor: Tensor) -> None:
+        """Put a gradient with the others, on the device."""
+        assert self.state is not State.CONSUMED, self.unit.name
+        self.state = State.HELD
+        if not self.gathered:
+            self.expect()
+        self.missing -= gradient not in self.gathered
+        self.gathered[gradient] = tensor
+
+    def take_gathered(self) -> dict[Gradient, Tensor]:
+        """Return what was gathered, to be sent."""
+        gathered = self.gathered
         self.gathered = {}
-        self.is_watched = False
+        return gathered
 
-    def lay_out(self, tensors: Mapping[Gradient, Tensor]) -> GradientLayout:
-        """Return how these are sent: as `layout` tells, unless some are missing, or came in another dtype."""
-        dtypes = [gradient.weight.compute_dtype for gradient in self.trained]
-        if self.trained != self._laid_out or dtypes != self.layout.dtypes:
-            if self._laid_out:
-                self.release_memory()
-            self._laid_out = self.trained
-            weights = [gradient.weight for gradient in self.trained]
-            self.layout = self.sum_layout = self.kept_as = GradientLayout(weights, dtypes)
-            of_sums = [weight.dtype for weight in weights]
-            if dtypes != of_sums:
-                self.sum_layout = GradientLayout(weights, of_sums)
-        arriving = [tensor.dtype for tensor in tensors.values()]
-        if arriving == dtypes:
-            return self.layout
-        return GradientLayout([gradient.weight for gradient in tensors], arriving)
+    def gather_again(self) -> None:
+        """Have what has stayed on the device sent after all."""
+        self.is_on_device = False
+        for gradient in self.gradients:
+            if gradient.tensor is not None:
+                self.gathered[gradient] = gradient.tensor
+        self.trained = list(self.gathered)
+        self.lay_out()
 
-    def own(self) -> GradientMemory:
-        """Return the memory in which gradients stay, as `kept_as` tells."""
-        if self.memory is None:
-            buffer = self.segment.memory.get_beside("gradients", self.kept_as.nbytes, pin=False)
-            if self.kept_as is self.layout or self.unit.visits:
-                buffer.pin()  # the device writes it, or reads sums
-            self.memory = GradientMemory(buffer.bytes)
-        return self.memory
+    def lay_out(self) -> None:
+        """Have layouts for what was gathered, in the dtypes in which it came."""
+        came = self.gathered
+        dtypes = [came[each].dtype if each in came else each.weight.compute_dtype for each in self.trained]
+        if self.trained == self._laid_out and dtypes == self.layout.dtypes:
+            return
+        self.release_memory()
+        self._laid_out = self.trained
+        weights = [gradient.weight for gradient in self.trained]
+        self.layout = self.sum_layout = GradientLayout(weights, dtypes)
+        of_sums = [weight.dtype for weight in weights]
+        if of_sums != dtypes:
+            self.sum_layout = GradientLayout(weights, of_sums)
 
-    def room_for(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
-        """Return memory for the sum of one weight's gradients, or for the first of them, which came in this dtype.
+    # ----------------------------------------------------------------------------------------------- where they stay
 
-        From the first sum on, gradients that arrive in lower dtypes than the masters' are kept in the masters'.
-        """
-        if gradient.is_seen:  # it becomes the user's
-            return torch.empty_like(gradient.weight.host)
-        index = self.trained.index(gradient)
-        is_sum = gradient.tensor is not None or dtype != self.kept_as.dtypes[index]
-        if is_sum and self.kept_as is not self.sum_layout:
-            self.release_memory()  # what lies in it keeps it
-            self.kept_as = self.sum_layout
-        return self.own().views(self.kept_as)[0][index]
+    @property
+    def memory(self) -> GradientMemory | None:
+        """The memory in which they stay, whatever is in it; None if there is none."""
+        return self.sums or self.arrived
+
+    def make_arrived(self) -> GradientMemory:
+        """Return the memory in which they stay as they came."""
+        if self.arrived is None:
+            self.arrived = self._make_memory(self.layout, pin=True)
+        return self.arrived
+
+    def make_sums(self) -> dict[Gradient, Tensor]:
+        """Return the place of each sum."""
+        if self.sum_layout.dtypes == self.layout.dtypes:
+            memory = self.make_arrived()
+        else:
+            if self.sums is None:
+                self.release_memory()  # what lies in it keeps it
+                # the device writes no sums, but reads them if the unit visits
+                self.sums = self._make_memory(self.sum_layout, pin=self.unit.visits)
+            memory = self.sums
+        return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
+
+    def _make_memory(self, layout: GradientLayout, pin: bool) -> GradientMemory:
+        buffer = self.segment.memory.get_beside("gradients", layout.nbytes, pin=False)
+        if pin:
+            buffer.pin()
+        return GradientMemory(buffer.bytes)
+
+    def release_memory(self) -> None:
+        """Let go of the memory; what lies in it keeps it."""
+        self.wait()
+        self.segment.memory.release_beside("gradients")
+        self.close()
+
+    def close(self) -> None:
+        """Forget the memory, which lies beside the masters."""
+        self.arrived = self.sums = None
 
     def has_at_hand(self, tensor: Tensor) -> bool:
         """Tell whether a gradient lies where a visit would read it: on the device, or in memory of its own."""
-        if self.is_on_device or self.memory is None:
+        memory = self.memory
+        if self.is_on_device or memory is None:
             return self.is_on_device
-        start = self.memory.bytes.data_ptr()
-        return start <= tensor.data_ptr() < start + self.memory.bytes.nbytes
+        start = memory.bytes.data_ptr()
+        return start <= tensor.data_ptr() < start + memory.bytes.nbytes
+
+    def land_in(self, buffer: LandingBuffer) -> None:
+        """Note the buffer of few that they lie in until somebody has read them."""
+        self.landing = buffer
+
+    def pass_landing(self) -> LandingBuffer | None:
+        """Return the buffer of few that they lie in, to whoever releases it; None if there is none."""
+        landing = self.landing
+        self.landing = None
+        return landing
+
+    # --------------------------------------------------------------------------------------------- what is on its way
+
+    def come_to(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
+        """Note in which memory those lie that were gathered, as they came, and maybe their norms."""
+        tensors, norms = memory.views(self.layout)
+        for index, gradient in enumerate(self.trained):
+            if gradient in gathered:
+                gradient.tensor = tensors[index]
+                gradient.norm = norms[index] if has_norms else None
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""
+        self.ticket = ticket
 
     def wait(self) -> None:
         """Block until nothing is on its way to the gradients, not even to those that were dropped before.
@@ -275,9 +332,14 @@ class SegmentGradients:
             if ticket.done:  # not if an interrupt has ended the wait
                 self.ticket = None
 
-    def release_memory(self) -> None:
-        """Let go of the memory; what lies in it keeps it."""
-        self.wait()
-        self.segment.memory.release_beside("gradients")
-        self.memory = None
-        self.kept_as = self.layout
+    def abandon(self) -> None:
+        """After an exception in backward: forget what has not left the device, and what a step in it was to read."""
+        self.gathered = {}
+        is_lost = self.pass_landing() is not None
+        try:
+            self.wait()
+        except Exception:  # it was raised already, or is due to the exception
+            is_lost = True
+        if is_lost:
+            drop(self.gradients)
+        self.note_dropped()

@@ -11,21 +11,14 @@ Where several processes train the module, gradients are averaged on the device o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.routes import Routes, Shipment
-from sp_lightning.pipeline.gradients.segment_gradients import (
-    NO_SCALING,
-    Gradient,
-    SegmentGradients,
-    State,
-    drop,
-)  # fmt: skip
+from sp_lightning.pipeline.gradients.routes import Routes
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, State, drop
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
@@ -33,8 +26,20 @@ from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.optimizer.early_step import EarlyStep
+
+class StepInBackward(Protocol):
+    """A step of an optimizer that uses gradients as they arrive (optimizer/early_step.py)."""
+
+    keeps_gradients: bool
+
+    def wants(self, of_segment: SegmentGradients) -> bool:
+        """Tell whether it uses gradients that are complete."""
+
+    def receive(self, of_segment: SegmentGradients) -> None:
+        """Use them, now or when backward has left their unit."""
+
+    def end_unit(self) -> None:
+        """Note that backward has left the unit whose gradients it has received."""
 
 
 class GradientStream:
@@ -42,8 +47,9 @@ class GradientStream:
 
     Attributes:
         of: The gradient of each weight.
+        early: The step that uses gradients in this backward pass; None if there is none.
         pending: What the backward that is running has brought, in autograd's order: nobody can read it yet. The value
-            tells whether the engine had nothing of it before.
+            tells whether somebody sees how it is added up.
     """
 
     def __init__(
@@ -53,13 +59,11 @@ class GradientStream:
         routes: Routes,
         averages: Averages | None,
     ) -> None:
-        # an optimizer's step that uses gradients as they arrive in backward
-        self.early: EarlyStep | None = None
+        self.early: StepInBackward | None = None
         self.of: dict[Weight, Gradient] = {}
         for of_segment in by_segment:
             self.of.update(zip(of_segment.segment.weights, of_segment.gradients, strict=True))
         self.pending: dict[Gradient, bool] = {}
-        self._seen: list[Gradient] = []  # those of them that somebody sees being added up
         self.routes = routes
         self.averages = averages  # over processes; None if there is only one
         self._by_segment = by_segment
@@ -74,34 +78,41 @@ class GradientStream:
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
         if not is_sendable or of_segment.state is State.CONSUMED:
             raise refusal(weight, tensor)
+        if gradient in of_segment.gathered or of_segment.is_on_device or self.averages is not None:
+            tensor = self._after_earlier(gradient, tensor)
+        self._note(gradient)
+        of_segment.gather(gradient, tensor)
+        if not of_segment.missing:
+            self._send(of_segment, is_last)
+
+    def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
+        """Have what has come before leave, unless it leaves together with this; return what is to leave.
+
+        It was of another leaf, or of a reentrant checkpoint, which accumulates again.
+        """
+        of_segment = gradient.of_segment
         averages = self.averages
         if averages is not None:
             averages.begin_pass()
         is_averaged = averages is not None and averages.adds_up(gradient)
-        # of another leaf, or of a reentrant checkpoint, which accumulates again
         if gradient in of_segment.gathered and is_averaged:  # it leaves once
-            tensor = of_segment.gathered.pop(gradient).to(weight.dtype) + tensor
-            of_segment.missing += 1
-        elif gradient in of_segment.gathered:
+            return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
+        if gradient in of_segment.gathered:
             self._send(of_segment, is_last=False)
-        is_seen = gradient.is_seen
+        if of_segment.is_on_device:  # and now there is more to come
+            self.routes.bring_home(of_segment)
+        return tensor
+
+    def _note(self, gradient: Gradient) -> None:
+        """Note that a gradient has come, and whether somebody sees how it is added up."""
         if gradient not in self.pending:
-            if is_seen or gradient.scaling is not NO_SCALING:
+            is_seen = gradient.is_seen
+            if is_seen or gradient.factors:
                 gradient.show()  # what is there already is not meant for the sum
                 is_seen = gradient.is_seen
-            self.pending[gradient] = gradient.tensor is None
-            if is_seen:
-                self._seen.append(gradient)
-        elif is_seen:
+            self.pending[gradient] = is_seen
+        elif self.pending[gradient]:
             self._accumulate([gradient])  # one after the other, as autograd does
-        if not of_segment.gathered:
-            of_segment.expect()
-        of_segment.hold()  # even if what was shown was all that it had
-        of_segment.gathered[gradient] = tensor
-        of_segment.missing -= 1
-        of_segment.is_watched |= is_seen
-        if not of_segment.missing:
-            self._send(of_segment, is_last)
 
     def send_others(self, reached: Unit | None = None) -> None:
         """Send what units have gathered: all when backward ends, or others than the one reached, and resident ones."""
@@ -113,57 +124,56 @@ class GradientStream:
 
     def _send(self, of_segment: SegmentGradients, is_last: bool) -> None:
         """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
+        if self.early is not None:
+            self.early.end_unit()  # backward has moved on, and there are few landing buffers
+        # leaves of the same weight have gradients of their own
         is_final = is_last
         for gradient in of_segment.gathered:
-            # leaves of the same weight, which have gradients of their own
-            if gradient.weight.other_twins:
+            # leaves of the same weight have gradients of their own, and somebody may see how it is added up
+            if gradient.weight.other_twins or self.pending[gradient]:
                 is_final = False
-        if self.averages is not None and self.averages.has(of_segment):
-            self._step_early(self.averages.send(of_segment, is_final))
+        averages = self.averages
+        if averages is not None and averages.has(of_segment):
+            self._step_early(averages.send(of_segment, is_final))
             return
-        if self.averages is not None:  # which lies in the same staging buffers
-            self._step_early(self.averages.come_round())
+        if averages is not None:  # which lies in the same staging buffers
+            self._step_early(averages.come_round())
         # it may still read what was there; a visit reads what has stayed before computing goes on
         if of_segment.memory is not None or not of_segment.unit.visits:
             self._window.finish_optimizer(of_segment.unit)
-        if of_segment.is_on_device:  # and now there is more to come
-            self.routes.bring_home(of_segment)
-        shipment = self.routes.gather(of_segment)
-        is_final &= shipment.layout is of_segment.layout and not shipment.is_watched
+        of_segment.lay_out()
+        self._ship(of_segment, is_final and not of_segment.missing)
+
+    def _ship(self, of_segment: SegmentGradients, is_final: bool) -> None:
+        """Choose the route of gradients, which an early step uses next if there is one, and send them."""
+        routes, early = self.routes, self.early
         # another process may see what this one does not: they are averaged when backward has ended
-        early = self.early if is_final and self.averages is None else None
+        if not is_final or self.averages is not None:
+            early = None
         if early is not None and not early.wants(of_segment):
             early = None
-        self._ship(shipment, early, is_final)
-        of_segment.ticket = shipment.ticket
-        if early is not None:
-            early.receive(shipment)
-
-    def _step_early(self, averaged: Iterable[Shipment]) -> None:
-        """Have an early step, if there is one, use gradients whose averages are on their way."""
-        if self.early is not None:
-            self.early.receive_averaged(averaged)
-
-    def _ship(self, shipment: Shipment, early: EarlyStep | None, is_final: bool) -> None:
-        """Choose the route of gradients, which an early step uses next if there is one, and send them."""
-        routes = self.routes
-        is_kept = not shipment.is_watched and shipment.layout is shipment.of_segment.kept_as
+        is_new = not of_segment.held
+        is_kept = is_new and of_segment.sums is None
         steps_next = early is not None or routes.measures_norms
-        if shipment.of_segment.unit.visits and shipment.is_new and is_final and is_kept and steps_next:
-            routes.stay(shipment)
-        elif shipment.is_new and early is not None and not early.keeps_gradients:
-            routes.pass_to_step(shipment)
-        elif shipment.is_new and is_kept:
-            routes.keep(shipment)
+        if of_segment.unit.visits and is_kept and is_final and steps_next:
+            routes.stay(of_segment)
+        elif is_new and early is not None and not early.keeps_gradients:
+            routes.pass_to_step(of_segment)
+        elif is_kept:
+            routes.keep(of_segment)
         else:
-            routes.land(shipment)
-            routes.add(shipment, routes.measures_norms)
+            routes.add(of_segment)
+        if early is not None:
+            early.receive(of_segment)
 
-    def take_back(self, shipment: Shipment) -> None:
-        """Keep gradients that an optimizer has received, and not used after all."""
-        if shipment.buffer is not None:
-            self.routes.add(shipment, measures_norms=False)
-            shipment.of_segment.ticket = shipment.ticket
+    def _step_early(self, averaged: Iterable[SegmentGradients]) -> None:
+        """Have an early step, if there is one, use gradients whose averages are on their way, of complete segments."""
+        for of_segment in averaged:
+            lacks_some = set(of_segment.trained).difference(of_segment.held)
+            if self.early is None or lacks_some or of_segment.state is not State.HELD:
+                continue
+            if self.early.wants(of_segment):
+                self.early.receive(of_segment)
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
@@ -176,16 +186,13 @@ class GradientStream:
         if self.early is not None:
             self.early.end_unit()
         some_came = bool(self.pending)
+        seen = [gradient for gradient, is_seen in self.pending.items() if is_seen]
         self.pending.clear()
-        if self._seen:
-            seen = self._seen
-            self._seen = []
-            self._accumulate(seen)
+        self._accumulate(seen)
         return some_came
 
-    def _accumulate(self, gradients: Sequence[Gradient]) -> None:
+    def _accumulate(self, gradients: Iterable[Gradient]) -> None:
         """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
-        self.settle()
         for gradient in gradients:
             master = gradient.weight.master
             added = gradient.take()
@@ -200,27 +207,14 @@ class GradientStream:
                 hook(master)
 
     def abandon(self) -> None:
-        """Forget what has come in a backward pass that an exception has ended, if it was one."""
+        """Forget what was on its way in a backward pass that an exception has ended, if it was one."""
         for of_segment in self._by_segment:
-            # its error was raised already, or is due to the exception
-            with contextlib.suppress(Exception):
-                of_segment.wait()
-        for gradient, is_new in self.pending.items():
-            gradient.of_segment.forget_gathered()
-            if is_new:
-                drop([gradient])
-            else:
-                gradient.of_segment.note_dropped()
+            of_segment.abandon()
+        drop([gradient for gradient, is_seen in self.pending.items() if is_seen])
         self.pending.clear()
-        self._seen = []
-        self.routes.abandon()
+        self.routes.landing.abandon()
 
     # ------------------------------------------------------------------- between one backward pass and the next
-
-    @property
-    def settled(self) -> bool:
-        """Whether the engine has no gradients that nobody has asked for, so that anybody may read `.grad`."""
-        return all(of_segment.state is State.EMPTY for of_segment in self._by_segment)
 
     def settle(self) -> None:
         """Wait until every gradient has landed and been added."""
@@ -248,8 +242,9 @@ class GradientStream:
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:
-            of_segment.memory = None
+            of_segment.close()
         self.routes.staging.close()
+        self.routes.landing.close()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

@@ -8,49 +8,55 @@ the same norm, for which the host waits. Where all are such, torch does it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
+_LOG = logging.getLogger(__name__)
 
+
+@dataclass
 class _Found:
-    """The gradients of parameters.
+    """The gradients of parameters, in their order, in which torch adds up norms.
 
     Attributes:
         ours: Those of weights, which the engine has.
         others: The `.grad` of those that do not stream.
-        in_order: All of them in the order of the parameters, in which torch adds up norms.
-        parameters: Those that have one.
         why_torch_reads: Why torch has to read all of them itself; None if it has not.
     """
 
-    def __init__(self) -> None:
-        self.ours: list[Gradient] = []
-        self.others: list[Tensor] = []
-        self.in_order: list[Gradient | Tensor] = []
-        self.parameters: list[nn.Parameter] = []
-        self.why_torch_reads: str | None = None
+    in_order: list[Gradient | Tensor] = field(default_factory=list)
+    why_torch_reads: str | None = None
+
+    @property
+    def ours(self) -> list[Gradient]:
+        return [gradient for gradient in self.in_order if isinstance(gradient, Gradient)]
+
+    @property
+    def others(self) -> list[Tensor]:
+        return [gradient for gradient in self.in_order if isinstance(gradient, Tensor)]
 
 
-@dataclass(eq=False)
-class _Norm:
-    """The norm of one gradient, which may be on its way."""
+class _Norm(NamedTuple):
+    """The norm of one gradient, as it is when everything has landed."""
 
     gradient: Tensor
     norm: Tensor | None  # None if it is still to be measured
-    factors: Sequence[float | Tensor] = ()  # what the gradient is still to be multiplied by
+    factors: Sequence[Tensor]  # what the gradient is still to be multiplied by
 
     def measure(self, dtype: torch.dtype) -> Tensor:
         norm = self.norm
@@ -60,6 +66,32 @@ class _Norm:
         for factor in self.factors:
             norm = norm * factor
         return norm
+
+
+def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
+    """Return the norm of each gradient; the host waits once for those that do not stream."""
+    others = found.others
+    of_others: dict[int, Tensor] = {}
+    for device in {other.device for other in others}:
+        there = [other for other in others if other.device == device]
+        norms = torch.stack(torch._foreach_norm(there, 2, dtype)).cpu()
+        of_others.update(zip(map(id, there), norms, strict=True))
+    measured: list[_Norm] = []
+    for gradient in found.in_order:
+        if isinstance(gradient, Tensor):
+            measured.append(_Norm(gradient, of_others[id(gradient)], ()))
+        else:
+            assert gradient.tensor is not None
+            measured.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
+    return measured
+
+
+def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
+    """Return the norm of all gradients, from those of each."""
+    with torch.inference_mode(False), torch.no_grad():
+        measured = torch.stack([norm.measure(dtype) for norm in norms])
+        total: Tensor = torch.linalg.vector_norm(measured)
+        return total
 
 
 @dataclass(eq=False)
@@ -108,8 +140,9 @@ class Clipping:
             why_torch_clips = self._why_torch_clips(found)
             if why_torch_clips is None:
                 self._clip_norm(found, max_norm)
-        if why_torch_clips is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+                return
+        _LOG.debug("Torch clips gradients, and so reads all of them: %s.", why_torch_clips)
+        nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
         """Return the norm of all gradients, for which the host waits; None if torch has to read them."""
@@ -121,22 +154,6 @@ class Clipping:
             dtype = found.ours[0].weight.dtype
             return _total(_norms(found, dtype), dtype)
 
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
-        """Clip as `torch.nn.utils.clip_grad_value_` does, except what was clipped and stepped in backward."""
-        with self._at_work:
-            found = self._find(each for each in parameters if not self._is_stepped(each))
-            left = found.parameters
-            if found.why_torch_reads is None:
-                for gradient in found.ours:
-                    gradient.scaling = Scaling(gradient.scaling.factors, limit)
-                left = [parameter for parameter in left if id(parameter) not in self._weights]
-        if left:  # torch would raise if there were none
-            nn.utils.clip_grad_value_(left, limit)
-
-    def _is_stepped(self, parameter: nn.Parameter) -> bool:
-        weight = self._weights.get(id(parameter))
-        return weight is not None and self._stream.of[weight].of_segment.state is State.CONSUMED
-
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
 
@@ -144,30 +161,35 @@ class Clipping:
         """
         with self._at_work:
             found = self._find(parameters_of(optimizer))
-            is_read = found.why_torch_reads is not None or not found.ours
-            if is_read or any(gradient.norm is None for gradient in found.ours):
+            ours = found.ours
+            if found.why_torch_reads is not None or not ours:
+                return None
+            if any(gradient.norm is None for gradient in ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
-            overflow = _overflows(found)
+            overflow = False
+            for of_gradient in _norms(found, torch.float32):
+                # a norm may overflow though all elements are finite
+                if not of_gradient.measure(torch.float32).isfinite():
+                    overflow |= not of_gradient.gradient.isfinite().all()
             factor = inverse_scale.clone()
-            for gradient in found.ours:
-                gradient.scaling = gradient.scaling.times(factor)
+            for gradient in ours:
+                gradient.scale(factor)
             _multiply(found.others, inverse_scale)
             return overflow
 
     def _clip_norm(self, found: _Found, max_norm: float) -> None:
-        dtype = found.ours[0].weight.dtype
+        ours = found.ours
+        dtype = ours[0].weight.dtype
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
-        by_segment = {gradient.of_segment: None for gradient in found.ours}
+        by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
         ticket = self._backend.work(_ClippingFactor(_norms(found, dtype), max_norm, factor), landed)
-        clipped = found.ours[0].scaling.times(factor)
-        for gradient in found.ours:
-            gradient.scaling = clipped
-            gradient.norm = None
+        for gradient in ours:
+            gradient.scale(factor)
         for of_segment in by_segment:
-            of_segment.ticket = ticket
+            of_segment.wait_for(ticket)
         if found.others:
             ticket.join()
             _multiply(found.others, factor)
@@ -176,19 +198,20 @@ class Clipping:
         """Return why norms cannot be had with the bits that torch's have; None if they can."""
         if found.why_torch_reads is not None:
             return found.why_torch_reads
-        if not found.ours:
+        ours = found.ours
+        if not ours:
             return "all gradients are on the device, where torch measures them, and nobody waits"
-        dtypes = {gradient.weight.dtype for gradient in found.ours}
+        dtypes = {gradient.weight.dtype for gradient in ours}
         dtypes.update(other.dtype for other in found.others)
         if len(dtypes) != 1 or not dtypes <= MEASURED:
             return "gradients are of several dtypes, or of one whose norms do not travel"
-        scaling = found.ours[0].scaling
-        if any(gradient.scaling != scaling for gradient in found.ours):
+        factors = ours[0].factors
+        if any(gradient.factors != factors for gradient in ours):
             return "some gradients are scaled in another way than others"
-        if scaling.factors:
+        if factors:
             self._stream.settle()  # one of them may be computed by an earlier clip
         # powers of two scale a norm exactly as they scale the gradient
-        if not all(math.frexp(float(factor))[0] == 0.5 for factor in scaling.factors):
+        if not all(math.frexp(float(factor))[0] == 0.5 for factor in factors):
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
@@ -199,55 +222,14 @@ class Clipping:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
             if gradient is not None and gradient.tensor is not None:
-                if gradient.scaling.clamp is not None:
-                    found.why_torch_reads = "nothing can follow after gradients are clipped by value"
-                found.ours.append(gradient)
                 found.in_order.append(gradient)
             elif (other := parameter.grad) is not None:
                 if weight is not None:
                     found.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
                 elif type(other) is not Tensor or other.layout is not torch.strided:
                     found.why_torch_reads = "a gradient is no plain tensor"
-                found.others.append(other)
                 found.in_order.append(other)
-            else:
-                continue
-            found.parameters.append(parameter)
         return found
-
-
-def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
-    """Return the norm of all gradients, from those of each."""
-    with torch.inference_mode(False), torch.no_grad():
-        measured = torch.stack([norm.measure(dtype) for norm in norms])
-        total: Tensor = torch.linalg.vector_norm(measured)
-        return total
-
-
-def _overflows(found: _Found) -> bool:
-    """Tell whether a gradient is not finite, all of which bring their norms."""
-    for norm in _norms(found, torch.float32):
-        # a norm may overflow though all elements are finite
-        if not norm.measure(torch.float32).isfinite() and not norm.gradient.isfinite().all():
-            return True
-    return False
-
-
-def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
-    """Return norms in the order of parameters; the host waits once for those of gradients that do not stream."""
-    measured: dict[int, Tensor] = {}
-    for device in {other.device for other in found.others}:
-        there = [other for other in found.others if other.device == device]
-        norms_there = torch.stack(torch._foreach_norm(there, 2, dtype)).cpu()
-        measured.update(zip(map(id, there), norms_there.unbind(), strict=True))
-    norms: list[_Norm] = []
-    for gradient in found.in_order:
-        if isinstance(gradient, Tensor):
-            norms.append(_Norm(gradient, measured[id(gradient)]))
-        else:
-            assert gradient.tensor is not None
-            norms.append(_Norm(gradient.tensor, gradient.norm, gradient.scaling.factors))
-    return norms
 
 
 def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:

@@ -7,16 +7,13 @@ optimizer has now, and nobody looks at gradients in between. Whoever does gets a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.routes import Shipment
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients, drop
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used, makes_state, settings_of
+from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, drop
+from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
-from sp_lightning.pipeline.units.unit import Unit
 
 
 class EarlyStep:
@@ -35,7 +32,6 @@ class EarlyStep:
         optimizer: Optimizer,
         plan: Plan,
         steps: UnitSteps,
-        clamp: float | None,
         keeps_gradients: bool,
     ) -> None:
         self.optimizer = optimizer
@@ -43,119 +39,83 @@ class EarlyStep:
         self.plan = plan
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
-        self._scaling = Scaling(clamp=clamp)
         # with settings as they are when the first unit is stepped: hooks before backward may change them
         self._step: Step | None = None
-        self._shipments: list[Shipment] = []  # of one unit, until all that it waits for are there
-        # the gradients of weights whose state this step makes, in this process
-        self._new: list[Gradient] = []
-        for gradient, number in plan.gradients.items():
-            master = gradient.weight.master
-            is_followed = gradient.weight.unit.is_followed
-            if is_followed or not master.requires_grad or optimizer.state.get(master):
-                continue
-            if makes_state(optimizer, optimizer.param_groups[number]):
-                self._new.append(gradient)
-                optimizer.state[master] = {}  # it stands in the order in which torch would make it
+        # gradients of a unit whose weights are still needed
+        self._waiting: SegmentGradients | None = None
 
     # ------------------------------------------------------------------------------------------------- in backward
 
     def wants(self, of_segment: SegmentGradients) -> bool:
-        """Tell whether these gradients, which are complete, should go to the optimizer right away."""
+        """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
         if unit.resident or unit.apart:  # the latter would have to wait for the step
             return False
-        return all(gradient in self.plan.gradients for gradient in of_segment.trained)
+        trained = sum(weight.master.requires_grad for weight in unit.weights)
+        gradients = of_segment.trained
+        return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)
 
-    def receive(self, shipment: Shipment) -> None:
-        """Step the unit when its last gradients have landed; if it is still needed, when backward leaves it."""
-        unit = shipment.of_segment.unit
-        if self._shipments and self._shipments[0].of_segment.unit is not unit:
-            self.end_unit()  # backward has moved on, and there are few landing buffers
-        self._shipments.append(shipment)
+    def receive(self, of_segment: SegmentGradients) -> None:
+        """Step the unit when its gradients have landed; if it is still needed, when backward leaves it."""
+        self.end_unit()
+        unit = of_segment.unit
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
-        if self._is_complete(unit) and all(weight.master.requires_grad for weight in unit.weights):
-            self._step_unit(unit)
-
-    def receive_averaged(self, shipments: Iterable[Shipment]) -> None:
-        """Receive gradients whose averages over processes are on their way, of segments that have all of them."""
-        for shipment in shipments:
-            of_segment = shipment.of_segment
-            if len(shipment.gradients) == len(of_segment.trained) and self.wants(of_segment):
-                self.receive(shipment)
+        if unit.handles or not all(weight.master.requires_grad for weight in unit.weights):
+            self._waiting = of_segment
+        else:
+            self._step_unit(of_segment)
 
     def end_unit(self) -> None:
         """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
-        if not self._shipments:
-            return
-        unit = self._shipments[0].of_segment.unit
-        if self._is_complete(unit):
-            self._step_unit(unit)
-            return
-        for shipment in self._shipments:
-            self._steps.stream.take_back(shipment)
-        self._shipments = []
+        waiting = self._waiting
+        self._waiting = None
+        if waiting is not None and waiting.unit.handles:
+            self._steps.stream.routes.take_back(waiting)
+        elif waiting is not None:
+            self._step_unit(waiting)
 
-    def _is_complete(self, unit: Unit) -> bool:
-        """Tell whether all trained weights of a unit have their gradients, and no node holds a weight any more."""
-        trained = sum(weight.master.requires_grad for weight in unit.weights)
-        arrived = sum(len(shipment.gradients) for shipment in self._shipments)
-        return not unit.handles and arrived == trained
-
-    def _step_unit(self, unit: Unit) -> None:
+    def _step_unit(self, of_segment: SegmentGradients) -> None:
         """Have a unit stepped, here or by the process that owns it, and let go of its gradients."""
-        steps = self._steps
-        step = self._step
-        if step is None:
-            settings = settings_of(self.optimizer, steps.fused)
-            step = self._step = Step(self.optimizer, self.plan, settings)
-        shipments = self._shipments
-        self._shipments = []
-        copies = steps.window.copies_of([unit])
+        unit, steps = of_segment.unit, self._steps
         averages = steps.stream.averages
-        awaits_others = averages is not None
-        for shipment in shipments:
-            for gradient in shipment.gradients:
-                gradient.scaling = self._scaling
-            if averages is not None:
-                averages.pass_on(shipment.of_segment, copies)
+        if averages is not None:
+            averages.pass_on(of_segment, steps.window.copies_of([unit]))
         if unit.is_followed:
             steps.count(unit, self.plan)
-        elif self._hand_over(unit, step, shipments) and not awaits_others:
-            # how state is made depends on torch's default dtype, which may change
-            steps.finish([unit])
-        unit.is_ahead = awaits_others
-        for shipment in shipments:
-            shipment.of_segment.consume()
-            self.stepped.append(shipment.of_segment)
-            if not self.keeps_gradients:
-                drop(shipment.gradients)
+        else:
+            self._hand_over(of_segment)
+        unit.is_ahead = averages is not None
+        of_segment.consume()
+        self.stepped.append(of_segment)
+        if not self.keeps_gradients:
+            drop(of_segment.trained)
         steps.window.stats.steps_in_backward += 1
 
-    def _hand_over(self, unit: Unit, step: Step, shipments: Sequence[Shipment]) -> bool:
-        """Hand a unit's step over, and tell whether it makes state."""
-        used: dict[Gradient, Used] = {}
-        for shipment in shipments:
-            for gradient, tensor in zip(shipment.gradients, shipment.tensors, strict=True):
-                used[gradient] = tensor, self.optimizer.state.get(gradient.weight.master, {})
-        buffers = [shipment.buffer for shipment in shipments if shipment.buffer is not None]
-        self._steps.step(unit, step, used, buffers)
+    def _hand_over(self, of_segment: SegmentGradients) -> None:
+        """Hand a unit's step over."""
+        unit, steps = of_segment.unit, self._steps
+        if self._step is None:
+            self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
+        self._step.use(of_segment.trained)
+        steps.step(unit, self._step)
+        self._step.used.clear()  # or it would hold what has stayed on the device
         if unit.visit is not None:
             unit.visit.begin()
-        return not used.keys().isdisjoint(self._new)
+        if unit in self._step.awaited and steps.stream.averages is None:
+            steps.finish([unit])
 
     # -------------------------------------------------------------------------------------------------- after backward
 
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
-        if self._new:  # other processes, which backward could not wait for, have ended theirs
-            self._steps.finish([of_segment.unit for of_segment in self.stepped])
+        if self._step is not None and self._step.awaited:
+            self._steps.finish(self._step.awaited)  # of other processes, for which backward could not wait
+            state = self.optimizer.state
+            for parameter in filter(state.__contains__, parameters_of(self.optimizer)):
+                state[parameter] = state.pop(parameter)  # in the order in which torch makes it
         for of_segment in self.stepped:
             of_segment.unit.is_ahead = False
             of_segment.acknowledge_step(self.keeps_gradients)
-        for gradient in self._new:
-            if not self.optimizer.state.get(gradient.weight.master):
-                self.optimizer.state.pop(gradient.weight.master, None)  # it got no gradient
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""
@@ -174,22 +134,20 @@ class EarlyStep:
 
     def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
-        name = type(self.optimizer).__name__
+        why = None
         if optimizer is not self.optimizer:
             stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
             if not plan.gradients.keys().isdisjoint(stepped):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step weights that another optimizer, "
-                    f"{name}, has stepped in backward although its own `step()` was not called "
-                    "yet. Train with `overlap_optimizer=False`."
-                )
+                why = f"{type(optimizer).__name__} is to step some of their weights before `step()`"
         elif why_not is not None:
-            raise RuntimeError(
-                f"Units were stepped in backward, but now {why_not}. Train with `overlap_optimizer=False`."
-            )
+            why = why_not
         elif self._step is not None and self._step.settings != settings_of(optimizer, self._steps.fused):
+            why = (
+                "its param groups were changed before `step()`: set learning rates and the like "
+                "before backward or after the step"
+            )
+        if why is not None:
+            name = type(self.optimizer).__name__
             raise RuntimeError(
-                f"{name} has stepped units in backward, and its param groups were changed after "
-                "that, before `step()`. Set learning rates and the like before backward or after "
-                "the step, or train with `overlap_optimizer=False`."
+                f"{name} has stepped units in backward, and now {why}. Train with `overlap_optimizer=False`."
             )

@@ -1,33 +1,28 @@
-"""Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step; hearing of steps.
+"""Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step.
 
 What a step has to do with our weights is decided once for an optimizer (`Plan`); `Step` is one of its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, stand_in_for, step_is_replaced
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
+from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything.
@@ -76,9 +71,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def makes_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Tell whether one of these optimizers has state of a weight, which the first step makes, with these settings."""
-    return type(optimizer) is not SGD or settings["momentum"] != 0
+def identities_of(optimizer: Optimizer) -> list[list[int]]:
+    """Return the identities of the parameters of each param group."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
@@ -103,13 +98,42 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     return groups
 
 
+def refuse_copies(optimizer: Optimizer) -> None:
+    """Raise if an optimizer is to step what is on the device in place of a weight."""
+    for parameter in parameters_of(optimizer):
+        name = getattr(parameter, "twin_of", None)
+        if name is not None:  # it has no gradient, so an optimizer would silently skip it
+            raise RuntimeError(
+                f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on "
+                "the device only while it is used there; the weight itself would never "
+                "change. The copy was taken from its module in the middle of a forward, as "
+                "Pyro's parameter store does. Give the optimizer what `module.parameters()` "
+                "yields outside of the forward; where that is not possible, train without "
+                "superpipeline (`resident` does not help: such weights have copies, too)."
+            )
+
+
 # --------------------------------------------------------------------------------- what is decided for a step
+
+
+class Afterwards(enum.Enum):
+    """What becomes of a gradient that an optimizer has used."""
+
+    DROPPED = enum.auto()
+    """It is gone when `step()` returns, as after `zero_grad`: the step has consumed it."""
+
+    KEPT_UNTIL_THE_NEXT_STEP = enum.auto()
+    """It can be read until the next step begins."""
+
+    KEPT_UNTIL_ZEROED = enum.auto()
+    """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
 class Plan:
     """What is decided once for an optimizer, as long as its param groups have the same parameters."""
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
+        self.parameters = identities_of(optimizer)
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
         self.others: list[nn.Parameter] = []  # that are no weights of ours
@@ -129,84 +153,49 @@ Used: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
 
 
-@dataclass(frozen=True)
 class Step:
-    """A step of an optimizer."""
+    """A step of an optimizer.
 
-    optimizer: Optimizer
-    plan: Plan
-    settings: Sequence[dict[str, Any]]  # of each param group
+    Attributes:
+        settings: Of each param group.
+        used: What it reads of each weight that has a gradient.
+        awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
+            makes state, which depends on torch's default dtype, for one.
+    """
 
-    def state_of(self, gradient: Gradient) -> tuple[dict[str, Any], bool]:
-        """Return the optimizer's state of a weight, and whether the step makes it."""
-        master = gradient.weight.master
-        state = self.optimizer.state.get(master, {})
-        if state or not makes_state(self.optimizer, self.settings[self.plan.gradients[gradient]]):
-            return state, False
-        return self.optimizer.state.setdefault(master, state), True
+    def __init__(self, optimizer: Optimizer, plan: Plan, settings: Sequence[dict[str, Any]]) -> None:
+        self.optimizer = optimizer
+        self.plan = plan
+        self.settings = settings
+        self.used: dict[Gradient, Used] = {}
+        self.awaited: set[Unit] = set()
+
+    def use(self, gradients: Iterable[Gradient]) -> None:
+        """Have it use what there is of these gradients.
+
+        Without one, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
+        """
+        for gradient in gradients:
+            if gradient.of_segment.state is State.CONSUMED:
+                continue
+            weight = gradient.weight
+            tensor = gradient.tensor
+            if tensor is None:
+                tensor = weight.master.grad
+                if tensor is None:
+                    continue
+                if tensor.is_sparse:
+                    raise refusal(weight, tensor)
+                self.awaited.add(weight.unit)
+            weight.follow()
+            state = self.optimizer.state.get(weight.master, {})
+            settings = self.settings[self.plan.gradients[gradient]]
+            if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
+                state = self.optimizer.state.setdefault(weight.master, state)
+                self.awaited.add(weight.unit)
+            self.used[gradient] = tensor, state
 
     @cached_property
     def one_passes(self) -> list[OnePass]:
         """What steps weights of each param group in one pass."""
         return [OnePass(self.optimizer, settings) for settings in self.settings]
-
-
-# ------------------------------------------------------------------------------------------------- hearing of steps
-
-
-_listeners: list[Optimizers] = []
-_handles: list[RemovableHandle] = []
-
-
-def listen_to_optimizers(listener: Optimizers) -> None:
-    """Notify `listener` of every optimizer step."""
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-        _handles.append(register_optimizer_step_post_hook(_after_step))
-    _listeners.append(listener)
-
-
-def stop_listening(listener: Optimizers) -> None:
-    """Undo `listen_to_optimizers`."""
-    if listener in _listeners:
-        _listeners.remove(listener)
-    if not _listeners:
-        while _handles:
-            _handles.pop().remove()
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    optimizer_steps.depth += 1
-    # torch tells nobody of a step that ends with an exception, so nothing is changed that would have to be put back
-    stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    then_tell = partial(_call_and_tell, optimizer, stand_in, closure)  # before that there are no gradients
-    if closure is None:
-        _tell(optimizer, stand_in)
-    elif len(args) > 1:
-        args = (args[0], then_tell, *args[2:])
-    else:
-        kwargs = {**kwargs, "closure": then_tell}
-    return (stand_in or optimizer, *args[1:]), kwargs
-
-
-def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:
-    for listener in list(_listeners):
-        listener.before_closure()
-    with optimizer_waits():  # the closure computes, and may do so outside of modules
-        result = closure()
-    _tell(optimizer, stand_in)
-    return result
-
-
-def _tell(optimizer: Optimizer, stand_in: Optimizer | None) -> None:
-    if stand_in is not None:
-        vars(stand_in).update(vars(optimizer))  # a closure may have changed it
-    for listener in list(_listeners):
-        listener.before_step(optimizer, stand_in)
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
-    for listener in reversed(_listeners):
-        listener.after_step(optimizer)

@@ -3,8 +3,7 @@
 The user's own optimizer stays the owner of all state and settings. All that the engine has to know is *when* it steps,
 whoever calls it, and torch's hooks on the steps of all optimizers tell that. Where weights can be stepped unit by unit
 (kinds.py tells), torch's own code runs with a stand-in for the optimizer, whose `param_groups` have all others and
-nothing else; the user's keep all of them, whatever happens. Then ours are stepped unit by unit, on the thread for work
-on host memory.
+nothing else; the user's keep all of them, whatever happens. Then ours are stepped unit by unit, on the thread of work.
 
 [Note: when a unit is stepped]
 *After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
@@ -15,47 +14,42 @@ units whose gradients came last are stepped first, and those whose gradients cam
 forward has begun. A unit with a `.grad` of the user's, who may change it, is stepped before `step()` returns.
 
 [Note: nobody sees an unfinished step]
-Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it.
+Masters are guarded (guard.py) while a step is under way: whoever touches one waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from threading import get_ident
+from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
-from sp_lightning.pipeline.gradients.stream import refusal
-from sp_lightning.pipeline.lanes.at_work import EngineAtWork
+from sp_lightning.pipeline.lanes.at_work import EngineAtWork, optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import (
+    Afterwards,
+    Plan,
+    Step,
+    identities_of,
+    parameters_of,
+    refuse_copies,
+    settings_of,
+    why_not_by_unit,
+)  # fmt: skip
 from sp_lightning.pipeline.optimizer.state import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.torch_private import stand_in_for
 from sp_lightning.pipeline.weights.weight import Weight
-
-
-class Afterwards(enum.Enum):
-    """What becomes of a gradient that an optimizer has used."""
-
-    DROPPED = enum.auto()
-    """It is gone when `step()` returns, as after `zero_grad`: the step has consumed it."""
-
-    KEPT_UNTIL_THE_NEXT_STEP = enum.auto()
-    """It can be read until the next step begins."""
-
-    KEPT_UNTIL_ZEROED = enum.auto()
-    """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
 class Optimizers:
@@ -75,9 +69,8 @@ class Optimizers:
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         # what becomes of the gradients that the next optimizer step uses
         self.afterwards = Afterwards.DROPPED
-        self._kept: list[nn.Parameter] = []
-        # what is decided for each, and for which parameters, by their identities
-        self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Plan]] = weakref.WeakKeyDictionary()
+        self._kept: list[Plan] = []  # whose gradients are kept until the next step
+        self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
         self._by_unit = False  # whether the step under way is followed by steps of units
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
@@ -100,13 +93,9 @@ class Optimizers:
 
     def begin_step(self) -> None:
         """Drop gradients that were kept until the next step begins."""
-        if self._kept:
+        while self._kept:
             with self._at_work:
-                stream = self._steps.stream
-                weights = [self._weights[id(p)] for p in self._kept if id(p) in self._weights]
-                stream.consume([stream.of[weight] for weight in weights])
-                self._drop_living(self._kept)
-            self._kept = []
+                self._consume(self._kept.pop())
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -184,18 +173,18 @@ class Optimizers:
                 self._early.acknowledge()
                 self._early = None
             if self.afterwards is Afterwards.DROPPED:
-                self._steps.stream.consume(plan.gradients)
-                self._drop_living(plan.others)
+                self._consume(plan)
             elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
-                self._kept += parameters_of(optimizer)
+                self._kept.append(plan)
             self._steps.visits.end_step()
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
 
-    def _drop_living(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave those parameters without a gradient that live on the device, as a step has used it."""
-        for parameter in parameters:
+    def _consume(self, plan: Plan) -> None:
+        """Leave weights without a gradient, as a step has used it, also those that live on the device."""
+        self._steps.stream.consume(plan.gradients)
+        for parameter in plan.others:
             if id(parameter) in self._living:
                 parameter.grad = None
 
@@ -206,17 +195,7 @@ class Optimizers:
 
     def _accept(self, optimizer: Optimizer) -> bool:
         """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module."""
-        for parameter in parameters_of(optimizer):
-            name = getattr(parameter, "twin_of", None)
-            if name is not None:  # it has no gradient, so an optimizer would silently skip it
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on "
-                    "the device only while it is used there; the weight itself would never "
-                    "change. The copy was taken from its module in the middle of a forward, as "
-                    "Pyro's parameter store does. Give the optimizer what `module.parameters()` "
-                    "yields outside of the forward; where that is not possible, train without "
-                    "superpipeline (`resident` does not help: such weights have copies, too)."
-                )
+        refuse_copies(optimizer)
         parameters = parameters_of(optimizer)
         own = [parameter for parameter in parameters if id(parameter) in self._parameters]
         if not own:
@@ -235,57 +214,33 @@ class Optimizers:
             self._steps.settle()
 
     def _step(self, optimizer: Optimizer, plan: Plan) -> None:
-        """Step unit by unit.
-
-        Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
-        """
+        """Step unit by unit."""
         steps = self._steps
         step = Step(optimizer, plan, settings_of(optimizer, steps.fused))
-        used: dict[Gradient, Used] = {}
-        waits: set[Unit] = set()
-        for gradient in plan.gradients:
-            weight = gradient.weight
-            tensor = gradient.tensor
-            if gradient.of_segment.state is State.CONSUMED:
-                continue
-            if tensor is None:
-                tensor = weight.master.grad
-                if tensor is None:
-                    continue
-                if tensor.is_sparse:
-                    raise refusal(weight, tensor)
-                waits.add(weight.unit)
-            weight.follow()
-            state, is_new = step.state_of(gradient)
-            if is_new:  # which depends on torch's default dtype, for one
-                waits.add(weight.unit)
-            used[gradient] = tensor, state
+        step.use(plan.gradients)
         for unit in plan.units:
-            steps.step(unit, step, used)
-        steps.finish(waits if self._overlaps is not False else plan.units)
+            steps.step(unit, step)
+        steps.finish(step.awaited if self._overlaps is not False else plan.units)
         if [unit for unit in plan.units if unit.visit is not None]:
             steps.window.prefetch()  # the first of them begin
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:
-        identities = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        known, plan = self._plans.get(optimizer, (None, None))
-        if plan is None or known != identities:
-            if plan is not None:
-                self._steps.settle()  # what the earlier plan has begun works on the same state
-            plan = Plan(optimizer, self._weights, self._steps.stream)
-            self._plans[optimizer] = identities, plan
+        plan = self._plans.get(optimizer)
+        if plan is None or plan.parameters != identities_of(optimizer):
+            self._steps.settle()  # what an earlier plan has begun works on the same state
+            plan = self._plans[optimizer] = Plan(optimizer, self._weights, self._steps.stream)
         return plan
 
     # ------------------------------------------------------------------------------------------------- in backward
 
     @contextmanager
-    def stepping_in_backward(self, optimizer: Optimizer, *, clamp: float | None = None) -> Iterator[None]:
+    def stepping_in_backward(self, optimizer: Optimizer) -> Iterator[None]:
         """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
         `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
-        error to read or change gradients in between. With `clamp`, they are clipped to plus and minus this value.
+        error to read or change gradients in between.
         """
-        early = self._early_step(optimizer, clamp) if self._early is None else None
+        early = self._early_step(optimizer) if self._early is None else None
         self._early = self._early or early
         self._steps.stream.early = early
         try:
@@ -298,7 +253,7 @@ class Optimizers:
             with self._at_work:
                 early.acknowledge()
 
-    def _early_step(self, optimizer: Optimizer, clamp: float | None) -> EarlyStep | None:
+    def _early_step(self, optimizer: Optimizer) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
         processes = self._processes
         keeps_gradients = self.afterwards is not Afterwards.DROPPED
@@ -308,21 +263,18 @@ class Optimizers:
             return None
         with self._at_work:
             plan = self._plan_of(optimizer)
-            return EarlyStep(optimizer, plan, self._steps, clamp, keeps_gradients)
+            return EarlyStep(optimizer, plan, self._steps, keeps_gradients)
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
         self._closures = 0
-        # its error was raised already, or is due to the exception
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # it was raised already, or is due to the exception
             self._steps.settle()
         self._steps.stream.early = None
         early = self._early
         self._early = None
         if early is not None:
             early.abandon()
-
-    # ------------------------------------------------------------------------------------------------- beside steps
 
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
@@ -335,3 +287,64 @@ class Optimizers:
         """Remove all hooks from optimizers."""
         for hook in chain.from_iterable(self._seen.values()):
             hook.remove()
+
+
+# ------------------------------------------------------------------------------------------------- hearing of steps
+
+
+_listeners: list[Optimizers] = []
+_handles: list[RemovableHandle] = []
+
+
+def listen_to_optimizers(listener: Optimizers) -> None:
+    """Notify `listener` of every optimizer step."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    _listeners.append(listener)
+
+
+def stop_listening(listener: Optimizers) -> None:
+    """Undo `listen_to_optimizers`."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    if not _listeners:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    optimizer_steps.depth += 1
+    # torch tells nobody of a step that ends with an exception, so nothing is changed that would have to be put back
+    stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    then_tell = partial(_call_and_tell, optimizer, stand_in, closure)  # before that there are no gradients
+    if closure is None:
+        _tell(optimizer, stand_in)
+    elif len(args) > 1:
+        args = (args[0], then_tell, *args[2:])
+    else:
+        kwargs = {**kwargs, "closure": then_tell}
+    return (stand_in or optimizer, *args[1:]), kwargs
+
+
+def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:
+    for listener in list(_listeners):
+        listener.before_closure()
+    with optimizer_waits():  # the closure computes, and may do so outside of modules
+        result = closure()
+    _tell(optimizer, stand_in)
+    return result
+
+
+def _tell(optimizer: Optimizer, stand_in: Optimizer | None) -> None:
+    if stand_in is not None:
+        vars(stand_in).update(vars(optimizer))  # a closure may have changed it
+    for listener in list(_listeners):
+        listener.before_step(optimizer, stand_in)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
+    for listener in reversed(_listeners):
+        listener.after_step(optimizer)

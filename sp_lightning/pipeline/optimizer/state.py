@@ -1,44 +1,25 @@
-"""The state of optimizers of any class: whether it can be moved, to where, and how large it is."""
+"""The state of optimizers: what of it may be on the device, how large it is, and moving it there and back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import partial
 from itertools import product
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adadelta, Adagrad, Optimizer, Rprop
+from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.pipeline.optimizer.kinds import OURS, STEP_BY_WEIGHT, parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-_PLAIN = (NoneType, int, float, complex, str, torch.dtype, torch.device, type, Optimizer, *_FUNCTIONS)
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)
-
-
-def can_be_moved(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer keeps all tensors, but for parameters and numbers, in its state.
-
-    There they can be moved, unlike those in attributes, and in objects of other classes.
-    """
-    if type(optimizer) in STEP_BY_WEIGHT:
-        return True
-    known = set(map(id, parameters_of(optimizer)))
-    for leaf in tree_leaves([value for name, value in vars(optimizer).items() if name != "state"]):
-        is_known = isinstance(leaf, Tensor) and (leaf.dim() == 0 or id(leaf) in known)
-        if not (is_known or isinstance(leaf, _PLAIN)):
-            return False
-    in_state = tree_leaves(list(optimizer.state.values()))
-    return all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in in_state)
 
 
 def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -66,27 +47,22 @@ class States:
 
     # ------------------------------------------------------------------------------------- what may live on the device
 
-    @property
-    def look_at_weights_together(self) -> bool:
-        """Whether an optimizer may look at several weights at once, so that these lie together."""
-        return any(why_not_by_unit(optimizer) is not None for optimizer in self._optimizers)
+    def may_live_on_device(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Tell whether parameters may live on the device: all that are trained are stepped there, each by itself.
 
-    def may_live_on_device(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Tell whether parameters may live on the device: some are stepped, and all that these steps need can be moved.
-
-        If one is trained that nobody has stepped yet, its state would be made there, and nobody knows how large it is;
-        nor how large LBFGS's becomes.
+        If nobody has stepped one yet, its state would be made there, and nobody knows how large it is. An optimizer of
+        any other class may look at several weights at once, so that all of its weights are on the host.
         """
-        stepped: set[int] = set()
+        alone: set[int] = set()
+        together: set[int] = set()
         for optimizer in self._optimizers:
-            if isinstance(optimizer, LBFGS) or not can_be_moved(optimizer):
-                return False
+            stepped = alone if why_not_by_unit(optimizer) is None else together
             stepped.update(map(id, parameters_of(optimizer)))
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        own = parameters if self.look_at_weights_together else trained
-        if not all(id(each) in stepped for each in trained):
-            return False
-        return any(id(each) in stepped for each in own)
+        for parameter in parameters:
+            is_stepped = id(parameter) in alone or not parameter.requires_grad
+            if id(parameter) in together or not is_stepped:
+                return False
+        return True
 
     def may_visit(self, unit: Unit, fused: bool) -> bool:
         """Tell whether a unit may visit the device to be stepped: all optimizers step weights in one pass.

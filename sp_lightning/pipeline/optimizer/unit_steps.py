@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.routes import LandingBuffer
-from sp_lightning.pipeline.gradients.segment_gradients import NO_SCALING, Gradient, Scaling
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
@@ -40,8 +40,8 @@ from sp_lightning.pipeline.window.window import Window
 # Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
 _ALONE = 1 << 16
 
-Update: TypeAlias = tuple[Work, Scaling]
-"""What is to be done for a weight, and the unscaling and clipping of its gradient before the update."""
+Update: TypeAlias = tuple[Work, Sequence[Tensor]]
+"""What is to be done for a weight, and the factors that unscale and clip its gradient before the update."""
 
 
 class _Generation(NamedTuple):
@@ -56,28 +56,30 @@ class _StepOfUnit:
     """A job: a step of one unit's weights."""
 
     unit: Unit
-    step: Step
+    optimizer: Optimizer
+    settings: Sequence[dict[str, Any]]
     updates: Mapping[int, Sequence[Update]]  # by the numbers of param groups
     weights: Set[Weight]  # those that are stepped
     generations: Sequence[_Generation]
-    buffers: Sequence[LandingBuffer]  # that their gradients lie in
+    buffers: Sequence[LandingBuffer | None]  # that their gradients lie in
 
     def __call__(self) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             for segment in self.unit.segments:
                 segment.refresh_copies(self.weights)
             for number, updates in self.updates.items():
-                update_weights(self.step.optimizer, self.step.settings[number], updates)
+                update_weights(self.optimizer, self.settings[number], updates)
             note_stepped(self.unit.segments, self.weights)
             for generation in self.generations:
                 generation.memory.reach(generation.number)
             if self.unit.visits:  # from the next step on, for which state may be new
-                lay_together(self.unit, self.step.optimizer)
+                lay_together(self.unit, self.optimizer)
 
     def release_buffers(self) -> None:
         """Let other gradients land in the buffers."""
         for buffer in self.buffers:
-            buffer.release()
+            if buffer is not None:
+                buffer.release()
 
 
 class UnitSteps:
@@ -90,66 +92,61 @@ class UnitSteps:
         # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
         self.fused = window.backend.device.type != "cpu"
 
-    def step(
-        self,
-        unit: Unit,
-        step: Step,
-        gradients: Mapping[Gradient, Used],
-        buffers: Sequence[LandingBuffer] = (),
-    ) -> None:
+    def step(self, unit: Unit, step: Step) -> None:
         """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
 
         Weights without a gradient stay as they are.
         """
+        gradients = [self.stream.of[weight] for weight in unit.weights]
+        used = {each: step.used[each] for each in gradients if each in step.used}
         if unit.visits:
-            visit = self._visit_of(unit, step, gradients)
+            visit = self._visit_of(unit, step, used)
             if visit is not None:
                 self._hand_over_visit(unit, visit)
                 return
-            gradients = self._brought_home(unit, gradients)
+            used = self._brought_home(used)
         updates: dict[int, list[Update]] = {}
-        # of the weights that are stepped, what brings their gradients
-        tickets: dict[Weight, Ticket | None] = {}
+        landed: dict[Ticket | None, None] = {}  # what brings the gradients
+        buffers: list[LandingBuffer | None] = []
         moved = 0
-        numbers = step.plan.gradients
-        for segment in unit.segments:
-            for weight, copy in zip(segment.weights, segment.copies, strict=True):
-                gradient = self.stream.of[weight]
-                if gradient not in gradients:
-                    continue
-                tensor, state = gradients[gradient]
-                work = Work(weight.master.data, tensor, state, copy)
-                updates.setdefault(numbers[gradient], []).append((work, gradient.scaling))
-                tickets[weight] = gradient.of_segment.ticket
-                moved += 2 * weight.home.nbytes + tensor.nbytes
-        if not tickets:
+        for of_segment in dict.fromkeys([gradient.of_segment for gradient in used]):
+            landed[of_segment.ticket] = None
+            buffers.append(of_segment.pass_landing())
+            for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
+                if gradient in used:
+                    weight = gradient.weight
+                    tensor, state = used[gradient]
+                    work = Work(weight.master.data, tensor, state, copy)
+                    of_group = updates.setdefault(step.plan.gradients[gradient], [])
+                    of_group.append((work, gradient.factors))
+                    moved += 2 * weight.home.nbytes + tensor.nbytes
+        if not used:
             self.count(unit, step.plan)
             return
+        weights = {gradient.weight for gradient in used}
         generations = self._next_generations(unit, step.plan)
-        job = _StepOfUnit(unit, step, updates, tickets.keys(), generations, buffers)
-        landed = [ticket for ticket in dict.fromkeys(tickets.values()) if ticket is not None]
-        self._hand_over(unit, job, tickets.keys(), landed, moved, job.release_buffers)
+        optimizer, settings = step.optimizer, step.settings
+        job = _StepOfUnit(unit, optimizer, settings, updates, weights, generations, buffers)
+        self._hand_over(unit, job, weights, filter(None, landed), moved, job.release_buffers)
         self.window.stats.overlapped_steps += 1
 
-    def _visit_of(self, unit: Unit, step: Step, gradients: Mapping[Gradient, Used]) -> Visit | None:
+    def _visit_of(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> Visit | None:
         """Return a visit of the unit that makes this step; None if it has to be made on the host."""
-        of_weights = gradients.keys() & {self.stream.of[weight] for weight in unit.weights}
-        trained = {gradient.of_segment for gradient in of_weights}
-        if len(trained) != 1:
+        of_segments = {gradient.of_segment for gradient in used}
+        if len(of_segments) != 1:
             return None
-        (of_segment,) = trained
+        (of_segment,) = of_segments
         self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
         copies = self.window.copies_of([unit])
-        return self.visits.visit_of(unit, step, of_segment, gradients, copies)
+        return self.visits.visit_of(unit, step, of_segment, used, copies)
 
-    def _brought_home(self, unit: Unit, gradients: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
+    def _brought_home(self, used: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
         """Have gradients that have stayed on the device land, and return all as they lie on the host."""
-        home = dict(gradients)
-        for gradient in [self.stream.of[weight] for weight in unit.weights]:
+        home: dict[Gradient, Used] = {}
+        for gradient, (tensor, state) in used.items():
             if gradient.of_segment.is_on_device:
                 self.stream.routes.bring_home(gradient.of_segment)
-            if gradient in home and gradient.tensor is not None:
-                home[gradient] = gradient.tensor, gradients[gradient][1]
+            home[gradient] = tensor if gradient.tensor is None else gradient.tensor, state
         return home
 
     def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
@@ -244,14 +241,14 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     together: list[Update] = []
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
-    for work, scaling in updates:
-        work = work._replace(scaling=scaling.numbers(work.weight.dtype))
+    for work, factors in updates:
+        work = work._replace(scaling=scaling_of(factors))
         if one_pass.takes(work):
             works.append(work)
         elif work.weight.numel() < _ALONE:
-            together.append((work, scaling))
+            together.append((work, factors))
         else:
-            _update(code, [(work, scaling)])
+            _update(code, [(work, factors)])
     # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
     for is_first in (False, True):
         _update(code, [update for update in together if is_first is not _has_state(update)])
@@ -266,12 +263,14 @@ def _has_state(update: Update) -> bool:
 
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
-    for work, scaling in updates:
-        weight, gradient, scaling = work.weight, work.gradient, scaling.without_ones
+    for work, factors in updates:
+        weight, gradient = work.weight, work.gradient
         assert gradient is not None
-        if scaling != NO_SCALING or gradient.dtype != weight.dtype:
+        factors = [factor for factor in factors if factor != 1]
+        if factors or gradient.dtype != weight.dtype:
             gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
-            scaling.apply_(gradient)
+            for factor in factors:
+                gradient.mul_(factor)
         weight.grad = gradient
     if updates:
         code({work.weight: work.state for work, _ in updates})

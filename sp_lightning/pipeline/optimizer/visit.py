@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass
+from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass, scaling_of
 from sp_lightning.optim.on_device import flat
 from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, Scaling, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Step, Used
@@ -57,7 +57,7 @@ class _Update(NamedTuple):
     one_pass: OnePass
     work: Work  # without a gradient if that has stayed on the device
     gradient: Tensor
-    scaling: Scaling
+    factors: Sequence[Tensor]  # that the gradient is multiplied by
 
 
 def _lying(updates: Iterable[_Update]) -> list[object]:
@@ -157,9 +157,8 @@ class Visit(Ticket):
             # or what a forward of an evaluation begins could not be used in training
             with torch.inference_mode(False), self._visits.asking:
                 passes: list[Pass] = []
-                for one_pass, work, _, scaling in self.held:
-                    numbers = scaling.numbers(work.weight.dtype)
-                    passes += one_pass.passes_of([work._replace(scaling=numbers)])
+                for one_pass, work, _, factors in self.held:
+                    passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
                 for piece in self._pieces:
                     last = self._send(piece, passes, last)
         except BaseException:
@@ -292,10 +291,10 @@ class Visits:
             if tensor is not gradient.tensor or not of_segment.has_at_hand(tensor):
                 return f"the gradient of {weight.name!r} was read, set or kept"
             is_readable = weight.dtype in (tensor.dtype, torch.float32)
-            if not is_readable or len(gradient.scaling.factors) > MOST_FACTORS:
+            if not is_readable or len(gradient.factors) > MOST_FACTORS:
                 return f"the gradient of {weight.name!r} is {tensor.dtype}, or scaled too often"
             work = Work(weight.home, None if of_segment.is_on_device else tensor, state, copy)
-            updates.append(_Update(one_pass, work, tensor, gradient.scaling))
+            updates.append(_Update(one_pass, work, tensor, gradient.factors))
         known, pieces = self._known.get(segment, ((), ()))
         lying = _lying(updates)
         if len(known) != len(lying) or not all(map(is_, known, lying)):

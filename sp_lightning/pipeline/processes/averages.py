@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,13 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.routes import Routes, Shipment
-from sp_lightning.pipeline.gradients.segment_gradients import (
-    NO_SCALING,
-    Gradient,
-    GradientMemory,
-    SegmentGradients,
-)  # fmt: skip
+from sp_lightning.pipeline.gradients.routes import Routes
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.sums import Run, SharedSums
@@ -46,7 +41,8 @@ from sp_lightning.pipeline.window.window import Window
 class _UnderWay:
     """A run that goes round."""
 
-    shipment: Shipment
+    of_segment: SegmentGradients
+    gradients: Collection[Gradient]  # that this process has brought
     sums: SharedSums
     run: Run
     dtype: torch.dtype  # in which it goes
@@ -75,7 +71,9 @@ class Averages:
         for of_segment in sorted(by_segment, key=_name):
             segment = of_segment.segment
             if segment.weights[0].master.requires_grad and segment.memory.shared is not None:
-                self._sums[of_segment] = SharedSums(segment.weights, segment.memory)
+                sums = self._sums[of_segment] = SharedSums(segment.weights, segment.memory)
+                for run in sums.runs:
+                    routes.landing.make_room(sums.share(run).nbytes)
         # what is resident is complete when backward ends
         self._order = sorted(self._sums, key=lambda each: (each.unit.resident, -each.unit.index))
         self._has_begun = False  # whether a pass of all processes is under way
@@ -133,7 +131,7 @@ class Averages:
             )
         return gradient.of_segment in self._to_come
 
-    def send(self, of_segment: SegmentGradients, is_final: bool) -> list[Shipment]:
+    def send(self, of_segment: SegmentGradients, is_final: bool) -> list[SegmentGradients]:
         """Exchange what a segment has gathered when its turn comes, if that is all; return what has come round by now.
 
         It is if it `is_final` and complete, or if no node has any of the weights whose gradients are missing.
@@ -142,42 +140,47 @@ class Averages:
             self._ready.add(of_segment)
         return self._exchange_ready()
 
-    def send_rest(self) -> list[Shipment]:
+    def send_rest(self) -> list[SegmentGradients]:
         """Exchange the rest, as backward has ended; return what has come round."""
         self._ready.update(self._to_come)
         return [*self._exchange_ready(), *self.come_round()]
 
-    def _exchange_ready(self) -> list[Shipment]:
-        come: list[Shipment] = []
+    def _exchange_ready(self) -> list[SegmentGradients]:
+        come: list[SegmentGradients] = []
         while self._to_come and (of_segment := next(iter(self._to_come))) in self._ready:
             sums = self._exchanged[of_segment] = self._to_come.pop(of_segment)
             # it may still read the sums
             self._window.finish_optimizer(of_segment.unit)
-            shipment = self._routes.gather(of_segment)
-            sums.present.update(sums.index[gradient.weight] for gradient in shipment.gradients)
+            gathered = of_segment.take_gathered()
+            sums.present.update(sums.index[gradient.weight] for gradient in gathered)
             sums.begin()
             self._landing[of_segment] = []
             for run in sums.runs:
                 come += self.come_round(1)
-                self._under_way.append(self._send(shipment, sums, run))
+                self._under_way.append(self._send(of_segment, gathered, sums, run))
         self._ready.difference_update(self._exchanged)
         return come
 
-    def _send(self, shipment: Shipment, sums: SharedSums, run: Run) -> _UnderWay:
+    def _send(
+        self,
+        of_segment: SegmentGradients,
+        gathered: Mapping[Gradient, Tensor],
+        sums: SharedSums,
+        run: Run,
+    ) -> _UnderWay:
         # the first step shows in which dtypes gradients come
         dtype = run.dtype if self._processes.steps else run.sum_dtype
         nbytes = run.numel * dtype.itemsize
         sent, received = (self._routes.staging.take(nbytes) for _ in range(2))
-        weights = [gradient.weight for gradient in shipment.gradients]
-        gathered = dict(zip(weights, shipment.gathered, strict=True))
+        brought = {gradient.weight: tensor for gradient, tensor in gathered.items()}
         with torch.no_grad():
             targets: list[Tensor] = []
             tensors: list[Tensor] = []
             places = run.views(sent.bytes, dtype)
             for weight, place in zip(run.weights, places, strict=True):
-                if weight in gathered:
+                if weight in brought:
                     targets.append(place)
-                    tensors.append(gathered[weight])
+                    tensors.append(brought[weight])
             if len(targets) < len(places):
                 sent.bytes.zero_()
             if targets:
@@ -185,24 +188,21 @@ class Averages:
             # as bytes: groups cannot send every dtype
             own, others = sent.bytes[:nbytes], received.bytes[:nbytes]
             work = dist.all_to_all_single(others, own, group=self._processes.beside, async_op=True)
-        return _UnderWay(shipment, sums, run, dtype, sent, received, work)
+        return _UnderWay(of_segment, list(gathered), sums, run, dtype, sent, received, work)
 
     @torch.no_grad()
-    def come_round(self, left: int = 0) -> list[Shipment]:
+    def come_round(self, left: int = 0) -> list[SegmentGradients]:
         """Wait for what goes round, but for so many runs, and add shares up; return what is complete."""
-        come: list[Shipment] = []
+        come: list[SegmentGradients] = []
         while len(self._under_way) > left:
             each = self._under_way.popleft()
-            shipment, sums = each.shipment, each.sums
+            of_segment, sums = each.of_segment, each.sums
             each.work.wait()
-            self._landing[shipment.of_segment].append(self._download(each))
+            self._landing[of_segment].append(self._download(each))
             if each.run is sums.runs[-1]:
-                places: list[Tensor] = []
-                for gradient in shipment.gradients:
-                    gradient.tensor = sums.places[sums.index[gradient.weight]]
-                    places.append(gradient.tensor)
-                shipment.tensors = places
-                come.append(shipment)
+                for gradient in each.gradients:
+                    gradient.come(sums.places[sums.index[gradient.weight]])
+                come.append(of_segment)
         return come
 
     def _download(self, each: _UnderWay) -> Ticket:
@@ -220,7 +220,7 @@ class Averages:
         # what was sent has left; a copy may read this as long as it takes
         source = each.sent.bytes[: share.nbytes]
         source.view(run.sum_dtype).copy_(total)
-        name = each.shipment.of_segment.unit.name
+        name = each.of_segment.unit.name
         buffer = self._routes.landing.take(share.nbytes) if each.sums.is_held else None
         target = as_bytes(share) if buffer is None else buffer.bytes[: share.nbytes]
         trace = self._window.backend.trace
@@ -244,7 +244,7 @@ class Averages:
                 backend.work(job, [everyones])
             everyones = sums.measured()
         # an error of its own is raised, and not waited for as if others were late
-        of_segment.ticket = backend.work(_do_nothing, [own, everyones])
+        of_segment.wait_for(backend.work(_do_nothing, [own, everyones]))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -291,8 +291,7 @@ class Averages:
             for number in sums.present:
                 gradient = of_segment.gradients[number]
                 of_segment.hold()
-                gradient.tensor = sums.places[number]
-                gradient.norm = sums.norms[number] if measures_norms else None
+                gradient.come(sums.places[number], sums.norms[number] if measures_norms else None)
         self._end()
 
     def abandon_pass(self) -> None:
@@ -322,7 +321,7 @@ def _held(of_segment: SegmentGradients, sums: SharedSums) -> tuple[int, ...] | N
     of_segment.wait()  # others are about to write to sums that a clip reads here
     held: list[int] = []
     for number, gradient in enumerate(of_segment.gradients):
-        is_sum = gradient.tensor is sums.places[number] and gradient.scaling is NO_SCALING
+        is_sum = gradient.tensor is sums.places[number] and not gradient.factors
         if gradient.is_seen or (gradient.tensor is not None and not is_sum):
             return None
         if is_sum:
