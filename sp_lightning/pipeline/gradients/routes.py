@@ -74,6 +74,7 @@ class StagingBuffers:
     def close(self) -> None:
         """Let go of the buffers."""
         self._buffers.clear()
+        self.count = STAGING_BUFFERS
 
 
 class LandingBuffer(GradientMemory):

@@ -31,7 +31,6 @@ class Tree:
         root: nn.Module,
         resident: Sequence[str],
         split: Collection[nn.Module] = (),
-        used_outside: Collection[int] = (),
     ) -> None:
         self.root = root
         # also of modules that say they equal others, which torch leaves out
@@ -43,14 +42,12 @@ class Tree:
         self._split = {id(module) for module in split}
         self._collect_weights()
         stay = set(map(id, self._named(resident)))
-        kept = stay.union(used_outside)
-        self.resident = {weight for key, weight in self.weights.items() if key in kept}
+        self.resident = {weight for key, weight in self.weights.items() if key in stay}
         for key, weight in list(self.weights.items()):
             if weight in self.resident and isinstance(weight, QuantizedWeight):
                 # nobody notices uses outside of its module
                 del self.weights[key]
                 self.unmanaged[weight.name] = weight.master
-        # also those that are used outside: whatever these are, the tree is divided in the same way
         self._streams = self.weights.keys() - stay
         self._bytes = {id(module): self._bytes_to_stream(module) for _, module in named}
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
