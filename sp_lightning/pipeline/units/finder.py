@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 from itertools import chain
 
@@ -51,7 +51,7 @@ def find_units(
     policy: UnitPolicy | None = None,
     resident: Sequence[str] = (),
     device_bytes: int | None = None,
-    split: Sequence[nn.Module] = (),
+    split: Collection[str] = (),
     k_prime: int = 1,
 ) -> Division:
     """Find the units of a module tree, by the user's `policy` or by the rules at the top of this file.

@@ -30,7 +30,7 @@ class Tree:
         self,
         root: nn.Module,
         resident: Sequence[str],
-        split: Collection[nn.Module] = (),
+        split: Collection[str] = (),
     ) -> None:
         self.root = root
         # also of modules that say they equal others, which torch leaves out
@@ -39,7 +39,7 @@ class Tree:
         # weights that the engine can manage, by the identity of the parameter
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
-        self._split = {id(module) for module in split}
+        self._split = split
         self._collect_weights()
         stay = set(map(id, self._named(resident)))
         self.resident = {weight for key, weight in self.weights.items() if key in stay}
@@ -69,7 +69,7 @@ class Tree:
 
     def may_be_member(self, module: nn.Module) -> bool:
         """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
-        return is_called(module) and id(module) not in self._split
+        return is_called(module) and self.names[id(module)] not in self._split
 
     def _collect_weights(self) -> None:
         named = list(named_own_parameters(self.root))

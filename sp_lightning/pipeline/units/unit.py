@@ -222,10 +222,10 @@ class Division:
     # memory with others); they are moved to the device
     unmanaged: dict[str, nn.Parameter]
 
-    def make_resident(self, masters: Collection[int]) -> None:
-        """Have these weights be resident, by the identities of their masters; their units go on without them."""
+    def make_resident(self, names: Collection[str]) -> None:
+        """Have weights of these names be resident; their units go on without them."""
         for unit in self.units:
-            for weight in [weight for weight in unit.weights if id(weight.master) in masters]:
+            for weight in [weight for weight in unit.weights if weight.name in names]:
                 unit.weights.remove(weight)
                 weight.unit = self.resident
                 self.resident.weights.append(weight)

@@ -29,17 +29,17 @@ from sp_lightning.pipeline.window.places import WindowPlan, check_host_memory, c
 
 
 class Learned:
-    """Findings that a pipeline makes while it runs, for when weights are placed next; masters are known by identity.
+    """Findings that a pipeline makes while it runs, for when weights are placed next; by names.
 
     The step in which something is found is right without it; the parts that find it see to that.
     """
 
-    def __init__(self, divided: Sequence[nn.Module] = ()) -> None:
-        self.used_outside: set[int] = set()  # weights that are used outside of their unit
+    def __init__(self, divided: Iterable[str] = ()) -> None:
+        self.used_outside: set[str] = set()  # weights that are used outside of their unit
         # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
         # modules that are not called themselves, only their children are: this is another division
-        self.divided = list(divided)
+        self.divided = set(divided)
         self.casts = Casts()  # how autocast uses weights
         # weights that were used outside of their unit since weights were placed
         self.touched_outside: list[Weight] = []
@@ -75,13 +75,13 @@ class Learned:
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
             containers = [  # mere ones: their parents call their children
-                member.module
+                member.name
                 for member in members
                 if member.uses(weight) and member.entered == 0 and any(member.module.children())
             ]
-            self.divided += containers
+            self.divided.update(containers)
             if not containers:
-                self.used_outside.add(id(weight.master))
+                self.used_outside.add(weight.name)
         self.touched_outside.clear()
 
     @property
@@ -95,21 +95,18 @@ class Learned:
         All expect the first one's order of units, as each may have left out others in its first step.
         """
         self._explain_outside(units)
-        parameters = dict(module.named_parameters())
-        modules = dict(module.named_modules())
-        sets = self.used_outside, self.casts.lowered, self.casts.used_as_is
-        own = [[name for name, parameter in parameters.items() if id(parameter) in known] for known in sets]
-        found = set(map(id, self.divided))
-        divided = {name for name, module in modules.items() if id(module) in found}
+        masters = {name: id(parameter) for name, parameter in module.named_parameters()}
+        casts = self.casts.lowered, self.casts.used_as_is
+        own = [[name for name, master in masters.items() if master in known] for known in casts]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
-        everyones = processes.gather((own, divided, self.has_news, order))
+        everyones = processes.gather((own, self.used_outside, self.divided, self.has_news, order))
         self.order = everyones[0][-1]
-        for others, others_divided, outdated, _ in everyones:
-            for known, names in zip(sets, others, strict=True):
-                known.update(id(parameters[name]) for name in names)
-            divided |= others_divided
+        for others, used_outside, divided, outdated, _ in everyones:
+            for known, names in zip(casts, others, strict=True):
+                known.update(masters[name] for name in names)
+            self.used_outside |= used_outside
+            self.divided |= divided
             self.outdated |= outdated
-        self.divided = [module for name, module in modules.items() if name in divided]
 
 
 class Arrangement:
@@ -140,7 +137,7 @@ class Arrangement:
         total = None if device is None else device.total
         # the user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
-        self.divided = list(learned.divided)
+        self.divided = set(learned.divided)
         division = find_units(
             module,
             options.units,
