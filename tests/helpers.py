@@ -31,7 +31,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from sp_lightning.pipeline import Backend, Pipeline, PipelineOptions, Planner
+from sp_lightning.pipeline import Backend, Engine, Pipeline, PipelineOptions, Planner
 from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job
 
@@ -337,6 +337,14 @@ def assert_exact(
     assert all(type(module) is classes[module] for module in model.modules()), "a class was not given back"
     assert_same_facts(plain, Fingerprint.of(model))
     assert set(threading.enumerate()) <= threads, "a worker thread outlived detach()"
+
+
+def made_once(engine: Engine) -> tuple[int, ...]:
+    """The identities of what is made at attach, and never again for the same module tree."""
+    units = sorted(engine.arrangement.all_units, key=attrgetter("name"))
+    twins = [weight.twin.parameter for unit in units for weight in unit.every_weight]
+    members = [part for member in engine.arrangement.members for part in (member, type(member.module))]
+    return tuple(map(id, [engine.window, engine.stream, engine.guard, *units, *twins, *members]))
 
 
 @dataclass

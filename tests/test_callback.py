@@ -161,9 +161,6 @@ def test_when_metrics_are_logged(arguments, steps):
     assert [step for step, _ in notes.ours()] == steps
 
 
-# ------------------------------------------------------------------------------------------ what was chosen meanwhile
-
-
 def test_the_chosen_window_is_printed_once(messages):
     """Also without a summary."""
     ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()

@@ -20,7 +20,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline.engine import Engine
 
 from .helpers import Run, assert_same_trace, attached, lightning_run
 from .zoo import CASES
@@ -32,9 +31,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacken
     """Counts what is compiled, with a backend that is quick; what other tests compiled is forgotten."""
     # pytest would collect a record of each compilation, which takes longer than to compile
     monkeypatch.setattr(torch._logging._internal, "trace_log", logging.Logger("nobody listens"))
-    # graphs go with the classes of their modules, which Python may collect at any time
-    arrange = Engine.arrange
-    monkeypatch.setattr(Engine, "arrange", lambda *args: (gc.collect(), arrange(*args)))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     with torch.compiler.set_stance("default", force_backend=counter):

@@ -253,9 +253,6 @@ def test_what_is_changed_in_place_raises(
     assert_same_story(story, lambda: KeepsHidden([Block(), kind(), Block()]), activations=activations, debug=debug)
 
 
-# ------------------------------------------------------------------------------------ gradients asked for in other ways
-
-
 def test_gradients_that_the_user_keeps_are_not_overwritten() -> None:
     """A gradient kept across zero_grad(set_to_none=True) is the user's; the next one is another tensor."""
 

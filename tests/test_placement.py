@@ -43,6 +43,7 @@ def test_each_place_in_each_precision(precision: str, make: Any, clip: float | N
     assert stats.optimizer_steps == (5 if precision == "16-mixed" else 6)
     assert stats.visits == 2 * (stats.optimizer_steps - 1)
     assert max(on_device for *_, on_device in planner.seen) == 7
+    assert len(planner.lives) == 1
 
 
 class Reads(Placed):

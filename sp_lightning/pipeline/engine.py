@@ -1,8 +1,8 @@
-"""The engine: the parts that stream a module, from attach to detach, and when its units are arranged anew.
+"""The engine: the parts that stream a module, from attach to detach, and when its weights get other places.
 
-Its parts are made in the order in which they build on each other, and each has those that it needs by name. Some know
-where weights lie, so there are new ones for each arrangement. That changes only between steps, if no graph needs it:
-there are other parameters, steps have shown something (`Learned`), another window is planned, or autocast is.
+Its parts are made in the order in which they build on each other, and each has those that it needs by name. Where
+weights lie changes only between steps, if no graph needs it: steps have shown something (`Learned`), another window is
+planned, or autocast is. Units, and all that knows them, stay the same; only for another module tree there are others.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Engine:
         self._sums_gradients = processes is not None and processes.trains
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.learned = Learned()  # findings from past steps, for the next arrangement
+        self.learned = Learned()  # findings from past steps, for when weights are placed next
         box = None if processes is None else processes.box
         self.memory = HostMemory(backend, box, progress)
         self.graphs = Graphs()
@@ -94,93 +94,95 @@ class Engine:
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
+        self._plan: WindowPlan | None = None  # the planner's choice that weights are placed by
         # the plan that the planner wants, and the least that any of several processes may take of a device
         self._own_plan: WindowPlan | None = None
         self._least_budget: int | None = None
 
-    # ------------------------------------------------------------------------------------------------ an arrangement
+    # --------------------------------------------------------------------------------------------------- taking it over
 
     def arrange(self, autocast: torch.dtype | None) -> None:
-        """Arrange the module's units for what autocast lowers weights to, and take the module over."""
-        arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend, autocast)
-        self.living.follow(arrangement)
-        arrangement.lay_out(self.memory)
+        """Divide the module into units, and take it over, with weights placed for what autocast lowers them to."""
+        arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend)
         self.arrangement = arrangement
-        self._install()
-        self._is_arranged = True
-        self.stats.arrangements += 1
-        plan = self.learned.plan
-        self.activations.measure_anew(self.budget is not None, {} if plan is None else plan.policies)
-
-    def rearrange(self, autocast: torch.dtype | None) -> None:
-        """Give the module back, and arrange it anew."""
-        self._is_arranged = False
-        self.uninstall()
-        self.learned.forget_all_but({id(parameter) for parameter in self.module.parameters()})
-        self.arrange(autocast)
-
-    def _install(self) -> None:
-        arrangement = self.arrangement
         members = arrangement.streamed_members
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = self._make_stream()
+        self.stream = GradientStream(self.window, Routes(self.window))
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
-        on_device = [*arrangement.parameters_on_device, *arrangement.unmanaged.values()]
-        move_parameters(arrangement.unmanaged.values(), self.device)
-        self.saved.twins = arrangement.twins
-        self.saved.backward = self.backward
+        self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
-        weights = {id(weight.master): weight for weight in arrangement.weights}
-        living = set(map(id, arrangement.parameters_on_device))
-        self.optimizers.work_with(self.steps, weights, living, frozenset(self._names.values()))
+        move_parameters(arrangement.unmanaged.values(), self.device)
+        self.place(autocast)
+        self.activations.measure_anew(self.budget is not None)
         move_all_but_parameters(self.module, self.device)
-        self.meter.uncounted = {storage_key(tensor) for tensor in (*self.module.buffers(), *on_device)}
-        self.living.watch(arrangement)
-        for twin in arrangement.twins.values():
-            self.backward.follow_requires_grad(twin)
         if self.options.compile:
-            for member in arrangement.streamed_members:
+            for member in members:
                 member.compiled = compiled_call(member.module)
-        self.guard.install()
         for member in arrangement.members:
             install_gate(member, self.calls)
 
-    def _make_stream(self) -> GradientStream:
-        units = self.arrangement.in_window
-        by_segment = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
-        routes = Routes(self.window)
-        averages = None
-        if self.processes is not None and self._sums_gradients:
-            averages = Averages(by_segment, self.window, routes, self.processes)
-        return GradientStream(by_segment, self.window, routes, averages)
-
     def uninstall(self) -> None:
-        """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
-        if not hasattr(self, "guard"):  # the last part: the module was not taken over yet
-            return
+        """Give the module back, except for its buffers. Masters keep their identity and values, and are on the host."""
+        if hasattr(self, "guard"):  # the last part, before anything is changed
+            self._leave_places()
+            for member in self.arrangement.members:
+                # the call of a module that looks into a unit may still be running
+                member.put_back_masters()
+                remove_gate(member)
+            self.arrangement.close()
+        self.living.bring_home(self.module)
+        self.memory.keep([])
+
+    def rearrange(self, autocast: torch.dtype | None) -> None:
+        """Give the module back, and take it over as it is now: it is another tree."""
+        self._is_arranged = False
+        self.uninstall()
+        self.learned = Learned(self.learned.divided)
+        self._plan = self.activations.auto = None
+        self.arrange(autocast)
+
+    # ------------------------------------------------------------------------------------------------------- placing it
+
+    def place(self, autocast: torch.dtype | None) -> None:
+        """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
         arrangement = self.arrangement
+        self._is_arranged = False
+        self._leave_places()
+        arrangement.leave_places()
+        arrangement.choose(autocast, self._plan)
+        self.living.follow(arrangement)
+        arrangement.lay_out()
+        units, stream = arrangement.in_window, self.stream
+        gradients = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
+        stream.bring(gradients)
+        stream.routes.landing.serve(units)
+        if self.processes is not None and self._sums_gradients:
+            stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
+        self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
+        on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
+        self.meter.uncounted = set(map(storage_key, on_device))
+        self.living.watch(arrangement)
+        for twin in arrangement.twins.values():
+            self.backward.follow_requires_grad(twin)
+        self.guard.install(arrangement.weights)
+        self._is_arranged = True
+        self.stats.arrangements += 1
+
+    def _leave_places(self) -> None:
+        """Have nothing under way, and nobody guard weights, follow their gradients, or count on where they lie."""
         self.graphs.outdate()
         self.backward.close()
         self.optimizers.leave_weights()
         self.steps.settle()
         self.visits.close()
-        for member in arrangement.members:
-            # the call of a module that looks into a unit may still be running
-            member.put_back_masters()
-            remove_gate(member)
-        for twin in arrangement.all_twins():
-            # a reference cycle through C++ that Python's collector cannot see
-            if twin.gradient_hook is not None:
-                twin.gradient_hook.remove()
-            twin.refuse_gradients()
         self.backend.drain()
         self.stream.close()
         self.guard.remove()
-        arrangement.close()
+        self.window.abandon()
 
     @property
     def budget(self) -> int | None:
@@ -199,16 +201,16 @@ class Engine:
         streaming += self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
         return min(streaming, self._least_budget or streaming)
 
-    # ------------------------------------------------------------------------------------- reasons for another one
+    # ------------------------------------------------------------------------------------------------- reasons for it
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
-        """Arrange units anew if there is a reason to, unless a graph is `waiting` for its backward."""
+        """Place weights anew if there is a reason to, unless a graph is `waiting` for its backward."""
         autocast = self.arrangement.autocast
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange(autocast)
         if waiting:
             return
-        # first, as what it drops would have to be shown if units were arranged anew
+        # first, as what it drops would have to be shown if weights got other places
         self.optimizers.begin_step()
         if self.arrangement.is_lent_out():
             return
@@ -220,9 +222,9 @@ class Engine:
             self.rearrange(autocast)
         if torch.is_grad_enabled():
             with without_torch_function():
-                self.learned.note_trained(self.arrangement.parameters)
+                self.learned.note_trained(self.arrangement.every_weight)
         if self.learned.has_news and self.processes:
-            return  # processes that share weights arrange them anew when they meet
+            return  # processes that share weights place them when they meet
         self._conclude()
         self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
         # of several processes all follow the first one's, when they meet
@@ -242,7 +244,7 @@ class Engine:
             except RuntimeError as error:  # this process may not write
                 edited = error
             with without_torch_function():
-                learned.note_trained(self.arrangement.parameters)
+                learned.note_trained(self.arrangement.every_weight)
                 if self.stream.averages is not None:
                     learned.outdated |= self.stream.averages.lacks_some
             self._least_budget = None
@@ -260,41 +262,39 @@ class Engine:
                 self._follow(plans[0])
 
     def _conclude(self) -> None:
-        """Arrange units anew if something was learned that calls for it."""
+        """Place weights anew if something was learned that calls for it, or even divide the module anew."""
+        arrangement = self.arrangement
         called = self._called() if self.learned.order is None else []
-        if self.learned.conclude(self.arrangement.units, called):
-            self.rearrange(self.arrangement.autocast)
+        if not self.learned.conclude(arrangement.units, called):
+            return
+        if self.learned.divided != arrangement.divided:
+            self.rearrange(arrangement.autocast)
+        else:  # the plan was made for other units
+            self._follow(None, anew=True)
+            self.activations.measure_anew(self.budget is not None)
 
     def _called(self) -> list[str]:
         """Return the names of units that the last step has called, in the order of their calls."""
-        members = self.arrangement.streamed_members
-        return [members[number].unit_name for number in self.order.used()]
+        return [self.arrangement.streamed_members[number].unit_name for number in self.order.used()]
 
-    def _follow(self, plan: WindowPlan | None) -> None:
-        """Adopt the window that the planner wants, and what becomes of activations."""
-        before = self.learned.plan
-        if plan == before:
-            return
-        auto = self.activations.auto
-        self.learned.plan = plan
-        if before is None or plan is None or before.window != plan.window:
-            self.rearrange(self.arrangement.autocast)
-            self.activations.auto = auto  # the units are the same, so their measurements still hold
+    def _follow(self, plan: WindowPlan | None, anew: bool = False) -> None:
+        """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
+        before, self._plan = self._plan, plan
+        if anew or (before and before.window) != (plan and plan.window):
+            self.place(self.arrangement.autocast)
         elif self.arrangement.plan is before:
             self.arrangement.plan = plan
-        if auto is not None:
-            auto.policies = {} if plan is None else plan.policies
+        if self.activations.auto is not None:
+            self.activations.auto.policies = {} if plan is None else plan.policies
 
-    def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
-        """Follow a change of autocast that is found in a member's call; tell whether units were arranged anew."""
+    def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> None:
+        """Follow a change of autocast that is found in a member's call."""
         if self.arrangement.unused_in_step and not (self.graphs.waiting() or self.arrangement.is_lent_out()):
-            self.guard.in_step = False
-            self.rearrange(autocast)
-            self.arm_guard()
-            return True
+            self.place(autocast)
+            self.activations.measure_anew(self.budget is not None)
+            return
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
             self.guard.keep_as_is(weight)  # one step uses the unit both with and without autocast
-        return False
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""

@@ -1,4 +1,4 @@
-"""The pipeline: the engine's public object. It runs the steps; between steps it may arrange the units anew."""
+"""The pipeline: the engine's public object. It runs the steps; between steps weights may get other places."""
 
 from __future__ import annotations
 
@@ -193,11 +193,9 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         stop_listening(self.optimizers)
         engine.uninstall()
-        engine.living.bring_home(self.module)
         self.optimizers.close()
         engine.saved.close()
         engine.offloader.close()
-        engine.memory.keep([])
         # what streams is there: buffers, other parameters, and the states of quantized weights
         self.module.to(HOST)
         self.backend.close()

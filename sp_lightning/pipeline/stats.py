@@ -43,7 +43,7 @@ class Stats:
     visits: int = 0  # the part of them that was stepped on the device, where their state visited
     steps_in_backward: int = 0  # the part of them that was stepped before backward had ended
     optimizer_steps: int = 0  # calls of an optimizer's `step`
-    arrangements: int = 0  # times that units, host memory and places on the device were laid out
+    arrangements: int = 0  # times that weights were given places on host and device
     resets: int = 0  # recoveries after an exception in the middle of a step
 
     def clear(self) -> None:

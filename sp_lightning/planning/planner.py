@@ -54,9 +54,9 @@ class AutoPlanner(Planner):
         # by what they are made for: the bytes of all units, and whether there is a backward
         self._plans: dict[tuple[tuple[UnitWork, ...], bool], _Planned] = {}
         self._planned = _Planned()  # for what there is now
-        self._arrangement: object = None
+        self._layout: object = None
         self._units: tuple[UnitWork, ...] = ()
-        self._trains = self._has_limit = False
+        self._trains = False
         self._measuring: FirstSteps | None = None
         self._machine = Machine(math.inf, math.inf, math.inf)  # as far as it is known
 
@@ -65,10 +65,11 @@ class AutoPlanner(Planner):
         arrangement, options = engine.arrangement, engine.options
         if "auto" not in (options.k, options.activations, options.optimizer_on):
             return None
-        if arrangement is not self._arrangement:
-            self._arrangement, self._has_limit = arrangement, engine.budget is not None
-            self._units = tuple(map(work_of, [*arrangement.units, arrangement.resident]))
-        if not self._has_limit or not arrangement.units:  # if all weights are used outside of units, none streams
+        if arrangement.layout is not self._layout:
+            self._layout = arrangement.layout
+            may_stream = engine.budget is not None and arrangement.units
+            self._units = tuple(map(work_of, arrangement.all_units)) if may_stream else ()
+        if not self._units:
             return None
         self._trains |= builds_graph
         planned = self._plans.setdefault((self._units, self._trains), _Planned())

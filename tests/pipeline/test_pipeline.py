@@ -197,22 +197,24 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
     model = Probe(use)
     expected = story(copy.deepcopy(model), nullcontext)
     with attached(model) as pipeline:
+        life = helpers.made_once(pipeline._engine)
         actual = story(model, pipeline.step)
         assert pipeline.stats.steps == 3
+        assert helpers.made_once(pipeline._engine) == life, "the order of layers was learned, and other places"
     assert all(map(torch.equal, expected, actual))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_graph_of_an_earlier_arrangement_is_refused(frozen: bool) -> None:
+@pytest.mark.parametrize(("frozen", "change"), [(False, "rearrange"), (True, "rearrange"), (True, "place")])
+def test_a_graph_of_earlier_places_is_refused(frozen: bool, change: str) -> None:
     """Nobody would ever read its gradients, and the places of its weights are somebody else's by now."""
     model: nn.Module = layers().requires_grad_(False) if frozen else Probe(lambda model, x: x + model.scale)
-    name = "3.weight" if frozen else "scale"
+    name = "(unit '3'|weight '3.weight')" if frozen else "weight 'scale'"
     with attached(model) as pipeline:
         x = torch.ones(2, 8, requires_grad=True)
         with pipeline.step():
             loss = model(x).sum() if frozen else model.loss(x)
-        pipeline._engine.rearrange(None)
-        with pytest.raises(RuntimeError, match=f"weight '{name}' of a graph that was built before"):
+        getattr(pipeline._engine, change)(None)
+        with pytest.raises(RuntimeError, match=f"{name} of a graph that was built before"):
             loss.backward()
 
 

@@ -26,7 +26,7 @@ from sp_lightning.planning import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import measured_work
 
 from .. import simulated
-from ..helpers import is_block
+from ..helpers import is_block, made_once
 from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, TimedBlock
 from ..zoo.blocks import Chain, Gated
 from ..zoo.case import Batch
@@ -105,12 +105,14 @@ class Fixed(Planner):
     def __init__(self, *windows: tuple[Any, ...]) -> None:
         self._windows = list(windows)
         self.seen: list[tuple[int, int]] = []
+        self.lives: set[tuple[int, ...]] = set()  # what there was as steps began
         self.host_bytes = 0  # for weights, when the last step began
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement = engine.arrangement
         self.seen.append((arrangement.k, len(arrangement.parameters_on_device)))
+        self.lives.add(made_once(engine))
         self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
         k, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = arrangement.units
@@ -123,10 +125,6 @@ class Fixed(Planner):
             visiting=tuple(unit.name for unit in visiting),
             on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in on_device),
         )
-
-    @override
-    def abandon(self) -> None:
-        pass
 
 
 class Wanders(Planner):

@@ -46,6 +46,7 @@ def test_a_window_that_changes_at_every_step(windows: Any, optimizer: Make, trai
     actual, stats = train_placed(optimizer, planner, in_backward=True, **training)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert len({k for k, _ in planner.seen}) >= 3, "the window did change"
+    assert len(planner.lives) == 1, "and nothing but places"
     if windows is LIVES:
         assert len({on_device for *_, on_device in planner.seen}) == 4, "units came and went"
     elif not training:

@@ -169,10 +169,10 @@ class Activations:
         # bytes that were saved after it, the last time; nobody knows at first
         self._saved_at_turn = math.inf
 
-    def measure_anew(self, has_limit: bool, policies: Mapping[str, Policy]) -> None:
-        """Measure calls of other units, under `"auto"`, which have these policies then."""
-        self.auto = None
+    def measure_anew(self, has_limit: bool) -> None:
+        """Measure calls, under `"auto"`, as they may take more than before; what was planned for them holds."""
         if self._is_auto and has_limit:
+            policies = {} if self.auto is None else self.auto.policies
             self.auto = AutoPolicy(self.second_forwards, policies)
         self.are_kept = self.auto is None and self._policy == "keep"
 

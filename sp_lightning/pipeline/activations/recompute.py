@@ -91,7 +91,7 @@ class UnitCall:
 
     @property
     def member(self) -> Member:
-        """The member, unless units were arranged anew since."""
+        """The member, unless the module was detached, or attached anew, since."""
         member = self._member()
         if member is None:
             raise outdated_graph_error("what a unit has saved")
@@ -187,7 +187,7 @@ class UnitCall:
             return [
                 self.member.module.training,
                 [(id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins],
-                [parameter._version for parameter in self.member.parameters_on_device],
+                [entry.weight.version for entry in self.member.every_entry],
             ]
 
     # --------------------------------------------------------------------------------------------------- in backward

@@ -182,9 +182,10 @@ class SavedTensors:
         if type(packed) is Kept:
             return packed.get()
         if isinstance(packed, _Handle):
-            tensor, twin = packed.alias, self.twins.get(packed.twin.key)
+            tensor = packed.alias
+            twin = self.twins.get(storage_key(tensor))
             name = f"weight {packed.twin.weight.name!r}"
-            if packed.twin is not twin:
+            if twin is None:  # it lies elsewhere since
                 raise outdated_graph_error(name)
             if packed.is_changed:
                 raise _changed_in_place(name)

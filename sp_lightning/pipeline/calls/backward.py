@@ -41,7 +41,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency, Unit
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Twin, Weight, outdated_graph_error
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
 
@@ -59,7 +59,7 @@ class Graph:
     def __init__(self, number: int) -> None:
         self.number = number
         self.done = False  # whether a backward has run through it
-        self.outdated = False  # whether units have been arranged anew since
+        self.outdated = False  # whether weights have got other places since
 
 
 class Graphs:
@@ -193,26 +193,27 @@ class BackwardPass:
         with torch.inference_mode(False):
             twin.parameter.requires_grad_(twin.weight.master.requires_grad)
             twin.required_gradient = twin.parameter.requires_grad
-            if not twin.parameter.requires_grad or twin.gradient_hook is not None:
+            if not twin.parameter.requires_grad:
                 return
-            register = twin.parameter.register_post_accumulate_grad_hook
-            twin.gradient_hook = register(partial(self._collect, twin))  # type: ignore[no-untyped-call]
             weight = twin.weight
+            if twin.gradient_hook is None:
+                register = twin.parameter.register_post_accumulate_grad_hook
+                twin.gradient_hook = register(partial(self._collect, weight))  # type: ignore[no-untyped-call]
             if weight not in self._refusing:  # gradients of graphs on the master itself
                 with without_torch_function():
                     node = get_gradient_edge(weight.master).node
                 # afterwards: torch 2.9 forgets hooks before a node where a user's function has saved the weight
                 self._refusing[weight] = node, node.register_hook(partial(_refuse, weight))
 
-    def _collect(self, twin: Twin, leaf: Tensor) -> None:
+    def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
             self.note()
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
-            if gradient is None or not twin.weight.master.requires_grad:  # frozen since the forward
+            if gradient is None or not weight.master.requires_grad:  # frozen since the forward
                 return
             # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
-            self._stream.collect(twin.weight, gradient, is_last=graph_task() == self._task)
+            self._stream.collect(weight, gradient, is_last=graph_task() == self._task)
 
     def close(self) -> None:
         """Let masters have gradients of their own again."""
@@ -236,8 +237,10 @@ class BackwardPass:
         The call has built the graph, and computed with the weights of `needed`.
         """
         engine, member = engine_ref(), member_ref()
-        if engine is None or member is None or graph.outdated:
+        if engine is None or member is None:
             return  # if it matters, unpacking raises
+        if graph.outdated:  # aliases that it may have lie where weights were
+            raise outdated_graph_error(f"unit {member.unit_name!r}")
         if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
             raise RuntimeError(
                 "A backward pass with create_graph=True will need the weights once more. Surround "

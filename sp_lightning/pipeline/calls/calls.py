@@ -48,8 +48,6 @@ class Calls:
         self._engine = engine
         # the units that each running call computes with, innermost call last
         self._inside: list[list[Unit]] = []
-        # a graph of torch.compile is thrown away with the class of its module, also if only a new arrangement is made
-        self.gate_classes: set[type] = set()
 
     # -------------------------------------------------------------------------------------------------------- a step
 
@@ -196,7 +194,7 @@ class Calls:
             )
         if self._needs_step():
             with self.alone(), self._step_of_call():
-                return member.module(*args, **kwargs)  # perhaps as a member of another arrangement
+                return member.module(*args, **kwargs)  # perhaps as a member of another unit
         if member.unit is None:
             # nn.TransformerEncoder decides on a fast path by its first layer's weights: it must see ordinary ones
             with engine.at_work:
@@ -206,8 +204,8 @@ class Calls:
             finally:
                 member.put_back_masters()
         autocast = autocast_dtype(engine.device.type)
-        if autocast != engine.arrangement.autocast and engine.adapt_to_autocast(member, autocast):
-            return member.module(*args, **kwargs)  # as a member of the new arrangement
+        if autocast != engine.arrangement.autocast:
+            engine.adapt_to_autocast(member, autocast)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
         compute = partial(forward, *args, **kwargs)

@@ -17,8 +17,8 @@ registry or raises. And they derive from the plain class alone, so whatever the 
 
 [Note: what is in a graph]
 `torch.compile` sees the call of a unit's module, including the user's hooks, and nothing of the engine, because the
-gate is around it. Weights are inputs of the graph. So units that are alike share one graph, and neither a weight that
-moves nor a new arrangement costs a compilation.
+gate is around it. Weights are inputs of the graph. So units that are alike share one graph, and no weight that moves
+costs a compilation.
 
 [Note: steps that stay open]
 A call begins a step, and what follows belongs to it, up to its backward or an optimizer's step. This is for loops whose
@@ -74,7 +74,6 @@ def install_gate(member: Member, calls: Calls) -> None:
     module = member.module
     _gates[id(module)] = (calls, member)
     _change_class(module, type(module))
-    calls.gate_classes.add(type(module))
 
 
 def remove_gate(member: Member) -> None:

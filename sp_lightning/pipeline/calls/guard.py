@@ -9,8 +9,8 @@ to wait.
 *In a step, serve.* `F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a weight
 of its child, `module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters,
 which lie on the host. An operation on one gets the weight on the device, in memory of its own, so that this step is
-right; from the next arrangement on it is a device parameter. The same goes for a weight that autocast lowers and that
-is used in its own dtype, too (autocast.py): it is sent in that from the next arrangement on. Reading attributes and
+right; from when weights are placed next it is a device parameter. The same goes for a weight that autocast lowers and
+that is used in its own dtype, too (autocast.py): it is sent in that from then on. Reading attributes and
 writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all that happens while an
 optimizer steps.
 """
@@ -96,17 +96,18 @@ def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class Guard:
-    """Guards the masters of an engine's arrangement, and decides what follows from accesses to them."""
+    """Guards the masters of an engine's weights, and decides what follows from accesses to them."""
 
     def __init__(self, engine: Engine) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
         self.window = engine.window
         self._engine = engine
-        self._weights = [weight for weight in engine.arrangement.weights if not isinstance(weight, QuantizedWeight)]
+        self._weights: list[Weight] = []
 
-    def install(self) -> None:
-        """Guard the masters."""
+    def install(self, weights: Iterable[Weight]) -> None:
+        """Guard the masters of weights."""
+        self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         for weight in self._weights:
             weight.guard = self
             _guarded[id(weight.master)] = self, weight
@@ -240,13 +241,13 @@ class Guard:
         return leaf if leaf.dtype is weight.dtype else self.serve(weight)
 
     def keep_as_is(self, weight: Weight) -> None:
-        """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
+        """Send a weight in its own dtype from when it is placed next; if it is lowered now, make it resident."""
         self._engine.learned.casts.used_as_is.add(id(weight.master))
         if weight.lowered:
             self._make_resident(weight)
 
     def _make_resident(self, weight: Weight) -> None:
-        """Give a weight memory of its own on the device until the next arrangement, which is due."""
+        """Give a weight memory of its own on the device until weights are placed next, which is due."""
         if in_transform():  # to which new memory would belong
             raise RuntimeError(
                 f"Weight {weight.name!r} is used outside of its module, within a transform of "

@@ -79,6 +79,7 @@ class StagingBuffers:
     def close(self) -> None:
         """Let go of the buffers."""
         self._buffers.clear()
+        self.count = STAGING_BUFFERS
 
 
 def landing_buffers(units: int) -> int:
@@ -89,12 +90,17 @@ def landing_buffers(units: int) -> int:
 class LandingBuffers:
     """Host memory through which gradients pass: buffers of the sizes of the largest units, made when first needed."""
 
-    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
+    _sizes: list[int]  # the smallest first
+
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        sizes = sorted(gradient_bytes(unit.weights) for unit in units)
-        self._sizes = sizes[-landing_buffers(len(units)) :]  # the smallest first
         self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
+
+    def serve(self, units: Sequence[Unit]) -> None:
+        """Have buffers for these units, from when one is needed."""
+        sizes = sorted(gradient_bytes(unit.weights) for unit in units)
+        self._sizes = sizes[-landing_buffers(len(units)) :]
 
     def make_room(self, nbytes: int) -> None:
         """Have a buffer for so much, too, in place of the smallest, before the first is taken."""
@@ -114,8 +120,7 @@ class LandingBuffers:
             return buffer
 
     def _fitting(self, nbytes: int) -> list[LandingBuffer]:
-        free = [buffer for buffer in self._buffers if buffer.is_free]
-        return [buffer for buffer in free if buffer.bytes.nbytes >= nbytes]
+        return [buffer for buffer in self._buffers if buffer.is_free and buffer.bytes.nbytes >= nbytes]
 
     def abandon(self) -> None:
         """Release all buffers, after an exception."""
@@ -161,7 +166,7 @@ class Routes:
     def __init__(self, window: Window) -> None:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
-        self.landing = LandingBuffers(window.units, window.backend)
+        self.landing = LandingBuffers(window.backend)
         self._backend = window.backend
         self._stats = window.stats
 

@@ -52,22 +52,18 @@ class GradientStream:
             tells whether somebody sees how it is added up.
     """
 
-    def __init__(
-        self,
-        by_segment: Sequence[SegmentGradients],
-        window: Window,
-        routes: Routes,
-        averages: Averages | None,
-    ) -> None:
+    def __init__(self, window: Window, routes: Routes) -> None:
         self.early: StepInBackward | None = None
-        self.of: dict[Weight, Gradient] = {}
-        for of_segment in by_segment:
-            self.of.update(zip(of_segment.segment.weights, of_segment.gradients, strict=True))
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
-        self.averages = averages  # over processes; None if there is only one
-        self._by_segment = by_segment
+        self.averages: Averages | None = None  # over processes; None if there is only one
         self._window = window
+        self.bring(())
+
+    def bring(self, by_segment: Sequence[SegmentGradients]) -> None:
+        """Bring the gradients of these segments from now on; it has none of others."""
+        self._by_segment = by_segment
+        self.of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
 
     # ------------------------------------------------------------------------------------------ while backward runs
 

@@ -39,21 +39,19 @@ class Living:
     @torch.inference_mode(False)  # the step may be one of an evaluation
     @torch.no_grad()
     def follow(self, arrangement: Arrangement) -> None:
-        """Move what an arrangement has elsewhere, before it lays anything out; first what leaves the device."""
-        held = self._memory.masters()
+        """Move what is to live elsewhere, before anything is laid out; first what leaves the device."""
         # all processes share state in one order
         units = sorted(arrangement.all_units, key=attrgetter("name"))
         for unit in units:
-            leaving = [weight.master for weight in unit.weights if id(weight.master) not in held]
+            leaving = [weight.master for weight in unit.weights if weight.lives]
             if self._processes is not None and not self._processes.box.is_keeper:
                 self._states.drop(leaving)
-            self._move([weight.master for weight in unit.weights], HOST)
+            self._move(leaving, HOST)
         for unit in units:
-            living = [weight.master for weight in unit.weights_on_device]
-            coming = [master for master in living if id(master) in held]
+            coming = [weight.master for weight in unit.weights_on_device if not weight.lives]
             if self._processes is not None:
                 self._states.share(coming, self._processes)
-            self._move(living, self._device)
+            self._move(coming, self._device)
             if self._device == HOST:  # the emulated device: there is no other memory, so they are copied
                 copy_parameters(coming)
 

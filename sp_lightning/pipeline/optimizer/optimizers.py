@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -50,6 +50,7 @@ from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import stand_in_for
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
 class Optimizers:
@@ -58,8 +59,8 @@ class Optimizers:
     def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
         self.clipping = Clipping(at_work)
         self._at_work = at_work
-        self._weights: Mapping[int, Weight] = {}
-        self._living: Collection[int] = ()
+        self._weights: dict[int, Weight] = {}
+        self._living: set[int] = set()
         self._closures = 0  # how many times the step under way has called its closure
         self._processes = processes
         self._overlaps = overlaps
@@ -74,18 +75,14 @@ class Optimizers:
         self._by_unit = False  # whether the step under way is followed by steps of units
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
 
-    def work_with(
-        self, steps: UnitSteps, weights: Mapping[int, Weight], living: Collection[int], parameters: Collection[int]
-    ) -> None:
-        """Work from now on with these steps, of weights by the identities of masters.
-
-        Others are `living` on the device; all are among the module's `parameters`.
-        """
+    def work_with(self, steps: UnitSteps, arrangement: Arrangement, parameters: Collection[int]) -> None:
+        """Work from now on with these steps, of weights that lie like this, among the module's parameters."""
         self._steps = steps
-        self._weights = weights
-        self._living = living
+        # by the identities of masters; others live on the device
+        self._weights = {id(weight.master): weight for weight in arrangement.weights}
+        self._living = set(map(id, arrangement.parameters_on_device))
         self._parameters = parameters
-        self.clipping.work_with(steps, weights)
+        self.clipping.work_with(steps, self._weights)
 
     def have_weights_of(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any of the module's parameters."""
@@ -277,10 +274,10 @@ class Optimizers:
             early.abandon()
 
     def leave_weights(self) -> None:
-        """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
+        """Leave all steps to the optimizers' own code, until weights have their places."""
         self._plans.clear()  # they would hold memory for state that lies elsewhere by now
         self._weights = {}
-        self._living = ()
+        self._living = set()
         self._early = None
 
     def close(self) -> None:

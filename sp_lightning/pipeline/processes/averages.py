@@ -86,7 +86,7 @@ class Averages:
 
     @property
     def lacks_some(self) -> bool:
-        """Whether a weight is trained now that has no sum, as it was frozen when units were arranged."""
+        """Whether a weight is trained now that has no sum, as it was frozen when weights were placed."""
         lacking = [of_segment for of_segment in self._by_segment if of_segment not in self._sums]
         gradients = chain.from_iterable(of_segment.gradients for of_segment in lacking)
         return any(gradient.weight.master.requires_grad for gradient in gradients)

@@ -51,21 +51,19 @@ def find_units(
     policy: UnitPolicy | None = None,
     resident: Sequence[str] = (),
     device_bytes: int | None = None,
-    split: Sequence[nn.Module] = (),
-    used_outside: Collection[int] = (),
+    split: Collection[str] = (),
     k_prime: int = 1,
-    order: Sequence[str] = (),
 ) -> Division:
     """Find the units of a module tree, by the user's `policy` or by the rules at the top of this file.
 
     Blocks above a part of `device_bytes` are descended into, and so are those that turned out not to be called
-    themselves (`split`). What is named in `resident`, or turned out to be `used_outside`, stays on the device. Of
-    what is found, `k_prime` neighbors are one unit. Units are expected in the `order` of these names.
+    themselves (`split`). What is named in `resident` stays on the device. Of what is found, `k_prime` neighbors are one
+    unit.
 
     Raises:
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
     """
-    tree = Tree(root, resident, split, used_outside)
+    tree = Tree(root, resident, split)
     if not (tree.weights or tree.unmanaged):
         raise ValueError(f"`{type(root).__name__}` has no parameters, so there is nothing to stream.")
     largest = _LARGEST_UNIT_BYTES
@@ -75,7 +73,7 @@ def find_units(
         atoms = _atoms_by_structure(tree, largest)
     else:
         atoms = _atoms_by_policy(tree, policy)
-        if not (atoms or split or used_outside) and tree.total:
+        if not (atoms or split) and tree.total:
             raise _nothing_matches(policy, root)
     parts, resident_weights = _join_sharing(tree, atoms)
     if policy is None:
@@ -92,9 +90,14 @@ def find_units(
     for unit in [*units, rest]:
         for weight in unit.weights:
             weight.unit = unit
-    division = Division(units, rest, _add_remaining_members(tree, units, rest), tree.unmanaged)
-    division.put_in_order(order)
-    return division
+    callers = _add_remaining_members(tree, units, rest)
+    streamed_members = [member for unit in units for member in unit.members]
+    for index, member in enumerate(streamed_members):
+        assert member.unit is not None
+        member.index = index
+        member.is_streamed = True
+        member.unit_name = member.unit.name
+    return Division(units, rest, streamed_members, callers, tree.unmanaged)
 
 
 def _nothing_matches(policy: UnitPolicy, root: nn.Module) -> ValueError:
@@ -246,7 +249,7 @@ def _make_unit(tree: Tree, part: Sequence[nn.Module], resident: Set[Weight]) -> 
     names = [tree.names[id(atom)] for atom in part]
     unit = Unit(names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}")
     unit.members = [_make_member(tree, atom, unit) for atom in part]
-    weights = dict.fromkeys(entry.weight for member in unit.members for entry in member.entries)
+    weights = dict.fromkeys(entry.weight for member in unit.members for entry in member.every_entry)
     unit.weights = [weight for weight in weights if weight not in resident]
     # what is stepped is sent in one copy
     unit.weights.sort(key=lambda weight: weight.master.requires_grad)
@@ -262,7 +265,7 @@ def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, owners: Itera
     for owner in module.modules() if owners is None else owners:
         for key, parameter in owner._parameters.items():
             if parameter is not None and id(parameter) in tree.weights:
-                member.entries.append(Entry(owner._parameters, key, tree.weights[id(parameter)]))
+                member.every_entry.append(Entry(owner._parameters, key, tree.weights[id(parameter)]))
         if isinstance(owner, nn.RNNBase):
             weights = [tree.weights[id(p)] for p in owner._flat_weights if id(p) in tree.weights]
             if len(weights) == len(owner._flat_weights):
@@ -288,7 +291,7 @@ def _add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) ->
         if is_called(module) and not isinstance(module, torch.jit.ScriptModule):
             whole = not around_units and module is not tree.root and tree.may_be_member(module)
             member = _make_member(tree, module, resident, None if whole else [inner])
-            if member.entries:
+            if member.every_entry:
                 resident.members.append(member)
             elif around_units or module is tree.root:
                 callers.append(_make_member(tree, module, None, _looked_into(inner, have_gates)))

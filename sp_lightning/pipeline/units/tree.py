@@ -30,8 +30,7 @@ class Tree:
         self,
         root: nn.Module,
         resident: Sequence[str],
-        split: Collection[nn.Module] = (),
-        used_outside: Collection[int] = (),
+        split: Collection[str] = (),
     ) -> None:
         self.root = root
         # also of modules that say they equal others, which torch leaves out
@@ -40,17 +39,15 @@ class Tree:
         # weights that the engine can manage, by the identity of the parameter
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
-        self._split = {id(module) for module in split}
+        self._split = split
         self._collect_weights()
         stay = set(map(id, self._named(resident)))
-        kept = stay.union(used_outside)
-        self.resident = {weight for key, weight in self.weights.items() if key in kept}
+        self.resident = {weight for key, weight in self.weights.items() if key in stay}
         for key, weight in list(self.weights.items()):
             if weight in self.resident and isinstance(weight, QuantizedWeight):
                 # nobody notices uses outside of its module
                 del self.weights[key]
                 self.unmanaged[weight.name] = weight.master
-        # also those that are used outside: whatever these are, the tree is divided in the same way
         streams = self.weights.keys() - stay
         self._bytes = {
             id(module): sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in streams)
@@ -72,7 +69,7 @@ class Tree:
 
     def may_be_member(self, module: nn.Module) -> bool:
         """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
-        return is_called(module) and id(module) not in self._split
+        return is_called(module) and self.names[id(module)] not in self._split
 
     def _collect_weights(self) -> None:
         tied = _tied_by_memory(self.root)

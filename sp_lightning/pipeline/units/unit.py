@@ -8,11 +8,12 @@ module tree.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
@@ -51,7 +52,7 @@ class Unit:
         # where it lies
         # its number among the units of the window, in expected order; -1 for a single weight
         self.index = -1
-        self.segments: list[Segment] = []  # the host memory that it is copied from
+        self.segments: Sequence[Segment] = []  # the host memory that it is copied from
         self.nbytes = 0  # bytes it takes on the device
         # units whose places overlap its own; if there are none, it is loaded only when its masters have changed
         self.conflicts: frozenset[Unit] = frozenset()
@@ -81,15 +82,27 @@ class Unit:
         return [*self.weights, *self.weights_on_device]
 
     def lie_in(self, place: Tensor) -> None:
-        """Have it copied to this device memory."""
+        """Have it copied to this device memory, and its weights' twins lie there."""
         self.place, begin = place, 0
         for segment in self.segments:
             segment.place = place[begin : begin + segment.nbytes]
             begin += segment.nbytes
+            for weight, data in segment.views():
+                weight.twin.lie_in(self, data)
 
-    def send(self, segments: Iterable[Segment]) -> None:
-        """Have it copied from this host memory."""
-        self.segments = list(segments)
+    def leave_place(self) -> None:
+        """Let go of the device memory; nothing is left there, nor in what twins graphs have besides."""
+        self.place = torch.empty(0, dtype=torch.uint8, device="cpu")
+        for segment in self.segments:
+            segment.place = self.place
+        for weight in self.weights:
+            weight.leave_device(self)
+
+    def send(self, segments: Sequence[Segment], pin: bool = True) -> None:
+        """Have it copied from this host memory, pinned if that is possible."""
+        for segment in segments:
+            segment.prepare(pin)
+        self.segments = segments
         self.nbytes = sum(segment.nbytes for segment in self.segments)
         self.is_followed = any(segment.is_followed for segment in self.segments)
 
@@ -130,7 +143,8 @@ class Member:
         self.unit_name = name
         self.is_streamed = False  # whether its unit streams
         self.index = -1  # its number among the members of streamed units; -1 for others
-        self.entries: list[Entry] = []  # every entry that holds a weight which its call may use
+        self.every_entry: list[Entry] = []  # that holds a weight which its call may use
+        self.entries: list[Entry] = []  # those of weights that do not live on the device
         # RNN modules at or below it, with the weights in their own list (`_flat_weights`)
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.needed: list[Unit] = []  # units that have to be on the device for its call
@@ -139,8 +153,6 @@ class Member:
         self.entered = 0  # how many times it has been called since it was attached
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
-        # parameters that its call may use and that live on the device
-        self.parameters_on_device: list[nn.Parameter] = []
 
     def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
         """Put twins in place of the masters. Masters are read, so the guard must not look.
@@ -155,7 +167,7 @@ class Member:
             if entry.parameters.get(entry.key) is master:
                 entry.parameters[entry.key] = twin.parameter
         for module, weights in self.recurrent:
-            present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.entries}
+            present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
@@ -193,7 +205,8 @@ class Member:
         return any(entry.weight is weight for entry in self.entries)
 
     def find_needed(self) -> None:
-        """Determine which units have to be on the device for its call."""
+        """Determine which weights have to be on the device for its call, and with them which units."""
+        self.entries = [entry for entry in self.every_entry if not entry.weight.lives]
         self.needed = list(dict.fromkeys(entry.weight.twin.unit for entry in self.entries))
 
 
@@ -203,41 +216,25 @@ class Division:
 
     units: list[Unit]  # streamed units in expected order
     resident: Unit  # all resident weights as one unit; its members are modules that own some
+    streamed_members: list[Member]  # of these units, in the order of the tree
     callers: list[Member]  # members without a unit: modules around units, whose calls open a step
     # parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules, those that share
     # memory with others); they are moved to the device
     unmanaged: dict[str, nn.Parameter]
 
+    def make_resident(self, names: Collection[str]) -> None:
+        """Have weights of these names be resident; their units go on without them."""
+        for unit in self.units:
+            for weight in [weight for weight in unit.weights if weight.name in names]:
+                unit.weights.remove(weight)
+                weight.unit = self.resident
+                self.resident.weights.append(weight)
+
     def put_in_order(self, names: Sequence[str]) -> None:
-        """Expect units in the order of these names, and units that are not named after them."""
+        """Expect units in the order of these names, and then those that are not named."""
         ranks = {name: rank for rank, name in enumerate(names)}
         self.units.sort(key=lambda unit: ranks.get(unit.name, len(ranks)))
-        index = 0
-        for unit in self.units:
-            for member in unit.members:
-                member.index = index
-                member.is_streamed = True
-                member.unit_name = unit.name
-                index += 1
-
-    def leave_on_device(self, units: Collection[Unit]) -> None:
-        """Stop managing the weights of these units, and manage only their calls."""
-        left: set[Weight] = set()
-        for unit in units:
-            left.update(unit.weights)
-            unit.weights_on_device = unit.weights
-            unit.weights = []
-        if not left:
-            return
-        for weight in left:
-            weight.leave_host()
-        members = [member for unit in (*self.units, self.resident) for member in unit.members]
-        for member in [*members, *self.callers]:
-            staying = [entry for entry in member.entries if entry.weight in left]
-            member.parameters_on_device = [entry.weight.master for entry in staying]
-            member.entries = [entry for entry in member.entries if entry.weight not in left]
-            member.recurrent = [(module, weights) for module, weights in member.recurrent if left.isdisjoint(weights)]
 
     def all_units(self) -> list[Unit]:
         """Return the streamed units, and then the resident one if it holds anything."""
-        return [*self.units, *([self.resident] if self.resident.weights else [])]
+        return [*self.units, *([self.resident] if self.resident.every_weight else [])]

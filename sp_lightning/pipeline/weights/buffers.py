@@ -95,7 +95,6 @@ class HostBuffer:
                 memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self.bytes: Tensor = memory  # empty once it was released
         self.nbytes = memory.nbytes  # its size, also after that
-        self.tensors: list[Tensor] = []  # the weights in it, as `Weight.host` has them
         # for copies and gradients of these, by what it is for
         self.beside: dict[str, HostBuffer] = {}
         self._backend = backend
@@ -127,10 +126,9 @@ class HostBuffer:
             _advise(self._wiped, _KEEP_ON_FORK)
         self._wiped = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.tensors = []
 
     def get_beside(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
-        """Return memory beside that of weights, which stays, from one arrangement to the next, for as many bytes.
+        """Return memory beside that of weights, which stays, wherever these are placed, for as many bytes.
 
         If it is had `together`, the processes that share the weights share this, too.
         """

@@ -48,14 +48,11 @@ class QuantizedTwin(Twin):
 
     _places: Sequence[Tensor]
 
-    def _make_leaf(self) -> nn.Parameter:
-        leaf = _copy_on(self.data.device, self.weight.master)
-        self._places = _divide(self.data, parts_of(leaf))
-        _lay(leaf, self._places)
-        return leaf
+    def _make_leaf(self, data: Tensor) -> nn.Parameter:
+        return _copy_on(data.device, self.weight.master)
 
-    def lay_leaf(self) -> None:
-        """Lay the leaf over the twin's memory, or over the master's if that was given up."""
+    def _lay_leaf(self) -> None:
+        # over the master's memory if the twin has none
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
@@ -111,7 +108,7 @@ class QuantizedWeight(Weight):
         return all(part.data_ptr() == start + offset for part, offset in parts)
 
     def follow(self) -> int:
-        """Return its version, or raise if it was given other memory, a reason between steps to arrange units anew."""
+        """Return its version, or raise if it was given other memory, a reason between steps to attach anew."""
         if not self.lies_in(self.home):
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "

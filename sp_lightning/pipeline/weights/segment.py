@@ -14,8 +14,7 @@ device. So beside adapters that are stepped, a frozen base that still lies there
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,23 +36,28 @@ class Segment:
 
     place: Tensor  # the device memory that it is copied to
 
-    def __init__(self, weights: Sequence[Weight], pin: bool, memory: HostBuffer) -> None:
+    def __init__(self, weights: Sequence[Weight], memory: HostBuffer) -> None:
         self.weights = list(weights)
-        # where each weight begins in what is sent, and how much that is
-        self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in weights])
         self.epoch = 0  # grows with every change of a master; see [Note: epochs]
         self.lying = NOTHING  # the epoch when what lies in its place was sent
         self.memory = memory  # the memory that the masters lie in
-        for weight, tensor in zip(self.weights, self.memory.tensors, strict=True):
-            # not after `p.data = ...`: it is sent from where that lies
-            if weight.host is weight.home:
-                weight.host = tensor
-            weight.home = tensor
+        # whether another process owns the masters, and this one has them, too
+        self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
+        self._versions: list[int] = []  # at the last look
+        self._replacements = sum(weight.replacements for weight in self.weights)
+        # whether a master was changed by something else than a step, since this was last asked
+        self.is_edited = False
+        self._look()
+
+    def prepare(self, pin: bool) -> None:
+        """Have ready what is sent, in the dtypes in which weights are sent now."""
+        # where each weight begins in what is sent, and how much that is
+        self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in self.weights])
         # for each weight the copy that is sent; None where the master itself is
         self.copies: list[Tensor | None] = [None] * len(self.weights)
         # the memory that is sent: the same, or that of copies in the dtype that is sent
         self.source = self.memory
-        if any(weight.lowered for weight in weights):
+        if any(weight.lowered for weight in self.weights):
             self.memory.unpin()
             self.source = self.memory.get_beside("copies", self.nbytes, pin, together=True)
             self.copies = [
@@ -66,14 +70,12 @@ class Segment:
             if pin:
                 self.memory.pin()
         self.sends_copies = self.source is not self.memory
-        # whether another process owns the masters, and this one has them, too
-        self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
         self._copied_epoch = NOTHING
-        self._versions: list[int] = []  # at the last look
-        self._replacements = sum(weight.replacements for weight in self.weights)
-        # whether a master was changed by something else than a step, since this was last asked
-        self.is_edited = False
-        self._look()
+
+    def views(self) -> Iterator[tuple[Weight, Tensor]]:
+        """Yield each weight with its values in the place on the device."""
+        for weight, offset in zip(self.weights, self.offsets, strict=True):
+            yield weight, tensor_in(self.place, offset, weight.host, weight.compute_dtype)
 
     # -------------------------------------------------------------------------------------------------- their changes
 
@@ -158,9 +160,7 @@ class Segment:
         begin = weight.home.data_ptr() - self.memory.bytes.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
-        piece = HostBuffer(nbytes, backend, pin=False, memory=memory)
-        piece.tensors = [weight.home]
-        return piece
+        return HostBuffer(nbytes, backend, pin=False, memory=memory)
 
 
 def written_by_follower(weight: Weight) -> RuntimeError:
@@ -172,8 +172,16 @@ def written_by_follower(weight: Weight) -> RuntimeError:
     )
 
 
+def sent_together(weights: Iterable[Weight]) -> list[list[Weight]]:
+    """Return what of these weights of a unit is sent together: the frozen ones, and the trained ones."""
+    parts: dict[bool, list[Weight]] = {False: [], True: []}
+    for weight in weights:
+        parts[weight.master.requires_grad].append(weight)
+    return [part for part in parts.values() if part]
+
+
 class HostMemory:
-    """The memory that masters lie in, from one arrangement to the next: masters that stay together do not move.
+    """The memory that masters lie in, and what lies beside it; masters that stay together do not move.
 
     If processes share it, so is that of copies. It is made in all of them at the same moments, in the same order.
 
@@ -185,51 +193,45 @@ class HostMemory:
         self.progress = progress  # shows how it is filled
         self._backend = backend
         self._box = box
-        # by the identities of the masters in them
-        self._buffers: dict[tuple[int, ...], HostBuffer] = {}
+        self._buffers: list[HostBuffer] = []
         self._is_new = False  # whether some of it was made since values were waited for
-
-    def masters(self) -> set[int]:
-        """Return the identities of masters that there is memory for."""
-        return set(chain.from_iterable(self._buffers))
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""
-        beside = [buffer.beside.get(purpose) for buffer in self._buffers.values()]
+        beside = [buffer.beside.get(purpose) for buffer in self._buffers]
         return sum(each.nbytes for each in beside if each is not None)
 
-    def segment(self, weights: Sequence[Weight]) -> Segment:
-        """Make a segment of weights: in the memory in which they lie, in this order, or in new memory."""
-        masters = tuple(id(weight.master) for weight in weights)
-        memory = self._buffers.get(masters)
-        if memory is not None:
-            lying = zip(weights, memory.tensors, strict=True)
-            if not all(weight.lies_in(place) for weight, place in lying):
-                self._buffers.pop(masters).release()
-                memory = None
-        if memory is None:
-            memory = self._buffers[masters] = self._new_memory(weights)
-            self._is_new = True
-            copied = [weight.master.data for weight in weights]
-            for weight, place in zip(weights, memory.tensors, strict=True):
-                weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
-            release(copied)
-        return Segment(weights, True, memory)
+    def gather(self, weights: Sequence[Weight], segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Return the segments of a unit's weights: those that it has, if the same weights are still sent together."""
+        parts = sent_together(weights)
+        if parts == [segment.weights for segment in segments]:
+            return segments
+        for segment in segments:
+            segment.copies.clear()
+        return list(map(self._segment, parts))
 
-    def _new_memory(self, weights: Sequence[Weight]) -> HostBuffer:
+    def _segment(self, weights: Sequence[Weight]) -> Segment:
+        """Make a segment of weights, whose masters move into its memory."""
         offsets, nbytes = lay_out([weight.nbytes for weight in weights])
         names = [weight.name for weight in weights]
         shared = None if self._box is None else self._box.share(nbytes, names)
         memory = HostBuffer(nbytes, self._backend, False, shared)
+        self._buffers.append(memory)
+        self._is_new = True
+        copied = [weight.master.data for weight in weights]
         for weight, offset in zip(weights, offsets, strict=True):
-            memory.tensors.append(tensor_in(memory.bytes, offset, weight.layout, weight.dtype))
-        return memory
+            place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
+            weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
+            weight.lives = False
+        release(copied)
+        return Segment(weights, memory)
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other, in which no master lies any more."""
         kept = {segment.memory for segment in segments}
-        for masters in [masters for masters, memory in self._buffers.items() if memory not in kept]:
-            self._buffers.pop(masters).release()
+        for memory in [memory for memory in self._buffers if memory not in kept]:
+            memory.release()
+            self._buffers.remove(memory)
 
     def wait_for_values(self) -> None:
         """Wait until the process that owns the weights has moved them into memory that is shared."""

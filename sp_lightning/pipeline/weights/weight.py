@@ -7,7 +7,6 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,39 +36,38 @@ class Twin:
 
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
-        self.unit = unit  # the unit that has to be on the device for its values to be valid
-        self.data = data  # its values as a tensor outside of autograd
         with torch.inference_mode(False):
-            self.parameter = self._make_leaf()  # the leaf that graphs are built on
+            self.parameter = self._make_leaf(data)  # the leaf that graphs are built on
         leaf: Any = self.parameter
         leaf.twin_of = weight.name  # it may outlive this object
-        self.key = storage_key(data)  # the identity of its memory
         # whether the leaf required a gradient when the engine last set that
         self.required_gradient = False
         # collects its gradients, once it requires one
         self.gradient_hook: RemovableHandle | None = None
-        self.note_unchanged()
         # writes of a forward that the master got by a write in place: these count once
         self.write_backs = 0
+        self.lie_in(unit, data)
 
-    def _make_leaf(self) -> nn.Parameter:
-        leaf, master = self.weight.leaf_class(self.data, requires_grad=False), self.weight.master
+    def _make_leaf(self, data: Tensor) -> nn.Parameter:
+        leaf, master = self.weight.leaf_class(data, requires_grad=False), self.weight.master
         if isinstance(leaf, EagerLeaf):
             leaf.weight = self.weight
             leaf.__dict__ = master.__dict__
         return leaf
 
-    def moved_to(self, unit: Unit, data: Tensor) -> Twin:
-        """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
-        moved = copy(self)
-        moved.unit, moved.data, moved.key = unit, data, storage_key(data)
-        moved.lay_leaf()
-        return moved
-
-    def lay_leaf(self) -> None:
-        """Lay the leaf over the twin's memory, past its own setter, which dynamo would compile: torch 2.14 cannot."""
-        _DATA.__set__(self.parameter, self.data)
+    def lie_in(self, unit: Unit, data: Tensor) -> None:
+        """Lie elsewhere on the device, with the same leaf: graphs that have it still accumulate in it."""
+        self.unit = unit  # the unit that has to be on the device for its values to be valid
+        self.data = data  # its values as a tensor outside of autograd
+        self.key = storage_key(data)  # the identity of its memory
+        with torch.inference_mode(False), without_torch_function():
+            self._lay_leaf()
         self.note_unchanged()
+
+    def _lay_leaf(self) -> None:
+        # past its own setter, which dynamo would compile: torch 2.14 cannot
+        _DATA.__set__(self.parameter, self.data)
+        self.parameter.__class__ = self.weight.leaf_class
 
     @property
     def is_replaced(self) -> bool:
@@ -95,9 +93,12 @@ class Twin:
         """Note that the values are those of the master."""
         self._version_seen = self.leaf_version()
 
-    def refuse_gradients(self) -> None:
-        """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
+    def close(self) -> None:
+        """Make any gradient that still arrives raise an error: nothing stands for the weight here, and it'd be lost."""
         name = self.weight.name
+        # a reference cycle through C++ that Python's collector cannot see
+        if self.gradient_hook is not None:
+            self.gradient_hook.remove()
 
         def refuse(_: Tensor) -> None:
             raise outdated_graph_error(f"weight {name!r}")
@@ -141,6 +142,7 @@ class Weight:
         # what code outside of the engine finds at its master; None when detached
         self.guard: WeightGuard | None = None
         self.replacements = 0  # how often the master was found in other memory
+        self.lives = False  # whether the master is on the device, and has left host memory
         # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
         self.other_twins: list[Twin] = []
 
@@ -171,13 +173,18 @@ class Weight:
         self.master.data = host
         self.host = self.home = host
 
-    def leave_host(self) -> None:
-        """Let go of host memory: the weight lives on the device."""
-        self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
+    def leave_device(self, unit: Unit) -> None:
+        """Let go of its place on the device in a unit, and of the twins that graphs have besides."""
+        data = self.twin.data
+        self.twin.lie_in(unit, torch.empty(0, dtype=data.dtype, device=data.device))
+        for twin in self.other_twins:
+            twin.close()
+        self.other_twins.clear()
 
-    def lies_in(self, memory: Tensor) -> bool:
-        """Tell whether the master lies just where this tensor does."""
-        return self.master.data_ptr() == memory.data_ptr() and _form(self.master) == _form(memory)
+    def leave_host(self) -> None:
+        """Let go of host memory: the weight lives on the device, or nothing streams it any more."""
+        self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
+        self.lives = True
 
     def follow(self) -> int:
         """Find the master where `p.data = ...` has put it, in other memory than ours, or back; return its version.

@@ -1,4 +1,4 @@
-"""What an arrangement takes of the device's memory, and of the host's; how units share the former.
+"""What weights take of the device's memory, and of the host's; how units share the former.
 
 [Note: places in the arena]
 A unit has the same place for as long as the plan is in force, so raw aliases of its weights (a tensor stashed on an
@@ -53,7 +53,7 @@ class WindowPlan:
 
     @property
     def window(self) -> tuple[object, ...]:
-        """What units are arranged by."""
+        """What units are placed by."""
         return self.k, self.on_device, self.visiting
 
 

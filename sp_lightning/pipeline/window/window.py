@@ -111,7 +111,9 @@ class Window:
             segment.note_edit()
 
     def abandon(self) -> None:
-        """After an exception: treat every unit as absent, with no call inside."""
+        """Treat every unit as absent, with no call inside: after an exception, or as units get other places."""
+        self._lying.clear()
+        self._outdated.clear()
         for unit in self.units:
             for weight in unit.weights:
                 weight.twin.note_unchanged()

@@ -17,7 +17,7 @@ from torch.optim import SGD
 from sp_lightning.pipeline import Summary
 from sp_lightning.pipeline.options import Policy
 
-from ...helpers import attached, unit_bytes
+from ...helpers import attached, made_once, unit_bytes
 from ...zoo.blocks import Product
 
 
@@ -222,6 +222,7 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
     """In bf16; without autocast in fp32 again."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     with attached(model, k=2, units=nn.Linear, debug=False) as pipeline:
+        life = made_once(pipeline._engine)
         for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
             for step in range(3):
                 if step == 2:  # by then all units are in the dtype of this kind of step
@@ -231,3 +232,4 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
                 loss.backward()
             assert unit_bytes(pipeline) == [nbytes] * 4
             assert pipeline.stats.bytes_to_device == pipeline.stats.loads * nbytes > 0
+        assert made_once(pipeline._engine) == life

@@ -250,9 +250,6 @@ def test_must_overlap_raises_with_the_reason() -> None:
             plain_step(model, optimizer)
 
 
-# --------------------------------------------------------------------------------------------------------- param groups
-
-
 def parameters_of(optimizer: Optimizer) -> list[list[int]]:
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 

@@ -90,8 +90,8 @@ def check_division(model: nn.Module, division: Division) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for member in [*members, *division.resident.members, *division.callers]:
         assert modules[member.name] is member.module
-        assert all(entry.parameters[entry.key] is entry.weight.master for entry in member.entries)
-    reached = {id(entry.weight) for member in [*members, *division.resident.members] for entry in member.entries}
+        assert all(entry.parameters[entry.key] is entry.weight.master for entry in member.every_entry)
+    reached = {id(entry.weight) for member in [*members, *division.resident.members] for entry in member.every_entry}
     streamed = {id(weight) for unit in division.units for weight in unit.weights}
     assert streamed <= reached, "a streamed weight that no call brings"
 
