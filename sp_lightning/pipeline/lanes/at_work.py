@@ -81,6 +81,9 @@ class EngineAtWork(OfOneProcess):
             self._unseen.__exit__(*exc_info)
         self._lock.release()
 
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
     def refuse_others(self) -> None:
         """Raise if another thread computes with the model."""
         if {self.computes, self.goes_on} - {None, threading.get_ident()}:

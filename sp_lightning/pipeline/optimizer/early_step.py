@@ -39,6 +39,7 @@ class EarlyStep:
         self.plan = plan
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
+        self._had_state = set(optimizer.state)
         # with settings as they are when the first unit is stepped: hooks before backward may change them
         self._step: Step | None = None
         # gradients of a unit whose weights are still needed
@@ -111,8 +112,9 @@ class EarlyStep:
         if self._step is not None and self._step.awaited:
             self._steps.finish(self._step.awaited)  # of other processes, for which backward could not wait
             state = self.optimizer.state
-            for parameter in filter(state.__contains__, parameters_of(self.optimizer)):
-                state[parameter] = state.pop(parameter)  # in the order in which torch makes it
+            for parameter in parameters_of(self.optimizer):
+                if parameter in state and parameter not in self._had_state:
+                    state[parameter] = state.pop(parameter)  # in the order in which torch makes it
         for of_segment in self.stepped:
             of_segment.unit.is_ahead = False
             of_segment.acknowledge_step(self.keeps_gradients)

@@ -287,7 +287,8 @@ class Arrangement:
         if was_lowered:
             weight.other_twins.append(weight.twin)
             weight.leaf_class = EagerLeaf
-            weight.twin = weight.twin_class(weight, unit, place)
+            # not over the place: a leaf counts what is written to the very tensor that it is made of
+            weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))
         else:  # handles have the one that lies in its unit
             weight.twin = copy(weight.twin)
         unit.lie_in(place)
