@@ -127,8 +127,8 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 28,
     "files": 107,
     "imports that lead back": 6,
-    "lines of tests": 23_686,
-    "tokens": 113_753,
+    "lines of tests": 23_685,
+    "tokens": 113_747,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_824,
     "tokens of pipeline/activations": 9_073,
@@ -143,7 +143,7 @@ AT_MOST = {
     "tokens of planning": 13_485,
     "tokens of the top": 11_478,
     "tokens of timeline": 1_558,
-    "tokens of trainer": 7_326,
+    "tokens of trainer": 7_320,
 }
 
 

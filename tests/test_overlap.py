@@ -358,14 +358,7 @@ class Leaving(Module):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 2},
-        {"gradient_clip_val": 0.01},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    ],
-    ids=str,
+    "arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, BY_VALUE], ids=str
 )
 def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precision: str) -> None:
     assert_same_fit(Leaving, precision=precision, **arguments)

@@ -51,14 +51,20 @@ class Reads(Placed):
         assert self.model.blocks[4].gate.grad is not None
 
 
+class ClipsByValue(Placed):
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+
+
 @pytest.mark.parametrize(
     ("precision", "make", "module", "why"),
     [
         ("32-true", OURS, Reads, "the gradient of 'model.blocks.4.gate' was read"),
+        ("bf16-mixed", OURS, ClipsByValue, "the gradient of 'model.blocks.4.*' was read"),
         ("32-true", partial(FUSED, amsgrad=True), Placed, "AdamW does not step all of their weights in one pass"),
         ("16-mixed", FUSED, Placed, "a GradScaler has left it to the optimizer's own kernel"),
     ],
-    ids=["read", "no pass", "scaler"],
+    ids=["read", "clipped by value", "no pass", "scaler"],
 )
 def test_visits_that_never_happen_are_told(precision: str, make: Any, module: type[Placed], why: str) -> None:
     with pytest.warns(UserWarning, match=f"Units were to visit the device.* the host has stepped them.*{why}"):

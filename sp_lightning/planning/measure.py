@@ -76,7 +76,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         states.nbytes(masters),
         states.bytes_of_step(masters) if is_stepped and engine.backend.device.type != "cpu" else 0,
         trains=trains,
-        lives=plans and (not trains or (is_free or not is_stepped) and states.may_live_on_device(masters)),
+        lives=plans and (is_free or not is_stepped) and (not trains or states.may_live_on_device(masters)),
         visits=is_free and processes is None and states.may_visit(unit, engine.steps.fused),
     )
 

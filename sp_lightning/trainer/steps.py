@@ -30,8 +30,14 @@ _OF_THE_MODULE = (
     "manual_backward",
 )
 _OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
-_CLIPS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
-_OF_THE_PRECISION = ("backward", *_CLIPS, "optimizer_step", "post_backward")
+_OF_THE_PRECISION = (
+    "backward",
+    "clip_grad_by_norm",
+    "clip_grad_by_value",
+    "clip_gradients",
+    "optimizer_step",
+    "post_backward",
+)
 _BEFORE_ZERO_GRAD = ("optimizer_zero_grad", "on_before_zero_grad")
 _AFTER_THE_STEP = (
     "optimizer_step",
@@ -116,20 +122,20 @@ class StepsMixin(StrategyPart):
         """Decide when the next step of an optimizer, in automatic optimization or not, steps which weights."""
         trainer: Any = self._module.trainer
         limit = trainer.gradient_clip_val
-        clips = bool(limit)
         scales = getattr(self.precision_plugin, "scaler", None) is not None
+        needs_norms = scales or _is_users(self._module, "configure_gradient_clipping")
         reasons = [] if automatic else ["the step is not one of automatic optimization"]
         reasons += self._looks_at_gradients(trainer.callbacks)
-        if clips:
+        if limit:
+            needs_norms |= trainer.gradient_clip_algorithm != "value"
             reasons.append(f"`gradient_clip_val={limit}` looks at all gradients")
         if scales:
             reasons.append("the loss scaler has to look at all gradients")
         is_off = pipeline.options.overlap_optimizer is False
-        clips_by_itself = _is_users(self._module, "configure_gradient_clipping")
         return SteppingPlan(
             why_not="`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
             why_not_in_backward=next(iter(reasons), None),
-            needs_norms=scales or clips or clips_by_itself,
+            needs_norms=needs_norms,
             afterwards=self._afterwards(trainer.callbacks),
         )
 

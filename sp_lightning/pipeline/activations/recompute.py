@@ -165,10 +165,8 @@ class UnitCall:
             return "saves a nested tensor"
         if self._inputs.changeable is not None:
             kind = self._inputs.changeable
-            return (
-                f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`), "
-                "or has attributes of its own"
-            )
+            may = "which may change, or has attributes of its own"
+            return f"is given a {kind!r}, {may} (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]

@@ -39,7 +39,7 @@ class EarlyStep:
         self.plan = plan
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
-        self._had_state = set(optimizer.state)
+        self._had_state = set(optimizer.state)  # the parameters that have some before the step
         # with settings as they are when the first unit is stepped: hooks before backward may change them
         self._step: Step | None = None
         # gradients of a unit whose weights are still needed

@@ -29,7 +29,7 @@ from sp_lightning.pipeline.window.places import WindowPlan, check_host_memory, c
 
 
 class Learned:
-    """Findings that a pipeline makes while it runs, for when weights are placed next; by names.
+    """Findings that a pipeline makes while it runs, for when weights are placed next.
 
     The step in which something is found is right without it; the parts that find it see to that.
     """
