@@ -215,9 +215,10 @@ class Engine:
         if self.arrangement.is_lent_out():
             return
         with self.at_work:
-            is_converted = any(weight.is_converted for weight in self.arrangement.weights)
             living = self.arrangement.parameters_on_device
-            is_converted |= any(each.device != self.device for each in living)
+            is_converted = any(each.device != self.device for each in living)
+            for weight in self.arrangement.weights:
+                is_converted |= weight.is_converted
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
             self.rearrange(autocast)
         if torch.is_grad_enabled():

@@ -181,7 +181,7 @@ class SavedTensors:
         tensor: Tensor
         if type(packed) is Kept:
             return packed.get()
-        if isinstance(packed, _Handle):
+        if type(packed) is _Handle:
             tensor = packed.alias
             twin = self.twins.get(storage_key(tensor))
             name = f"weight {packed.twin.weight.name!r}"
@@ -201,8 +201,7 @@ class SavedTensors:
             twin = self.twins.get(storage_key(tensor))
         if twin is not None:
             assert self.backward is not None
-            with without_torch_function():
-                self.backward.bring_for_backward(twin)
+            self.backward.bring_for_backward(twin)
         return tensor
 
 

@@ -164,8 +164,10 @@ class BackwardPass:
 
     def note(self) -> None:
         """Note a sign of a backward pass; the first one opens the pass."""
+        if self.running and self._callback() is not None:
+            return
         self.forget_failed()
-        if not self.running and in_backward():
+        if in_backward():
             engine = self._engine
             with engine.at_work:
                 # asked again: the host's part of a graph and the device's run in threads of their own
@@ -173,13 +175,13 @@ class BackwardPass:
                     if engine.device.type == "cpu":  # else it is a thread of autograd's
                         engine.at_work.refuse_others()
                     engine.at_work.goes_on = get_ident()
-                    self.running = True
                     self._task = graph_task()
                     engine.arm_guard()
                     callback = partial(self._end)
                     # autograd keeps it alive for as long as the pass lives
                     self._callback = weakref.ref(callback)
                     when_backward_ends(callback)
+                    self.running = True  # from now on, threads without this lock believe the callback
 
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
@@ -293,15 +295,17 @@ class BackwardPass:
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
-        self._leave_units()
-        self._graphs.clear()  # not done: whoever still holds one may run backward again
-        if self.running:
-            self._engine.abandon_pass()
-        # before the memory that it reads is given to anybody else
-        self._engine.optimizers.abandon()
-        self._stream.abandon()
-        self.running = False
-        self._engine.at_work.goes_on = None
+        engine = self._engine
+        with engine.at_work:
+            self._leave_units()
+            self._graphs.clear()  # not done: whoever still holds one may run backward again
+            if self.running:
+                engine.abandon_pass()
+            # before the memory that it reads is given to anybody else
+            engine.optimizers.abandon()
+            self._stream.abandon()
+            self.running = False
+            engine.at_work.goes_on = None
 
     def _end(self) -> None:
         engine = self._engine

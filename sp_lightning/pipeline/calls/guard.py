@@ -170,9 +170,7 @@ class Guard:
         of_segment = gradient.of_segment
         if of_segment.state is State.EMPTY:
             return
-        if of_segment.state is State.CONSUMED or (reads and engine.backward.running):
-            with engine.at_work:
-                engine.backward.forget_failed()
+        engine.backward.forget_failed()
         if of_segment.state is State.CONSUMED:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "

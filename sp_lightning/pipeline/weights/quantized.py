@@ -56,8 +56,11 @@ class QuantizedTwin(Twin):
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
-    def leaf_version(self) -> int:
-        """Return a version that grows with every write of a forward."""
+    def note_unchanged(self) -> None:
+        """Note that the values are those of the master."""
+        self._version_seen = self._version_of_parts()
+
+    def _version_of_parts(self) -> int:
         return sum(part._version for part in parts_of(self.parameter))
 
     def is_touched(self) -> bool:
@@ -67,7 +70,7 @@ class QuantizedTwin(Twin):
         """
         lying = [part.data_ptr() for part in parts_of(self.parameter)]
         places = [place.data_ptr() for place in self._places]
-        if self.leaf_version() != self._version_seen or lying != places:
+        if self._version_of_parts() != self._version_seen or lying != places:
             _lay(self.parameter, self._places)
             raise RuntimeError(
                 f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other "

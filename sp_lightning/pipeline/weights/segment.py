@@ -98,14 +98,16 @@ class Segment:
 
         Nothing is known of a master that has other memory than ours.
         """
-        lies_elsewhere = False
-        versions = []
+        before, self._versions = self._versions, [weight.follow() for weight in self.weights]
+        return not self._is_at_home or self._versions != before
+
+    @property
+    def _is_at_home(self) -> bool:
+        """Whether all masters lie in the memory that they were given."""
         for weight in self.weights:
-            versions.append(weight.follow())
-            lies_elsewhere |= weight.host is not weight.home
-        is_changed = lies_elsewhere or versions != self._versions
-        self._versions = versions
-        return is_changed
+            if weight.host is not weight.home:
+                return False
+        return True
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         replacements = sum(weight.replacements for weight in self.weights)
@@ -144,10 +146,7 @@ class Segment:
 
     def pieces(self) -> list[tuple[Tensor, Tensor]]:
         """Return what to send, with where it goes: all in one piece, unless masters lie elsewhere."""
-        at_home = True
-        for weight in self.weights:
-            at_home &= weight.host is weight.home
-        if at_home or self.sends_copies:
+        if self.sends_copies or self._is_at_home:
             return [(self.place, self.source.bytes)]
         pieces = []
         for weight, begin in zip(self.weights, self.offsets, strict=True):

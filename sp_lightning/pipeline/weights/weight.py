@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.leaf import EagerLeaf
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.units.unit import Unit
@@ -38,8 +38,6 @@ class Twin:
         self.weight = weight
         with torch.inference_mode(False):
             self.parameter = self._make_leaf(data)  # the leaf that graphs are built on
-        leaf: Any = self.parameter
-        leaf.twin_of = weight.name  # it may outlive this object
         # whether the leaf required a gradient when the engine last set that
         self.required_gradient = False
         # collects its gradients, once it requires one
@@ -49,10 +47,12 @@ class Twin:
         self.lie_in(unit, data)
 
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
-        leaf, master = self.weight.leaf_class(data, requires_grad=False), self.weight.master
+        weight = self.weight
+        leaf = weight.leaf_class(data, requires_grad=False)
+        leaf.twin_of = weight.name  # it may outlive this object
         if isinstance(leaf, EagerLeaf):
-            leaf.weight = self.weight
-            leaf.__dict__ = master.__dict__
+            leaf.weight = weight
+            leaf.__dict__ = weight.master.__dict__
         return leaf
 
     def lie_in(self, unit: Unit, data: Tensor) -> None:
@@ -79,11 +79,7 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        return self.weight.version + self.leaf_version() - self.write_backs
-
-    def leaf_version(self) -> int:
-        """Return a version that grows with every write of a forward."""
-        return self.parameter._version
+        return self.weight.version + self.parameter._version - self.write_backs
 
     def is_touched(self) -> bool:
         """Tell whether a forward may have written to it since its values were those of the master."""
@@ -91,7 +87,7 @@ class Twin:
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
-        self._version_seen = self.leaf_version()
+        self._version_seen = self.parameter._version
 
     def close(self) -> None:
         """Make any gradient that still arrives raise an error: nothing stands for the weight here, and it'd be lost."""
@@ -131,11 +127,12 @@ class Weight:
         self.master = master
         # the master's memory as a plain tensor, and the engine's memory for it: the same, but after `p.data = ...`
         self.host = self.home = master.data
+        self._address = 0  # of `host`, where the master was at the last look
         self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
         self.dtype = master.dtype
         # the dtype in which it is sent, and its gradients come: its own, or the one that autocast lowers it to
         self.compute_dtype = master.dtype
-        self.leaf_class: type[nn.Parameter] = EagerLeaf
+        self.leaf_class: type[TwinParameter] = EagerLeaf
         # for each cast of it in graphs that may have a backward, the leaf that has the gradients of that cast
         self.casts: dict[object, nn.Parameter] = {}
         self.cast_in = 0  # the number of the graph with the last of these
@@ -172,6 +169,7 @@ class Weight:
             host.copy_(self.master.data)
         self.master.data = host
         self.host = self.home = host
+        self._address = host.data_ptr()
 
     def leave_device(self, unit: Unit) -> None:
         """Let go of its place on the device in a unit, and of the twins that graphs have besides."""
@@ -192,24 +190,23 @@ class Weight:
         Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
         """
         address = self.master.data_ptr()
-        if address == self.host.data_ptr():
-            return self.master._version + self.replacements
-        if self.is_converted:
-            raise RuntimeError(
-                f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
-                f"is {self.master.dtype} of shape {list(self.master.shape)} now, while a graph "
-                "waits for its backward or an optimizer has not stepped yet. Convert the module "
-                "between steps."
-            )
-        self.host = self.home if address == self.home.data_ptr() else self.master.data
-        self.replacements += 1
-        return self.version
+        if address != self._address:
+            if self.is_converted:
+                raise RuntimeError(
+                    f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
+                    f"is {self.master.dtype} of shape {list(self.master.shape)} now, while a graph "
+                    "waits for its backward or an optimizer has not stepped yet. Convert the module "
+                    "between steps."
+                )
+            self._address = address
+            self.host = self.home if address == self.home.data_ptr() else self.master.data
+            self.replacements += 1
+        return self.master._version + self.replacements
 
     @property
     def is_converted(self) -> bool:
         """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
-        has_moved = self.master.data_ptr() != self.home.data_ptr()
-        return has_moved and _form(self.master) != _form(self.home)
+        return self.master.data_ptr() != self._address and _form(self.master) != _form(self.home)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
