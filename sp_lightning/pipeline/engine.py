@@ -94,7 +94,7 @@ class Engine:
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
-        self._plan: WindowPlan | None = None  # the planner's choice that weights are placed by
+        self.plan: WindowPlan | None = None  # the planner's choice that weights are placed by
         # the plan that the planner wants, and the least that any of several processes may take of a device
         self._own_plan: WindowPlan | None = None
         self._least_budget: int | None = None
@@ -142,7 +142,7 @@ class Engine:
         self._is_arranged = False
         self.uninstall()
         self.learned = Learned(self.learned.divided)
-        self._plan = self.activations.auto = None
+        self.plan = self.activations.auto = None
         self.arrange(autocast)
 
     # ------------------------------------------------------------------------------------------------------- placing it
@@ -153,7 +153,7 @@ class Engine:
         self._is_arranged = False
         self._leave_places()
         arrangement.leave_places()
-        arrangement.choose(autocast, self._plan)
+        arrangement.choose(autocast, self.plan)
         self.living.follow(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
@@ -280,11 +280,11 @@ class Engine:
 
     def _follow(self, plan: WindowPlan | None, anew: bool = False) -> None:
         """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
-        before, self._plan = self._plan, plan
+        before, self.plan = self.plan, plan
         if anew or (before and before.window) != (plan and plan.window):
             self.place(self.arrangement.autocast)
-        elif self.arrangement.plan is before:
-            self.arrangement.plan = plan
+        elif plan is not None and self.arrangement.layout.window is before:
+            self.arrangement.layout.window = plan
         if self.activations.auto is not None:
             self.activations.auto.policies = {} if plan is None else plan.policies
 

@@ -44,7 +44,7 @@ class Summary:
         return cls(
             device=str(engine.device),
             units=len(arrangement.units),
-            k=arrangement.k,
+            k=layout.window.k,
             parameters=sum(weight.master.numel() for weight in weights),
             model_bytes=sum(weight.nbytes for weight in weights),
             device_bytes=layout.device_bytes + engine.visits.nbytes(),
@@ -58,7 +58,7 @@ class Summary:
             resident=tuple(weight.name for weight in arrangement.resident.weights),
             living=tuple(unit.name for unit in layout.units_on_device),
             visiting=tuple(unit.name for unit in arrangement.in_window if unit.visits),
-            plan=arrangement.plan,
+            plan=engine.plan if layout.window is engine.plan else None,
         )
 
     def rows(self) -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ class Fixed(Planner):
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
         arrangement = engine.arrangement
-        self.seen.append((arrangement.k, len(arrangement.parameters_on_device)))
+        self.seen.append((arrangement.layout.window.k, len(arrangement.parameters_on_device)))
         self.lives.add(made_once(engine))
         self.host_bytes = sum(segment.memory.nbytes for segment in arrangement.segments)
         k, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]

@@ -104,10 +104,10 @@ class Segment:
     @property
     def _is_at_home(self) -> bool:
         """Whether all masters lie in the memory that they were given."""
+        is_at_home = True
         for weight in self.weights:
-            if weight.host is not weight.home:
-                return False
-        return True
+            is_at_home &= weight.host is weight.home
+        return is_at_home
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         replacements = sum(weight.replacements for weight in self.weights)

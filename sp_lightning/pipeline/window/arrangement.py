@@ -187,9 +187,6 @@ class Arrangement:
         division.put_in_order(learned.order or ())
         self._choose_dtypes()
         self.layout = choose_device_layout(division, self._options, plan, self.budget)
-        self.k = self.layout.window.k
-        # the planner's choice, if it is in force
-        self.plan = plan if self.layout.window is plan else None
         for unit in self.layout.units_on_device:
             unit.weights, unit.weights_on_device = [], unit.weights
         units = self.all_units
@@ -240,7 +237,7 @@ class Arrangement:
         self.in_window[:] = self.all_units
         for index, unit in enumerate(self.in_window):
             unit.index = index
-            unit.visits = self._may_visit(unit)
+            unit.visits = unit.name in self.layout.window.visiting and not unit.resident
             unit.apart.clear()
             if unit in self.layout.staying:
                 unit.lie_in(self._backend.allocate(unit.nbytes))
@@ -255,13 +252,6 @@ class Arrangement:
             unit.conflicts = frozenset(overlapping - {unit})
         for member in self.members:
             member.find_needed()
-
-    def _may_visit(self, unit: Unit) -> bool:
-        """Tell whether a unit is to visit the device for optimizer steps; if processes share memory, one steps all."""
-        is_shared = any(segment.memory.shared is not None for segment in unit.segments)
-        if self.plan is None or unit.resident or is_shared:
-            return False
-        return unit.name in self.plan.visiting
 
     @property
     def named_on_device(self) -> dict[str, nn.Parameter]:
@@ -311,7 +301,7 @@ class Arrangement:
 
     def close(self) -> None:
         """Have nothing stand for weights any more. Idempotent."""
-        for unit in (*self.all_units, *self.in_window):
+        for unit in self.all_units:
             # saved weights lead to units, and must not lead to the module (see backward.py)
             unit.members.clear()
         # the garbage collector would only free memory with this object, a part of cycles
