@@ -107,7 +107,8 @@ def test_one_option_is_named(options, plan, remedy):
     module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
     pipeline = superpipeline(module, "cpu", **options)
     arrangement = pipeline.arrangement
-    arrangement.plan = plan
+    if plan is not None:
+        pipeline._engine.plan = arrangement.layout.window = plan
     arrangement.layout.units_on_device = [unit for unit in arrangement.units if plan and unit.name in plan.on_device]
     with pytest.raises(torch.OutOfMemoryError) as raised, out_of_memory_explained(pipeline, trains=True):
         raise torch.OutOfMemoryError(CUDA)
