@@ -186,7 +186,9 @@ class BackwardPass:
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
         if self.running and self._callback() is None:
-            self.abandon()
+            with self._engine.at_work:
+                if self._callback() is None:  # asked again: meanwhile, another thread may have opened the next pass
+                    self.abandon()
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -295,17 +297,15 @@ class BackwardPass:
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
-        engine = self._engine
-        with engine.at_work:
-            self._leave_units()
-            self._graphs.clear()  # not done: whoever still holds one may run backward again
-            if self.running:
-                engine.abandon_pass()
-            # before the memory that it reads is given to anybody else
-            engine.optimizers.abandon()
-            self._stream.abandon()
-            self.running = False
-            engine.at_work.goes_on = None
+        self._leave_units()
+        self._graphs.clear()  # not done: whoever still holds one may run backward again
+        if self.running:
+            self._engine.abandon_pass()
+        # before the memory that it reads is given to anybody else
+        self._engine.optimizers.abandon()
+        self._stream.abandon()
+        self.running = False
+        self._engine.at_work.goes_on = None
 
     def _end(self) -> None:
         engine = self._engine

@@ -86,7 +86,7 @@ class Calls:
             return
         if engine.backward.running or self._inside:
             self.abandon()  # a backward outside of any scope ended with an exception
-        goes_on = goes_on or engine.graphs.waiting()  # this is the backward of the previous step
+        goes_on |= engine.graphs.waiting()  # this is the backward of the previous step
         engine.graphs.has_served = False
         engine.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
