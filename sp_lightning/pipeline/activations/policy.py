@@ -160,7 +160,6 @@ class Activations:
         self._offloader = offloader
         # of the outermost call under way; None between managed calls
         self._route: Policy | None = None
-        self._call: UnitCall | None = None  # that call, if it is to recompute
         self._left_last: Bundle | None = None  # of the call of this step that was left last
         self._pending: Bundle | None = None  # the same, until something comes after it
         # that call, if what it saved is to be dropped then
@@ -212,25 +211,24 @@ class Activations:
         self._route = route
         if route == "recompute":
             self._let_pending_go()  # or what it holds would count for this call
-            self._call = self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
+            self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
-        call, self._saved.recording = self._call, None
-        if call is None:
+        call, self._saved.recording = self._saved.recording, None
+        if not isinstance(call, UnitCall):
             return
         call.conclude(output, warns=self.auto is None)
         if self.auto is not None:
             self.auto.end_call(call)
-        elif call.may_be_dropped and 2 * self._saved_at_turn <= call.footprint().saved:
+        elif 2 * self._saved_at_turn <= call.footprint().saved:
             self._to_drop = ref(call)
             return
-        if call.may_be_dropped:
-            call.drop()
+        call.drop()
 
     def end(self) -> None:
         """End the current call, also after an exception."""
-        self._route = self._call = self._saved.recording = None
+        self._route = self._saved.recording = None
         self._end_stretch()
 
     # ------------------------------------------------------------------------------- any call, and backward through one
@@ -261,8 +259,7 @@ class Activations:
         if bundle is None:
             return
         if bundle is self._pending:  # backward begins with it
-            self._pending = None
-            self._to_drop = None
+            self._pending = self._to_drop = None
         self._let_pending_go()
         self._offloader.reach(bundle)
 
@@ -270,8 +267,7 @@ class Activations:
         """Drop or send what the pending call has saved: backward does not begin with it ([Note: the turn])."""
         pending = self._pending
         call = None if self._to_drop is None else self._to_drop()
-        self._pending = None
-        self._to_drop = None
+        self._pending = self._to_drop = None
         if call is not None:
             call.drop()
         if pending is not None:

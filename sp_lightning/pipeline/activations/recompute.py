@@ -124,8 +124,8 @@ class UnitCall:
         return Footprint(held, saved, large, held + saved, self.may_be_dropped)
 
     def drop(self) -> None:
-        """Drop what autograd still needs of it."""
-        for kept in self._alive():
+        """Drop what autograd still needs of it, if it can be recomputed."""
+        for kept in self._alive() if self.may_be_dropped else ():
             kept.drop()
 
     def _is_worth_it(self, output: Any) -> bool:
