@@ -128,7 +128,7 @@ AT_MOST = {
     "files": 107,
     "imports that lead back": 6,
     "lines of tests": 23_685,
-    "tokens": 113_506,
+    "tokens": 113_209,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_824,
     "tokens of pipeline/activations": 9_073,
@@ -141,7 +141,7 @@ AT_MOST = {
     "tokens of pipeline/weights": 6_380,
     "tokens of pipeline/window": 5_815,
     "tokens of planning": 13_485,
-    "tokens of the top": 11_237,
+    "tokens of the top": 10_940,
     "tokens of timeline": 1_558,
     "tokens of trainer": 7_320,
 }
