@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import out_of_memory_explained
 from sp_lightning.trainer.processes import Meetings
 
 

@@ -33,7 +33,7 @@ from sp_lightning.trainer.checkpoint_io import (
     state_dict_on_host,
 )
 from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import out_of_memory_explained
 from sp_lightning.trainer.precision import autocast_of, host_precision
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 

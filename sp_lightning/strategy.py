@@ -25,11 +25,9 @@ from sp_lightning.trainer.host_memory import (
     keep_averages_on_host,
     materialize,
 )
-from sp_lightning.trainer.narrator import Narrator
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import CountedCopies, Narrator, TrainerProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
-from sp_lightning.trainer.progress import CountedCopies, TrainerProgress
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -120,7 +118,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             gradients_pass = each_is_stepped and all_pass
             check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
         self.setup_precision_plugin()
-        self._narrator.begin(trainer, self.pipeline, self._plans())
+        self._narrator.begin(trainer, self.pipeline, [plan.words(optimizer) for optimizer, plan in self._plans()])
 
     @override
     def model_to_device(self) -> None:
@@ -205,7 +203,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             checkpoint = {**checkpoint, "state_dict": others}
             strict = False
         nbytes = nbytes_of(checkpoint["state_dict"])
-        with self.progress.begin("Loading weights", nbytes) as work, CountedCopies(work):
+        with CountedCopies(self.progress.begin("Loading weights", nbytes)):
             super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()

@@ -66,8 +66,6 @@ class Namespace(FabricNamespace):
         super().__init__(name, "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric")
         callbacks = import_module(f"{name}.callbacks")
         self.summary = callbacks.ModelSummary
-        self.tqdm_bar = callbacks.TQDMProgressBar
-        self.tqdm = resolve_name(f"{name}.callbacks.progress.tqdm_progress:Tqdm")
         self.lambda_callback = callbacks.LambdaCallback
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.

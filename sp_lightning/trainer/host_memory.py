@@ -29,24 +29,24 @@ def materialize(module: nn.Module, follows: bool, lightning: FabricNamespace, pr
     """
     modules = list(module.named_modules())
     nbytes = sum(tensor.nbytes for _, owner in modules for tensor in _meta_tensors(owner))
-    with progress.begin("Initializing weights", nbytes) as work:
-        for name, owner in modules:
-            tensors = _meta_tensors(owner)
-            if not tensors:
-                continue
-            # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
-            reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-            if not callable(reset):
-                raise lightning.misconfiguration(
-                    f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
-                    "meta device and no `reset_parameters()` to fill them. Define that method, or "
-                    "build this module without `torch.device('meta')`."
-                )
-            _fill(tensors, reset)
-            for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
-                # which takes nothing before it is written to
-                parameter.data = torch.empty_like(parameter)
-            work.advance(_nbytes(tensors))
+    work = progress.begin("Initializing weights", nbytes)
+    for name, owner in modules:
+        tensors = _meta_tensors(owner)
+        if not tensors:
+            continue
+        # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
+        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+        if not callable(reset):
+            raise lightning.misconfiguration(
+                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
+                "meta device and no `reset_parameters()` to fill them. Define that method, or "
+                "build this module without `torch.device('meta')`."
+            )
+        _fill(tensors, reset)
+        for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
+            # which takes nothing before it is written to
+            parameter.data = torch.empty_like(parameter)
+        work.advance(_nbytes(tensors))
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:

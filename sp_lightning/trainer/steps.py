@@ -19,7 +19,7 @@ from sp_lightning.pipeline import Afterwards, Pipeline
 from sp_lightning.pipeline.lanes.at_work import optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer import StrategyPart
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import out_of_memory_explained
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (
@@ -68,6 +68,15 @@ class SteppingPlan:
         """Whether gradients are stepped as they come, and never wait for all others."""
         is_in_backward = self.why_not is None and self.why_not_in_backward is None
         return is_in_backward and self.afterwards is Afterwards.DROPPED
+
+    def words(self, optimizer: Optimizer) -> str:
+        """Say how the optimizer steps, and why."""
+        name = type(optimizer).__name__
+        if self.why_not is not None:
+            return f"{name} steps all weights after backward: {self.why_not}."
+        if self.why_not_in_backward is None:
+            return f"{name} steps each unit in backward, as soon as its gradients are complete."
+        return f"{name} steps unit by unit under the next forward: {self.why_not_in_backward}."
 
 
 class StepsMixin(StrategyPart):
