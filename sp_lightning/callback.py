@@ -76,31 +76,18 @@ class CallbackMixin(_Base):
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
-    def _begin_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def _begin_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         strategy = trainer.strategy
-        if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
+        if _is_within_a_fit(trainer) or not isinstance(strategy, SuperpipelineMixin) or strategy.pipeline is None:
+            return
+        if self._monitor is None:
             interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
             self._monitor = Monitor(strategy.pipeline, self.timeline_steps, interval)
-
-    on_train_start = on_test_start = on_predict_start = _begin_run
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if is_fitting(trainer):
+        if self._monitor.ends_recording():
             self._finish_recording(trainer)
-        else:
-            self._begin_run(trainer)
+        self._monitor.begin_step()
 
-    def _begin_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._monitor is not None:
-            self._evaluate(trainer, self._monitor, self._monitor.step_begins())
-
-    on_train_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
-
-    @override
-    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if not is_fitting(trainer):
-            self._begin_step(trainer)
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -117,12 +104,24 @@ class CallbackMixin(_Base):
             logger.log_metrics(values, step=step)
 
     def _finish_recording(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._monitor is not None:
-            self._evaluate(trainer, self._monitor, self._monitor.finish())
+        """End a recording, if there is one, and write it at once, as the run may end at any time."""
+        monitor = self._monitor
+        recording = None if monitor is None else monitor.finish()
+        if monitor is None or recording is None or self.timeline is None or not trainer.is_global_zero:
+            return
+        assert trainer.state.fn is not None
+        plan = monitor.pipeline.summary()
+        run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
+        try:
+            write_timeline(recording, self.timeline, caption=f"{run}, k={plan.k}, {plan.device}")
+        except OSError as error:  # must not end the training
+            self._warn_of_timeline(error)
 
-    on_train_epoch_end = _finish_recording
+    on_validation_start = on_train_epoch_end = _finish_recording
 
     def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if _is_within_a_fit(trainer):
+            return
         self._finish_recording(trainer)
         monitor = self._monitor
         self._monitor = None
@@ -134,12 +133,7 @@ class CallbackMixin(_Base):
         elif self.timeline is not None:
             self._warn_of_timeline("no step was recorded")
 
-    on_train_end = on_test_end = on_predict_end = _end_run
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not is_fitting(trainer):
-            self._end_run(trainer)
+    on_train_end = on_validation_end = on_test_end = on_predict_end = _end_run
 
     @override
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
@@ -148,21 +142,13 @@ class CallbackMixin(_Base):
                 self._monitor.finish()
         self._monitor = None
 
-    def _evaluate(self, trainer: Trainer, monitor: Monitor, recording: Recording | None) -> None:
-        """Write a recording, if there is a new one: at once, as the run may end at any time."""
-        if recording is None or self.timeline is None or not trainer.is_global_zero:
-            return
-        assert trainer.state.fn is not None
-        plan = monitor.pipeline.summary()
-        run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
-        caption = f"{run}, k={plan.k}, {plan.device}"
-        try:
-            write_timeline(recording, self.timeline, caption=caption)
-        except OSError as error:  # must not end the training
-            self._warn_of_timeline(error)
-
     def _warn_of_timeline(self, reason: object) -> None:
         self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {reason}.")
+
+
+def _is_within_a_fit(trainer: Trainer) -> bool:
+    """Tell whether a fit validates, of which nothing is measured."""
+    return is_fitting(trainer) and not trainer.training
 
 
 class Monitor:
@@ -179,28 +165,29 @@ class Monitor:
         self._times: dict[str, float] = {}  # what a recording has measured since then
         self._counted = self._count()
         self._shown = steps
-        self._interval = max(interval, _LEAST_INTERVAL, _SETTLING_STEPS + steps + 2)
-        self._seen = 0
-        self._last = 0  # the step whose beginning ends the recording
+        self._recorded = _SETTLING_STEPS + steps + 1  # steps from a recording's beginning to its end
+        self._interval = max(interval, _LEAST_INTERVAL, self._recorded + 1)
+        self._seen = 0  # steps
         self._scope = ExitStack()
         self._recording: Recording | None = None
 
-    def step_begins(self) -> Recording | None:
-        """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
+    def ends_recording(self) -> bool:
+        """Tell whether the step that has ended is the last one of a recording.
 
         A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
         """
-        finished = self.finish() if self._seen == self._last else None
+        return self._seen % self._interval == self._recorded
+
+    def begin_step(self) -> None:
+        """Note that a step is about to begin, now and then with a recording."""
         if self._seen % self._interval == 0:
             self._recording = self._scope.enter_context(self.pipeline.record())
-            self._last = self._seen + _SETTLING_STEPS + self._shown + 1
         self._seen += 1
-        return finished
 
     def finish(self) -> Recording | None:
-        """End the current recording early, if there is one, and return it if it shows anything new.
+        """End the current recording, if there is one, and return it if it shows anything new.
 
-        Called when the run ends, or something else comes between training steps.
+        Called early when the run ends, or something else comes between training steps.
         """
         recording = self._recording
         if recording is None:
@@ -234,14 +221,15 @@ class Monitor:
         peak = summary.device_bytes + summary.gradient_bytes
         peak += self.pipeline.stats.activation_peak_bytes
         on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
-        counted, before = self._count(), self._counted
-        steps = max(1, counted.pop("steps") - before.pop("steps"))
+        counted = self._count()
+        since = {name: count - self._counted[name] for name, count in counted.items()}
+        steps = max(1, since.pop("steps"))
         values = {
             "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
             "host_bytes": float(on_host),
-            **{name: (count - before[name]) / steps for name, count in counted.items()},
+            **{name: count / steps for name, count in since.items()},
             **self._times,
         }
-        self._counted = self._count()
+        self._counted = counted
         self._times = {}
         return values
