@@ -128,7 +128,7 @@ AT_MOST = {
     "files": 105,
     "imports that lead back": 6,
     "lines of tests": 23_626,
-    "tokens": 112_497,
+    "tokens": 112_408,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_770,
     "tokens of pipeline/activations": 9_073,
@@ -141,7 +141,7 @@ AT_MOST = {
     "tokens of pipeline/weights": 6_380,
     "tokens of pipeline/window": 5_813,
     "tokens of planning": 13_485,
-    "tokens of the top": 10_714,
+    "tokens of the top": 10_625,
     "tokens of timeline": 1_558,
     "tokens of trainer": 6_892,
 }
