@@ -127,8 +127,8 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 28,
     "files": 105,
     "imports that lead back": 6,
-    "lines of tests": 23_626,
-    "tokens": 112_408,
+    "lines of tests": 23_617,
+    "tokens": 112_262,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_770,
     "tokens of pipeline/activations": 9_073,
@@ -143,7 +143,7 @@ AT_MOST = {
     "tokens of planning": 13_485,
     "tokens of the top": 10_625,
     "tokens of timeline": 1_558,
-    "tokens of trainer": 6_892,
+    "tokens of trainer": 6_746,
 }
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.optimizers import AdamW
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
-from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, ladder
+from sp_lightning.planning.estimate import STATE
 from sp_lightning.trainer import FabricNamespace, Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
@@ -139,29 +139,12 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool
     if free is None or not state or gradients + state <= free:
         return
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
-    numbers = sum(weight.numel() for weight in trained)
-    for way in _more_compact(optimizers):
-        # weights and gradients in bf16
-        needed = int((1 + share) * torch.bfloat16.itemsize * numbers) + way.state_bytes(numbers, _nbytes(trained))
-        if needed <= free + _nbytes(trained):
-            advice = (
-                f"`precision='bf16-true'` with `sp_lightning.optim.{way.optimizer_words}` takes "
-                f"{readable_bytes(needed)} in all, weights included, and fits."
-            )
-            break
     raise lightning.misconfiguration(
         f"{names} would keep {readable_bytes(state)} of state in host memory, beside "
-        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. {advice}"
+        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. Use a machine with more "
+        "memory, freeze weights, or take `sp_lightning.optim.AdamW(moments='int8')` with `precision='bf16-true'`, "
+        "half of what AdamW takes in fp32; `sp-lightning plan` says what fits."
     )
-
-
-def _more_compact(optimizers: Sequence[Optimizer]) -> list[Assumptions]:
-    """Return what `sp_lightning.optim` has in place of these optimizers, most exact first; nothing if they differ."""
-    names = {type(optimizer).__name__ for optimizer in optimizers}
-    if len(names) != 1 or not names.issubset(COMPACT):
-        return []
-    return list(ladder(Assumptions(optimizer=names.pop())))[1:]
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
