@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def chunked_cross_entropy(
     arguments = locals()
     tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
-        return cast("Tensor", handle_torch_function(chunked_cross_entropy, tensors, **arguments))
+        return handle_torch_function(chunked_cross_entropy, tensors, **arguments)
     _check_shapes(hidden, weight, labels)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction={reduction!r}` must be 'mean', 'sum' or 'none'.")

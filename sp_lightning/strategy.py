@@ -74,7 +74,6 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.join_processes()
         if self.meetings.processes is None:
             self.meetings = Meetings(self.processes_of_a_model())
         trainer = self._trainer

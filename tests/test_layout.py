@@ -125,10 +125,10 @@ def test_imports_point_one_way_within_the_engine():
 AT_MOST = {
     "# type: ignore": 23,
     "code lines of more than 100 columns, per mille": 28,
-    "files": 105,
+    "files": 104,
     "imports that lead back": 6,
     "lines of tests": 23_617,
-    "tokens": 112_262,
+    "tokens": 112_110,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_770,
     "tokens of pipeline/activations": 9_073,
@@ -141,9 +141,9 @@ AT_MOST = {
     "tokens of pipeline/weights": 6_380,
     "tokens of pipeline/window": 5_813,
     "tokens of planning": 13_485,
-    "tokens of the top": 10_625,
+    "tokens of the top": 10_461,
     "tokens of timeline": 1_558,
-    "tokens of trainer": 6_746,
+    "tokens of trainer": 6_758,
 }
 
 
