@@ -176,11 +176,9 @@ def _plan_parser() -> ArgumentParser:
 
 def _module(name: str, parser: ArgumentParser, options: Any) -> nn.Module:
     """Build a module on the meta device, where it takes no memory."""
-    # renamed in jsonargparse 4.49
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     try:
         with torch.device("meta"):
-            module: nn.Module = instantiate(options).model
+            module: nn.Module = parser.instantiate(options).model
             # LightningModules may build their layers there
             configure_model = getattr(module, "configure_model", None)
             if configure_model is not None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from sp_lightning.arguments import StrategyWithOptions
-from sp_lightning.pipeline import Pipeline, Progress, open_steps
+from sp_lightning.pipeline import Pipeline, open_steps
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import (
@@ -34,7 +34,7 @@ from sp_lightning.trainer.checkpoint_io import (
     state_dict_on_host,
 )
 from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
-from sp_lightning.trainer.narrator import out_of_memory_explained
+from sp_lightning.trainer.narrator import ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import autocast_of, host_precision
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 
@@ -131,7 +131,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     @override
     def _make_parts(self) -> None:
-        self.progress = Progress()
+        self.progress = ToldProgress(self.lightning)
         # by the identities of users' models, in the order in which they were set up
         self._attached: WeakValueDictionary[int, AttachedModel] = WeakValueDictionary()
         self._clips_by_norm = False  # whether the loop has, so that gradients had better bring their norms
@@ -241,16 +241,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
             yield
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self.backward_scope(kwargs):
-            type(self.precision).backward(self.precision, loss, *args, **kwargs)
-
-    @contextmanager
-    def backward_scope(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Open a scope for a backward pass, with which the step ends, unless the pass keeps its graph.
-
-        In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
-        """
-        goes_on = arguments.get("retain_graph") or arguments.get("create_graph")
+        """Run a backward pass, with which the step ends, unless the pass keeps its graph."""
+        goes_on = kwargs.get("retain_graph") or kwargs.get("create_graph")
         measures = self._clips_by_norm or getattr(self.precision, "scaler", None) is not None
         with ExitStack() as scopes:
             scopes.enter_context(nullcontext() if goes_on else open_steps.ending())
@@ -259,9 +251,9 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
                 scopes.enter_context(pipeline.in_all_processes())
                 if measures:
                     scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
-            if arguments.get("inputs") is not None and self.pipelines:
-                arguments["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(arguments["inputs"]))
-            yield
+            if kwargs.get("inputs") is not None and self.pipelines:  # the graph was built with others
+                kwargs["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(kwargs["inputs"]))
+            type(self.precision).backward(self.precision, loss, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

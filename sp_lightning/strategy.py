@@ -25,7 +25,7 @@ from sp_lightning.trainer.host_memory import (
     keep_averages_on_host,
     materialize,
 )
-from sp_lightning.trainer.narrator import CountedCopies, Narrator, TrainerProgress, out_of_memory_explained
+from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 from sp_lightning.trainer.steps import SteppingPlan
@@ -62,12 +62,11 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
 
     lightning: ClassVar[Namespace]
     callback: ClassVar[type[Any]]
-    _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
     @override
     def _make_parts(self) -> None:
         self.pipeline: Pipeline | None = None
-        self.progress = TrainerProgress(self)
+        self.progress = ToldProgress(self.lightning)
         self.meetings = Meetings()
         self._narrator = Narrator(self.lightning, self.callback)
 
@@ -162,9 +161,6 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if pipeline is None:
             yield
             return
-        if evaluates and self._begins_evaluation:
-            self._begins_evaluation = False
-            pipeline.weights_changed()
         self.meetings.begin_step(pipeline)
         with (
             self.meetings.evaluating() if evaluates else nullcontext(),
@@ -217,14 +213,11 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
 
     @override
     def on_validation_start(self) -> None:
-        self._begins_evaluation = True
-        self.meetings.weights_may_change()
+        self.meetings.weights_may_change()  # callbacks may put averages in their place
 
     @override
     def on_validation_end(self) -> None:
-        if self.pipeline is not None:  # and given the weights back
-            self.pipeline.weights_changed()
-            self.meetings.weights_may_change()
+        self.meetings.weights_may_change()  # and give them back
         # others may still validate, and callbacks write to the weights of all from now on
         self.barrier()
         if not is_fitting(self._module.trainer):

@@ -1,7 +1,6 @@
 """What is said of a run: its plan, what was streamed, how far long work has come, and device memory that ran out.
 
-Long work is told among the Trainer's messages, one line for each tenth (pipeline/stats.py); where the Trainer's bar is
-switched off, in Python's log alone.
+Long work is told among Lightning's messages, one line for each tenth (pipeline/stats.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sp_lightning.pipeline import (
     readable_bytes,
 )
 from sp_lightning.planning.report import readable_seconds
-from sp_lightning.trainer import Namespace, StrategyPart, is_fitting, is_tuning
+from sp_lightning.trainer import FabricNamespace, Namespace, is_fitting, is_tuning
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -55,7 +54,10 @@ class Narrator:
         self._tells_outcome = False
         if pipeline is None or self._silent or not is_asked_for:
             return
-        plan = plan_table(pipeline, optimizers)
+        rows = pipeline.summary().rows()
+        if optimizers:
+            rows.append(("activations", pipeline.options.activations))
+        plan = as_table([*rows, *(("optimizer", words) for words in dict.fromkeys(optimizers))])
         is_new = self._is_new(plan)
         if is_new:
             self._lightning.info(plan)
@@ -81,14 +83,6 @@ class Narrator:
         is_new = what not in self._said
         self._said.add(what)
         return is_new
-
-
-def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
-    """Describe the plan of a pipeline line by line, with how each optimizer steps, and why, if one does."""
-    rows = pipeline.summary().rows()
-    if optimizers:
-        rows.append(("activations", pipeline.options.activations))
-    return as_table([*rows, *(("optimizer", words) for words in dict.fromkeys(optimizers))])
 
 
 def planned(plan: WindowPlan) -> str:
@@ -127,20 +121,15 @@ def many(count: int, noun: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- long work
 
 
-class TrainerProgress(Progress):
-    """Begins work that shows itself as the Trainer of a strategy does."""
+class ToldProgress(Progress):
+    """Begins work that shows itself among Lightning's messages."""
 
-    def __init__(self, strategy: StrategyPart) -> None:
-        self._strategy = strategy
+    def __init__(self, lightning: FabricNamespace) -> None:
+        self._lightning = lightning
 
     @override
     def say(self, line: str) -> None:
-        trainer = self._strategy._trainer
-        bar: Any = None if trainer is None else trainer.progress_bar_callback
-        if bar is None or not getattr(bar, "is_enabled", True):
-            super().say(line)
-        else:
-            self._strategy.lightning.info(line)
+        self._lightning.info(line)
 
 
 class CountedCopies(TorchFunctionMode):
