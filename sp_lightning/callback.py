@@ -70,7 +70,9 @@ class CallbackMixin(_Base):
                 "`Trainer(strategy='superpipeline')`, but this Trainer runs "
                 f"`{type(strategy).__name__}`."
             )
-        elif self.timeline is not None and trainer.is_global_zero:
+            return
+        strategy.narrator.is_asked = True
+        if self.timeline is not None and trainer.is_global_zero:
             try:  # before the run, not after its first steps
                 self.timeline.parent.mkdir(parents=True, exist_ok=True)
                 self.timeline.open("a").close()

@@ -203,8 +203,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         again = self._attached.pop(id(module), None)
         if again is not None:
             again.pipeline.detach()
+        self.module_to_device(module)
         if next(module.parameters(), None) is None:
-            module.to(self.root_device)
             return module
         meetings = Meetings(self.processes_of_a_model())
         meetings.begin_run(trains=True)

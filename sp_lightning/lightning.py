@@ -22,7 +22,6 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # noqa: D101
 
     lightning = Namespace("lightning.pytorch")
     streaming_checkpoint_io = SuperpipelineCheckpointIO
-    callback = SuperpipelineCallback
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

@@ -72,8 +72,8 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: If shapes or options are invalid.
-        RuntimeError: If a linear layer does not take these dtypes, a label is not in the vocabulary (on a GPU: torch's
-            device-side assertion), or gradients are differentiated again.
+        RuntimeError: If a linear layer does not take these dtypes, a label is no index of the vocabulary (on a GPU:
+            torch's device-side assertion), or gradients are differentiated again.
 
     Examples:
         >>> hidden, head = torch.randn(2, 5, 8, requires_grad=True), torch.nn.Linear(8, 100, bias=False)
@@ -88,14 +88,12 @@ def chunked_cross_entropy(
     _check_shapes(hidden, weight, labels)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction={reduction!r}` must be 'mean', 'sum' or 'none'.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap={softcap!r}` must be positive, or None.")
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     is_counted = labels != ignore_index
     flat = hidden.reshape(-1, weight.shape[1])
     dtype = F.linear(flat[:0], weight[:0]).dtype  # that a linear layer computes in, with or without autocast
-    counted = labels.masked_fill(~is_counted, 0).reshape(-1).long()
+    counted = labels.masked_fill(~is_counted, 0).reshape(-1)
     losses: Tensor = _TokenLosses.apply(flat.to(dtype), weight, bias, counted, softcap)
     losses = losses.view_as(labels).masked_fill(~is_counted, 0)
     total = losses if reduction == "none" else losses.sum()
@@ -113,7 +111,7 @@ class _TokenLosses(torch.autograd.Function):
         # online softmax: probabilities are exp(logit - peak) / norm, where peak is the highest logit so far
         peak = hidden.new_full(labels.shape, torch.finfo(dtype).min, dtype=dtype)
         norm = torch.zeros_like(peak)
-        # torch checks the labels: an exception on the CPU, a device-side assertion on a GPU
+        # torch checks the labels and their dtype: an exception on the CPU, a device-side assertion on a GPU
         target = hidden.new_zeros(len(weight), dtype=dtype).gather(0, labels)
         with _without_autocast(hidden):
             for part in _slices(hidden, weight, bias, labels, softcap):
@@ -214,8 +212,6 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
             "`labels` must have the shape of `hidden` without its last dimension, "
             f"{tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}."
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
-        raise ValueError(f"`labels` must be indices into the vocabulary, got {labels.dtype}.")
 
 
 def loss_in_slices(model: Any) -> None:
@@ -270,6 +266,7 @@ class _LossOfHidden:
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
+        ignore_index: int = -100,
         **others: Any,
     ) -> Tensor:
         """Compute the loss as transformers does, which gives it arguments of the model, too."""
@@ -288,7 +285,7 @@ class _LossOfHidden:
             head.weight,
             (labels if shift_labels is None else shift_labels).to(hidden.device),
             bias=head.bias,
-            ignore_index=others.get("ignore_index", -100),
+            ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             softcap=softcap,
             shift=shift_labels is None,

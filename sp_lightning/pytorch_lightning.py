@@ -22,7 +22,6 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
     lightning = Namespace("pytorch_lightning")
     streaming_checkpoint_io = SuperpipelineCheckpointIO
-    callback = SuperpipelineCallback
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

@@ -61,14 +61,13 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     """
 
     lightning: ClassVar[Namespace]
-    callback: ClassVar[type[Any]]
 
     @override
     def _make_parts(self) -> None:
         self.pipeline: Pipeline | None = None
         self.progress = ToldProgress(self.lightning)
         self.meetings = Meetings()
-        self._narrator = Narrator(self.lightning, self.callback)
+        self.narrator = Narrator(self.lightning)
 
     @override
     def setup_environment(self) -> None:
@@ -116,7 +115,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             gradients_pass = each_is_stepped and all_pass
             check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
         self.setup_precision_plugin()
-        self._narrator.begin(trainer, self.pipeline, [plan.words(optimizer) for optimizer, plan in self._plans()])
+        self.narrator.begin(trainer, self.pipeline, [plan.words(optimizer) for optimizer, plan in self._plans()])
 
     @override
     def model_to_device(self) -> None:
@@ -130,7 +129,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
                 module,
                 self.root_device,
                 options=self.options,
-                planner=AutoPlanner(self._narrator.measured),
+                planner=AutoPlanner(self.narrator.measured),
                 processes=self.meetings.processes,
                 progress=self.progress,
             )
@@ -207,7 +206,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @override
     def on_train_end(self) -> None:
         self.barrier()  # the last weights may be averages that another process has written
-        self._narrator.end(self.pipeline)
+        self.narrator.end(self.pipeline)
 
     on_test_end = on_predict_end = on_train_end
 
@@ -221,7 +220,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         # others may still validate, and callbacks write to the weights of all from now on
         self.barrier()
         if not is_fitting(self._module.trainer):
-            self._narrator.end(self.pipeline)
+            self.narrator.end(self.pipeline)
 
     @override
     def teardown(self) -> None:

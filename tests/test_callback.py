@@ -47,7 +47,7 @@ def test_outcome_in_numbers():
         "weights took at most 1.0 GiB of cuda:0, and all took 13.0 GiB of the host, 13.0 bytes per parameter."
     )
     plan = WindowPlan(2, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
-    assert "2 units living on the device with their state (1.0 GiB), 1 unit visiting it" in planned(plan)
+    assert "living on the device with their state: 2 (1.0 GiB), units visiting it" in planned(plan)
 
 
 # --------------------------------------------------------------------------------------------- with and without one

@@ -86,11 +86,6 @@ def logs_now(trainer: Any) -> bool:
     return bool(trainer._logger_connector.should_update_logs)
 
 
-def is_tuning(trainer: Any) -> bool:
-    """Private. Tell whether a `Tuner` runs the Trainer: its callback ends the fit before it begins."""
-    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
-
-
 def logged_step(trainer: Any) -> int:
     """Private. Return the step under which Lightning logs: unlike `global_step`, it does not count each optimizer."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

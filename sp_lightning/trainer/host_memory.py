@@ -108,8 +108,7 @@ class _OwnBuffers:
     It goes on with its own, as under DDP, where each process has swapped them with an average.
     """
 
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+    _kept: list[Tensor]
 
     def keep(self, _: Any, module: nn.Module) -> None:
         self._kept = [buffer.clone() for buffer in module.buffers()]
@@ -117,7 +116,7 @@ class _OwnBuffers:
     def put_back(self, _: Any, module: nn.Module) -> None:
         for buffer, kept in zip(module.buffers(), self._kept, strict=True):
             buffer.copy_(kept)
-        self._kept = []
+        del self._kept
 
 
 def _wait_for_all(trainer: Any, _: Any) -> None:

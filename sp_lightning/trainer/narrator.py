@@ -27,7 +27,7 @@ from sp_lightning.pipeline import (
     readable_bytes,
 )
 from sp_lightning.planning.report import readable_seconds
-from sp_lightning.trainer import FabricNamespace, Namespace, is_fitting, is_tuning
+from sp_lightning.trainer import FabricNamespace, Namespace, is_fitting
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -39,20 +39,18 @@ _SMALLER_BUDGET = 0.85
 class Narrator:
     """Reports what a run is going to do and has done, if the Trainer prints a model summary or has our callback."""
 
-    def __init__(self, lightning: Namespace, callback: type[object]) -> None:
+    def __init__(self, lightning: Namespace) -> None:
         self._lightning = lightning
-        self._asking = (lightning.summary, callback)
+        self.is_asked = False  # by our callback
         self._said: set[Hashable] = set()
-        self._silent = True
         self._tells_outcome = False
 
     def begin(self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Sequence[str]) -> None:
         """Print the plan, if it is a new one, with how each optimizer steps."""
         callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
-        is_asked_for = any(isinstance(callback, self._asking) for callback in callbacks)
-        self._silent = is_tuning(trainer) or not trainer.is_global_zero
+        is_asked = self.is_asked or any(isinstance(callback, self._lightning.summary) for callback in callbacks)
         self._tells_outcome = False
-        if pipeline is None or self._silent or not is_asked_for:
+        if pipeline is None or not is_asked:
             return
         rows = pipeline.summary().rows()
         if optimizers:
@@ -70,7 +68,7 @@ class Narrator:
                 self._lightning.warn(result)
             return
         # without times, which differ each time
-        if not self._silent and self._is_new(result.window):
+        if self._is_new(result.window):
             self._lightning.info(f"Superpipeline: {planned(result)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
@@ -90,10 +88,9 @@ def planned(plan: WindowPlan) -> str:
     chosen = [f"k={plan.k}"]
     if plan.on_device:
         there = readable_bytes(plan.on_device_bytes)
-        living = many(len(plan.on_device), "unit")
-        chosen.append(f"{living} living on the device with their state ({there})")
+        chosen.append(f"units living on the device with their state: {len(plan.on_device)} ({there})")
     if plan.visiting:
-        chosen.append(f"{many(len(plan.visiting), 'unit')} visiting it to be stepped there")
+        chosen.append(f"units visiting it to be stepped there: {len(plan.visiting)}")
     cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of the device"
     return f"chosen by the first steps: {', '.join(chosen)}. A step should take {cost}."
 
@@ -101,7 +98,7 @@ def planned(plan: WindowPlan) -> str:
 def outcome(stats: Stats, summary: Summary) -> str:
     """Describe in a sentence what was streamed, and what it took."""
     up, down = readable_bytes(stats.bytes_to_device), readable_bytes(stats.bytes_to_host)
-    done = f"{many(stats.steps, 'batch')}, {many(stats.loads, 'unit load')} ({stats.misses} late)"
+    done = f"{stats.steps} batches, {stats.loads} unit loads ({stats.misses} late)"
     on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
     return (
         f"Superpipeline: {done}, {up} to the device, {down} back; weights took at most "
@@ -109,13 +106,6 @@ def outcome(stats: Stats, summary: Summary) -> str:
         f"{readable_bytes(on_host)} of the host, "
         f"{on_host / max(1, summary.parameters):.1f} bytes per parameter."
     )
-
-
-def many(count: int, noun: str) -> str:
-    """Return a count with its noun."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}es" if noun.endswith("h") else f"{count} {noun}s"
 
 
 # ----------------------------------------------------------------------------------------------------------- long work

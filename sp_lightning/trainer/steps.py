@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from sp_lightning.pipeline import Afterwards, Pipeline
 from sp_lightning.pipeline.lanes.at_work import optimizer_waits
@@ -99,8 +99,7 @@ class StepsMixin(StrategyPart):
             pipeline.in_all_processes(),
         ):
             if inputs is not None:
-                tensors = [inputs] if isinstance(inputs, Tensor) else inputs
-                arguments["inputs"] = pipeline.backward_inputs(tensors)
+                arguments["inputs"] = pipeline.backward_inputs(tree_leaves(inputs))
             yield
 
     def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
@@ -160,11 +159,7 @@ class StepsMixin(StrategyPart):
 
     def _afterwards(self, callbacks: list[Any]) -> Afterwards:
         # In an epoch in which SWA moves BatchNorm, a step without a backward takes the last gradients again.
-        steps_again = any(
-            callback.pl_module_contains_batch_norm(self._module)
-            for callback in callbacks
-            if isinstance(callback, self.lightning.swa)
-        )
+        steps_again = any(isinstance(callback, self.lightning.swa) for callback in callbacks)
         hooked = [self._module, *callbacks]
         if steps_again or any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
             return Afterwards.KEPT_UNTIL_ZEROED
