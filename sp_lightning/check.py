@@ -39,10 +39,6 @@ class _Placed(Planner):
         names = tuple(unit.name for unit in engine.arrangement.units) if engine.stats.steps else ()
         return WindowPlan(2, visiting=names) if self.visit else WindowPlan(2, on_device=names)
 
-    @override
-    def abandon(self) -> None:
-        pass
-
 
 class _Trained(NamedTuple):
     """What a run has brought, on the host."""

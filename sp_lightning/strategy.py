@@ -111,11 +111,11 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
             each_is_stepped = not self.is_distributed and trainer.accumulate_grad_batches == 1
-            all_pass = all(plan.gradients_pass for _, plan in self._plans())
+            all_pass = all(plan.gradients_pass for plan in self._plans())
             gradients_pass = each_is_stepped and all_pass
             check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
         self.setup_precision_plugin()
-        self.narrator.begin(trainer, self.pipeline, [plan.words(optimizer) for optimizer, plan in self._plans()])
+        self.narrator.begin(trainer, self.pipeline, list(map(str, self._plans())))
 
     @override
     def model_to_device(self) -> None:
@@ -174,19 +174,15 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if pipeline is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         automatic = isinstance(closure, self.lightning.closure)
-        plan = self.plan_step(pipeline, optimizer, automatic)
-        with self.optimizer_scope(pipeline, optimizer, plan):
+        with self.optimizer_scope(pipeline, self.plan_step(pipeline, optimizer, automatic)):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
-    def _plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
-        """Yield each optimizer with the plan for its steps; there are none outside of `fit`."""
-        module = self._module
-        if self.pipeline is not None and is_fitting(module.trainer):
-            for optimizer in self.optimizers:
-                yield (
-                    optimizer,
-                    self.plan_step(self.pipeline, optimizer, module.automatic_optimization),
-                )
+    def _plans(self) -> list[SteppingPlan]:
+        """Return the plan for the steps of each optimizer; there are none outside of `fit`."""
+        module, pipeline = self._module, self.pipeline
+        if pipeline is None or not is_fitting(module.trainer):
+            return []
+        return [self.plan_step(pipeline, each, module.automatic_optimization) for each in self.optimizers]
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

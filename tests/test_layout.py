@@ -128,7 +128,7 @@ AT_MOST = {
     "files": 104,
     "imports that lead back": 6,
     "lines of tests": 23_620,
-    "tokens": 111_712,
+    "tokens": 111_670,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_770,
     "tokens of pipeline/activations": 9_073,
@@ -141,9 +141,9 @@ AT_MOST = {
     "tokens of pipeline/weights": 6_380,
     "tokens of pipeline/window": 5_813,
     "tokens of planning": 13_485,
-    "tokens of the top": 10_274,
+    "tokens of the top": 10_247,
     "tokens of timeline": 1_558,
-    "tokens of trainer": 6_547,
+    "tokens of trainer": 6_532,
 }
 
 

@@ -54,6 +54,7 @@ _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 class SteppingPlan:
     """When the weights of one optimizer are stepped."""
 
+    optimizer: Optimizer
     # why they are stepped all at once, as in plain training; None if unit by unit
     why_not: str | None
     # why units are not stepped before backward ends; None if they are
@@ -69,9 +70,8 @@ class SteppingPlan:
         is_in_backward = self.why_not is None and self.why_not_in_backward is None
         return is_in_backward and self.afterwards is Afterwards.DROPPED
 
-    def words(self, optimizer: Optimizer) -> str:
-        """Say how the optimizer steps, and why."""
-        name = type(optimizer).__name__
+    def __str__(self) -> str:
+        name = type(self.optimizer).__name__
         if self.why_not is not None:
             return f"{name} steps all weights after backward: {self.why_not}."
         if self.why_not_in_backward is None:
@@ -82,8 +82,8 @@ class SteppingPlan:
 class StepsMixin(StrategyPart):
     """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
 
-    # the optimizer in whose step Lightning runs forward and backward, with the plan for it
-    _stepping: tuple[Optimizer, SteppingPlan] | None = None
+    # of the optimizer in whose step Lightning runs forward and backward
+    _stepping: SteppingPlan | None = None
 
     @contextmanager
     def backward_scope(self, pipeline: Pipeline, arguments: dict[str, Any]) -> Iterator[None]:
@@ -104,17 +104,17 @@ class StepsMixin(StrategyPart):
 
     def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
-        if self._stepping is None or self._stepping[1].why_not is not None:
+        plan = self._stepping
+        if plan is None or plan.why_not is not None:
             return nullcontext()
-        optimizer, plan = self._stepping
         if plan.why_not_in_backward is None:
-            return pipeline.optimizers.stepping_in_backward(optimizer)
+            return pipeline.optimizers.stepping_in_backward(plan.optimizer)
         return pipeline.optimizers.clipping.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
-    def optimizer_scope(self, pipeline: Pipeline, optimizer: Optimizer, plan: SteppingPlan) -> Iterator[None]:
+    def optimizer_scope(self, pipeline: Pipeline, plan: SteppingPlan) -> Iterator[None]:
         """Open a scope around an optimizer's step, within which Lightning's own loop runs forward and backward."""
-        self._stepping = optimizer, plan
+        self._stepping = plan
         pipeline.optimizers.afterwards = plan.afterwards
         try:
             with optimizer_waits():
@@ -141,6 +141,7 @@ class StepsMixin(StrategyPart):
             reasons.append("the loss scaler has to look at all gradients")
         is_off = pipeline.options.overlap_optimizer is False
         return SteppingPlan(
+            optimizer,
             why_not="`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
             why_not_in_backward=next(iter(reasons), None),
             needs_norms=needs_norms,
