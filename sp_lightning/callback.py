@@ -37,12 +37,12 @@ class CallbackMixin(_Base):
 
     Args:
         timeline: The file to write where the time of a step goes to. Its suffix selects the format: ".html" (a page to
-            zoom into) or ".json" (a Chrome trace). The file is written whenever a recording is complete.
+            zoom into) or ".json" (a Chrome trace). The file is written whenever a recording is complete, for the first
+            time after a few steps; a warning says if it cannot be.
         timeline_steps: The number of steps in the timeline.
 
     Raises:
-        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one; before a run, if the
-            timeline cannot be written.
+        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one.
 
     Examples:
         >>> trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback(timeline="timeline.html"))
@@ -70,15 +70,8 @@ class CallbackMixin(_Base):
                 "`Trainer(strategy='superpipeline')`, but this Trainer runs "
                 f"`{type(strategy).__name__}`."
             )
-            return
-        strategy.narrator.is_asked = True
-        if self.timeline is not None and trainer.is_global_zero:
-            try:  # before the run, not after its first steps
-                self.timeline.parent.mkdir(parents=True, exist_ok=True)
-                self.timeline.open("a").close()
-            except OSError as error:
-                words = f"`timeline={str(self.timeline)!r}` cannot be written: {error}."
-                raise ValueError(words) from error
+        else:
+            strategy.narrator.is_asked = True
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
