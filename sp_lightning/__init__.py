@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -105,25 +105,6 @@ _ADAPTORS = {
 """The top package of a namespace -> the modules that register a strategy there when they are imported."""
 
 
-class _RegisteringLoader(Loader):
-    """Loads a namespace of Lightning as its own loader does, and registers the strategies then."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave this to the loader."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code, then that of the adaptors."""
-        assert module.__spec__ is not None
-        # who asks for its sources or data has them from there
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _register(module.__name__)
-
-
 class _RegisteringFinder(MetaPathFinder):
     """Finds the namespaces of Lightning before all others do, for a program that imports them after this package."""
 
@@ -136,9 +117,22 @@ class _RegisteringFinder(MetaPathFinder):
         others = [other for other in sys.meta_path if other is not self]
         found = (other.find_spec(fullname, path, target) for other in others)
         spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+        if spec is not None:
+            _register_after(spec)
         return spec
+
+
+def _register_after(spec: ModuleSpec) -> None:
+    """Have a namespace's own loader register the strategies, once it has run the namespace's code."""
+    loader: Any = spec.loader
+    run = loader.exec_module
+
+    def run_and_register(module: ModuleType) -> None:
+        vars(loader).pop("exec_module", None)  # it may load other modules, too
+        run(module)
+        _register(spec.name)
+
+    loader.exec_module = run_and_register
 
 
 def _register(package: str) -> None:

@@ -5,7 +5,8 @@ It only observes: the strategy is complete without it, and checkpoints contain n
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,12 +37,12 @@ class CallbackMixin(_Base):
 
     Args:
         timeline: The file to write where the time of a step goes to. Its suffix selects the format: ".html" (a page to
-            zoom into) or ".json" (a Chrome trace). The file is written whenever a recording is complete.
+            zoom into) or ".json" (a Chrome trace). The file is written whenever a recording is complete, for the first
+            time after a few steps; a warning says if it cannot be.
         timeline_steps: The number of steps in the timeline.
 
     Raises:
-        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one; before a run, if the
-            timeline cannot be written.
+        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one.
 
     Examples:
         >>> trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback(timeline="timeline.html"))
@@ -55,7 +56,10 @@ class CallbackMixin(_Base):
             raise ValueError(f"`timeline_steps={timeline_steps}` must be at least 1.")
         self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
         self.timeline_steps = timeline_steps
-        self._monitor: Monitor | None = None
+        self._steps: Generator[None, bool, None] | None = None  # of a run, some of which are recorded
+        self._numbers: Breakdown | None = None  # of the latest recording
+        self._times: dict[str, float] = {}  # what a recording has measured since the last log
+        self._logged_step: int | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -66,182 +70,141 @@ class CallbackMixin(_Base):
                 "`Trainer(strategy='superpipeline')`, but this Trainer runs "
                 f"`{type(strategy).__name__}`."
             )
-        elif self.timeline is not None and trainer.is_global_zero:
-            try:  # before the run, not after its first steps
-                self.timeline.parent.mkdir(parents=True, exist_ok=True)
-                self.timeline.open("a").close()
-            except OSError as error:
-                words = f"`timeline={str(self.timeline)!r}` cannot be written: {error}."
-                raise ValueError(words) from error
+        else:
+            strategy.narrator.is_asked = True
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
-    def _begin_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
-            interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-            self._monitor = Monitor(strategy.pipeline, self.timeline_steps, interval)
-
-    on_train_start = on_test_start = on_predict_start = _begin_run
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if is_fitting(trainer):
-            self._finish_recording(trainer)
-        else:
-            self._begin_run(trainer)
-
     def _begin_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._monitor is not None:
-            self._evaluate(trainer, self._monitor, self._monitor.step_begins())
-
-    on_train_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
-
-    @override
-    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if not is_fitting(trainer):
-            self._begin_step(trainer)
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        # To the loggers directly: what the user's module logs, and what callbacks monitor, is not touched.
-        monitor = self._monitor
-        if monitor is None or not trainer.loggers or not logs_now(trainer):
+        strategy = trainer.strategy
+        if _is_within_a_fit(trainer) or not isinstance(strategy, SuperpipelineMixin) or strategy.pipeline is None:
             return
-        step = logged_step(trainer)
-        if step == monitor.logged_step:  # accumulated batches belong to one step
+        if self._steps is None:
+            self._numbers = self._logged_step = None
+            self._counted = _count(strategy.pipeline)
+            self._steps = self._record(trainer, strategy.pipeline)
+        next(self._steps)
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
+
+    def _record(self, trainer: Trainer, pipeline: Pipeline) -> Generator[None, bool, None]:
+        """Record steps, each of which begins with `next`, now and then; True, if it is sent, ends a recording early.
+
+        That is often enough to tell where time goes, and seldom enough not to cost any. A recording does not end with
+        its last step: the time between steps, such as waiting for data, is part of it.
+        """
+        length = _SETTLING_STEPS + self.timeline_steps + 1
+        wished: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        interval = max(wished, _LEAST_INTERVAL, length + 1)
+        while True:
+            with pipeline.record() as recording:
+                for _ in range(length):
+                    if (yield):
+                        break
+            self._evaluate(trainer, pipeline, recording)
+            for _ in range(interval - length):
+                yield
+
+    def _evaluate(self, trainer: Trainer, pipeline: Pipeline, recording: Recording) -> None:
+        """Measure what a recording shows, and write it at once, as the run may end at any time.
+
+        Only its last steps are shown. Copies and optimizer steps that were issued before it are not recorded when they
+        run during its first step, and would be missing; and in the first steps of a run the engine learns.
+        """
+        if not recording.steps or (len(recording.steps) == 1 and self._numbers is not None):
             return
-        monitor.logged_step = step
-        values = {PREFIX + name: value for name, value in monitor.read().items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
-
-    def _finish_recording(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._monitor is not None:
-            self._evaluate(trainer, self._monitor, self._monitor.finish())
-
-    on_train_epoch_end = _finish_recording
-
-    def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._finish_recording(trainer)
-        monitor = self._monitor
-        self._monitor = None
-        if monitor is None:
-            return
-        if monitor.numbers is not None:
-            step = readable_seconds(monitor.numbers.seconds / monitor.numbers.steps)
-            self.lightning.info(f"A step takes {step}. {monitor.numbers.headline()}")
-        elif self.timeline is not None:
-            self._warn_of_timeline("no step was recorded")
-
-    on_train_end = on_test_end = on_predict_end = _end_run
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not is_fitting(trainer):
-            self._end_run(trainer)
-
-    @override
-    def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        with suppress(Exception):  # it must not hide the exception that ended the run
-            if self._monitor is not None:
-                self._monitor.finish()
-        self._monitor = None
-
-    def _evaluate(self, trainer: Trainer, monitor: Monitor, recording: Recording | None) -> None:
-        """Write a recording, if there is a new one: at once, as the run may end at any time."""
-        if recording is None or self.timeline is None or not trainer.is_global_zero:
+        recording.steps = recording.steps[1:][-self.timeline_steps :] or recording.steps
+        numbers = break_down(recording)
+        recording.spans = [span for span in recording.spans if span.end > numbers.begin]
+        self._numbers = numbers
+        self._times = numbers.metrics()
+        if self.timeline is None or not trainer.is_global_zero:
             return
         assert trainer.state.fn is not None
-        plan = monitor.pipeline.summary()
+        plan = pipeline.summary()
         run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
-        caption = f"{run}, k={plan.k}, {plan.device}"
         try:
-            write_timeline(recording, self.timeline, caption=caption)
+            write_timeline(recording, self.timeline, caption=f"{run}, k={plan.k}, {plan.device}")
         except OSError as error:  # must not end the training
             self._warn_of_timeline(error)
 
     def _warn_of_timeline(self, reason: object) -> None:
         self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {reason}.")
 
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        # To the loggers directly: what the user's module logs, and what callbacks monitor, is not touched.
+        if self._steps is None or not trainer.loggers or not logs_now(trainer):
+            return
+        step = logged_step(trainer)
+        if step == self._logged_step:  # accumulated batches belong to one step
+            return
+        self._logged_step = step
+        strategy: Any = trainer.strategy
+        values = {PREFIX + name: value for name, value in self._read(strategy.pipeline).items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
 
-class Monitor:
-    """Counts what a run does, and records steps: often enough to tell where time goes, seldom enough not to cost any.
+    def _finish_recording(self, *args: Any, **kwargs: Any) -> None:
+        if self._steps is not None:
+            self._steps.send(True)
 
-    A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when
-    they run during its first step, and would be missing; and in the first steps of a run the engine learns.
-    """
+    on_validation_start = on_train_epoch_end = _finish_recording
 
-    def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
-        self.pipeline = pipeline  # the engine
-        self.numbers: Breakdown | None = None  # of the latest recording; None before the first
-        self.logged_step: int | None = None  # the latest step that was logged
-        self._times: dict[str, float] = {}  # what a recording has measured since then
-        self._counted = self._count()
-        self._shown = steps
-        self._interval = max(interval, _LEAST_INTERVAL, _SETTLING_STEPS + steps + 2)
-        self._seen = 0
-        self._last = 0  # the step whose beginning ends the recording
-        self._scope = ExitStack()
-        self._recording: Recording | None = None
+    def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._steps is None or _is_within_a_fit(trainer):
+            return
+        self._finish_recording()
+        self._steps = None
+        if self._numbers is not None:
+            step = readable_seconds(self._numbers.seconds / self._numbers.steps)
+            self.lightning.info(f"A step takes {step}. {self._numbers.headline()}")
+        elif self.timeline is not None:
+            self._warn_of_timeline("no step was recorded")
 
-    def step_begins(self) -> Recording | None:
-        """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
+    on_train_end = on_validation_end = on_test_end = on_predict_end = _end_run
 
-        A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
-        """
-        finished = self.finish() if self._seen == self._last else None
-        if self._seen % self._interval == 0:
-            self._recording = self._scope.enter_context(self.pipeline.record())
-            self._last = self._seen + _SETTLING_STEPS + self._shown + 1
-        self._seen += 1
-        return finished
+    @override
+    def on_exception(self, *args: Any) -> None:
+        with suppress(Exception):  # it must not hide the exception that ended the run
+            if self._steps is not None:
+                self._steps.close()
+        self._steps = None
 
-    def finish(self) -> Recording | None:
-        """End the current recording early, if there is one, and return it if it shows anything new.
-
-        Called when the run ends, or something else comes between training steps.
-        """
-        recording = self._recording
-        if recording is None:
-            return None
-        self._recording = None
-        self._scope.close()
-        if not recording.steps or (len(recording.steps) == 1 and self.numbers is not None):
-            return None
-        recording.steps = recording.steps[1:][-self._shown :] or recording.steps
-        self.numbers = break_down(recording)
-        recording.spans = [span for span in recording.spans if span.end > self.numbers.begin]
-        self._times = self.numbers.metrics()
-        return recording
-
-    def _count(self) -> dict[str, int]:
-        stats, memory = self.pipeline.stats, self.pipeline.backend.memory()
-        return {
-            "steps": stats.steps,
-            "to_device_bytes": stats.bytes_to_device,
-            "to_host_bytes": stats.bytes_to_host,
-            "loads": stats.loads,
-            "late_loads": stats.misses,
-            "heals": stats.heals,
-            "allocation_retries": memory.retries if memory else 0,
-        }
-
-    def read(self) -> dict[str, float]:
+    def _read(self, pipeline: Pipeline) -> dict[str, float]:
         """Return what is to be logged: memory, means over the steps since the last call, and newly measured times."""
-        summary, memory = self.pipeline.summary(), self.pipeline.backend.memory()
+        summary, memory = pipeline.summary(), pipeline.backend.memory()
         # where torch does not count a device's memory, the engine has counted its own
         peak = summary.device_bytes + summary.gradient_bytes
-        peak += self.pipeline.stats.activation_peak_bytes
+        peak += pipeline.stats.activation_peak_bytes
         on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
-        counted, before = self._count(), self._counted
-        steps = max(1, counted.pop("steps") - before.pop("steps"))
+        counted = _count(pipeline)
+        since = {name: count - self._counted[name] for name, count in counted.items()}
+        steps = max(1, since.pop("steps"))
         values = {
             "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
             "host_bytes": float(on_host),
-            **{name: (count - before[name]) / steps for name, count in counted.items()},
+            **{name: count / steps for name, count in since.items()},
             **self._times,
         }
-        self._counted = self._count()
+        self._counted = counted
         self._times = {}
         return values
+
+
+def _is_within_a_fit(trainer: Trainer) -> bool:
+    """Tell whether a fit validates, of which nothing is measured."""
+    return is_fitting(trainer) and not trainer.training
+
+
+def _count(pipeline: Pipeline) -> dict[str, int]:
+    stats, memory = pipeline.stats, pipeline.backend.memory()
+    return {
+        "steps": stats.steps,
+        "to_device_bytes": stats.bytes_to_device,
+        "to_host_bytes": stats.bytes_to_host,
+        "loads": stats.loads,
+        "late_loads": stats.misses,
+        "heals": stats.heals,
+        "allocation_retries": memory.retries if memory else 0,
+    }

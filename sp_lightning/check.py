@@ -24,6 +24,7 @@ from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, Wi
 from sp_lightning.planning import AutoPlanner
 
 _STEPS = 8
+_PLACED = ("units visit", "units live there")
 _ROUNDING = 1e-5  # of the largest weight: so far apart may two kernels for AdamW be after these steps
 
 
@@ -38,54 +39,40 @@ class _Placed(Planner):
         names = tuple(unit.name for unit in engine.arrangement.units) if engine.stats.steps else ()
         return WindowPlan(2, visiting=names) if self.visit else WindowPlan(2, on_device=names)
 
-    @override
-    def abandon(self) -> None:
-        pass
-
 
 class _Trained(NamedTuple):
     """What a run has brought, on the host."""
 
     first: Sequence[Tensor]  # the loss and the gradients of the first step
     weights: Sequence[Tensor]
-    seconds: float  # of a step
-    device_bytes: int
-    visits: int
-    living: int  # units, on the device
-    planned: float  # seconds of a step, if they were predicted
-
-    def __str__(self) -> str:
-        text = f"{1000 * self.seconds:.1f} ms a step, {self.visits} visits, {self.living} units live there"
-        if self.device_bytes:
-            text += f", {readable_bytes(self.device_bytes)} of the device"
-        if self.planned:
-            text += f", planned {1000 * self.planned:.1f} ms"
-        return text
+    words: str  # what it took
+    placed: int = 0  # visits to the device, and units that live there
 
 
 def check(device: torch.device) -> bool:
     """Print a line for each way, and one to paste into an issue; tell whether all of them train as plain training."""
-    api: Any = torch.get_device_module(device)
-    machine = "the CPU" if device.type == "cpu" else api.get_device_name(device)
+    machine = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    host = {"k": 2, "optimizer_on": "host"}
+    ways: dict[str, dict[str, Any]] = {
+        "the host steps": host,
+        "recomputed": {**host, "activations": "recompute"},
+        "offloaded": {**host, "activations": "offload"},
+        "units visit": {},
+        "units live there": {},
+        "automatic": {},
+    }
     wrong: list[str] = []
     for precision in ("32-true", "bf16-mixed"):
         plain = _train(device, precision)
-        print(f"{precision}, plain training: {plain}")
-        host = {"k": 2, "optimizer_on": "host"}
-        ways: dict[str, tuple[dict[str, Any], Planner]] = {
-            "the host steps": (host, AutoPlanner()),
-            "recomputed": ({**host, "activations": "recompute"}, AutoPlanner()),
-            "offloaded": ({**host, "activations": "offload"}, AutoPlanner()),
-            "units visit": ({}, _Placed(visit=True)),
-            "units live there": ({}, _Placed(visit=False)),
-            "automatic": ({}, AutoPlanner()),
-        }
-        for way, (options, planner) in ways.items():
+        print(f"{precision}, plain training: {plain.words}")
+        for way, options in ways.items():
+            places = way in _PLACED
+            planner = _Placed(way == "units visit") if places else AutoPlanner()
             streamed = _train(device, precision, PipelineOptions(**options), planner)
-            is_right, verdict = _judge(plain, streamed, device, isinstance(planner, _Placed))
+            is_right, verdict = _judge(plain, streamed, device, places)
             if not is_right:
                 wrong.append(f"{way} in {precision}")
-            print(f"  {way:<17} {verdict:<23} {streamed}")
+            print(f"  {way:<17} {verdict:<23} {streamed.words}")
     outcome = f"wrong: {', '.join(wrong)}" if wrong else "the numbers of plain training in all ways"
     print(f"\nsp-lightning {version('sp_lightning')}, torch {torch.__version__}, {machine}: {outcome}")
     return not wrong
@@ -96,17 +83,16 @@ def _train(
 ) -> _Trained:
     """Train a model of norms and layers for some steps; plainly, if there are no options."""
     on_cpu = device.type == "cpu"
-    api: Any = torch.get_device_module(device)
     width = 64 if on_cpu else 256
     torch.manual_seed(0)
     layers = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
     model = nn.Sequential(*[nn.Sequential(*copy.deepcopy(layers)) for _ in range(8)])
     x = torch.randn(16, width).to(device)
     if not on_cpu:
-        api.reset_peak_memory_stats(device)
-    if options is None:
-        model.to(device)
+        torch.get_device_module(device).reset_peak_memory_stats(device)
     pipeline = None if options is None else Pipeline(model, device, options=options, planner=planner)
+    if pipeline is None:
+        model.to(device)
     # above most gradients, or Adam would take the rounding of the smallest for their sign
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, fused=on_cpu or None)
     first: list[Tensor] = []
@@ -122,21 +108,24 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-    visits, living, planned = 0, 0, 0.0
-    if pipeline is not None:
-        plan = pipeline.summary().plan
-        visits, living = pipeline.stats.visits, len(pipeline.summary().living)
-        planned = 0.0 if plan is None else plan.step_seconds
-        pipeline.detach()
-    weights = [weight.detach().cpu() for weight in model.parameters()]
     seconds = median(end - begin for begin, end in pairwise(begins[_STEPS // 2 :]))
-    device_bytes = 0 if on_cpu else api.max_memory_allocated(device)
-    return _Trained(first, weights, seconds, device_bytes, visits, living, planned)
+    words = f"{1000 * seconds:.1f} ms a step"
+    if not on_cpu:
+        words += f", {readable_bytes(torch.get_device_module(device).max_memory_allocated(device))} of the device"
+    placed = 0
+    if pipeline is not None:
+        summary, visits = pipeline.summary(), pipeline.stats.visits
+        placed = visits + len(summary.living)
+        words += f", {visits} visits, {len(summary.living)} units live there"
+        if summary.plan is not None and summary.plan.step_seconds:
+            words += f", planned {1000 * summary.plan.step_seconds:.1f} ms"
+        pipeline.detach()
+    return _Trained(first, [weight.detach().cpu() for weight in model.parameters()], words, placed)
 
 
 def _judge(plain: _Trained, streamed: _Trained, device: torch.device, places: bool) -> tuple[bool, str]:
     """Tell whether a way is right, and say how its numbers compare; one that `places` units has to have done so."""
-    if places and not streamed.visits + streamed.living:
+    if places and not streamed.placed:
         return False, "NO UNIT WAS THERE"
     same = len(plain.first) == len(streamed.first) and all(map(torch.equal, plain.first, streamed.first))
     pairs = zip(plain.weights, streamed.weights, strict=True)

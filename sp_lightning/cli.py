@@ -9,15 +9,14 @@ Nothing else imports this module: it needs jsonargparse, which the extra `sp-lig
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
-from argparse import ArgumentError
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,7 @@ def main() -> int:
             return 0 if check(full_device(arguments[0] if arguments else None)) else 1
         else:
             _run()
-    except ArgumentError as error:
+    except argparse.ArgumentError as error:
         return _fail(str(error), 2)
     except (OSError, ValueError) as error:
         # what our own commands were given, or files that they cannot use; else what the strategy's constructor refused
@@ -83,7 +82,7 @@ def _run() -> None:
     first, *others = [name for name in _STRATEGIES if find_spec(name.partition(".")[0]) is not None]
     try:
         _run_in(first)
-    except ArgumentError as error:
+    except argparse.ArgumentError as error:
         # The search for the model imported its module, which in turn imported the namespace that it belongs to.
         used = [name for name in others if name in sys.modules]
         if not used or "does not correspond to a subclass" not in str(error):
@@ -116,17 +115,32 @@ def _fail(message: str, status: int) -> int:
 
 def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model."""
-    arguments, of_model = _split(arguments)
+    # dashes are underscores in names
+    arguments = [re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    peek.add_argument("--model", default="")
+    name: str = peek.parse_known_args(arguments)[0].model
+    is_class = _CLASS_PATH.fullmatch(name) and not Path(name).exists() and find("models", name) is None
     parser = _plan_parser()
+    if is_class:
+        parser.add_subclass_arguments(nn.Module, "model", required=True, fail_untyped=False)
+    elif any(each.startswith("--model.") for each in arguments):
+        raise argparse.ArgumentError(None, f"`--model.` is for the class of a model, which {name!r} is not")
+    else:
+        parser.add_argument(
+            "--model",
+            type=str,
+            required=True,
+            help=f"{', '.join(known('models'))}; "
+            "or the class of a LightningModule or nn.Module, whose arguments follow as "
+            "`--model.name value`; or a configuration of transformers: a folder, a config.json, "
+            "a name on the hub",
+        )
     options = parser.parse_args(arguments)
     measured = measure() if options.measure else {}
     parser.set_defaults(rates_of("gpus", options.gpu) | rates_of("hosts", options.host) | measured)
     options = parser.parse_args(arguments)
-    name = options.model
-    is_class = _CLASS_PATH.fullmatch(name) and not Path(name).exists() and find("models", name) is None
-    if of_model and not is_class:
-        raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
-    module = _module(name, of_model) if is_class else named_model(name)
+    module = _module(name, parser, options) if is_class else named_model(name)
     given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
     report = plan(module, given, title=name)
     print(report)
@@ -142,15 +156,6 @@ def _plan_parser() -> ArgumentParser:
         exit_on_error=False,
         description="Whether a model fits a device and its host, how fast it is trained there, and what to type for "
         "that. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
-    )
-    parser.add_argument(
-        "--model",
-        type=str,
-        required=True,
-        help=f"{', '.join(known('models'))}; "
-        "or the class of a LightningModule or nn.Module, whose arguments follow as "
-        "`--model.name value`; or a configuration of transformers: a folder, a config.json, "
-        "a name on the hub",
     )
     parser.add_argument(
         "--gpu",
@@ -169,44 +174,15 @@ def _plan_parser() -> ArgumentParser:
     return parser
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into ours and those for the model's class."""
-    ours: list[str] = []
-    of_model: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        # dashes are underscores in names
-        argument = re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
-        if argument.startswith("--model."):
-            of_model += [argument, *islice(rest, 0 if "=" in argument else 1)]
-        else:
-            ours.append(argument)
-    return ours, of_model
-
-
-def _module(class_path: str, arguments: list[str]) -> nn.Module:
+def _module(name: str, parser: ArgumentParser, options: Any) -> nn.Module:
     """Build a module on the meta device, where it takes no memory."""
-    from jsonargparse import ArgumentParser
-
-    module_name, _, class_name = class_path.rpartition(".")
-    try:
-        found = getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(None, f"model: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ArgumentError(None, f"model: {class_path} is not a class of modules")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(found, "model", fail_untyped=False)
-    options = parser.parse_args(arguments)
-    # renamed in jsonargparse 4.49
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     try:
         with torch.device("meta"):
-            module: nn.Module = instantiate(options).model
+            module: nn.Module = parser.instantiate(options).model
             # LightningModules may build their layers there
             configure_model = getattr(module, "configure_model", None)
             if configure_model is not None:
                 configure_model()
     except Exception as error:
-        raise ArgumentError(None, f"model: {class_path} cannot be built: {error!r}") from error
+        raise argparse.ArgumentError(None, f"model: {name} cannot be built: {error}") from error
     return module

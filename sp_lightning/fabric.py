@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -21,9 +19,9 @@ class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 class SuperpipelineStrategy(FabricMixin, ParallelStrategy):  # noqa: D101
     __doc__ = FabricMixin.__doc__
 
-    lightning: ClassVar[FabricNamespace] = FabricNamespace("lightning.fabric")
-    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
-    single_device_strategy: ClassVar[type] = SingleDeviceStrategy
+    lightning = FabricNamespace("lightning.fabric")
+    streaming_checkpoint_io = SuperpipelineCheckpointIO
+    single_device_strategy = SingleDeviceStrategy
 
 
 SuperpipelineStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -8,11 +8,13 @@ backward, but under the next forward.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from sp_lightning.arguments import StrategyWithOptions
-from sp_lightning.fabric_model import AttachedModel, give_all_back
-from sp_lightning.pipeline import Pipeline, Progress, open_steps
+from sp_lightning.pipeline import Pipeline, open_steps
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import (
@@ -33,7 +34,7 @@ from sp_lightning.trainer.checkpoint_io import (
     state_dict_on_host,
 )
 from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import autocast_of, host_precision
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
 
@@ -42,6 +43,61 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.parallel import ParallelStrategy
 else:
     ParallelStrategy = object
+
+
+class AttachedModel(nn.Module):
+    """What Fabric calls in place of a model, as it would call DDP's wrapper; it has the model's weights and children.
+
+    Nothing else holds it than what `fabric.setup` returns; when that goes, the model is a plain one on the CPU again.
+    """
+
+    def __init__(self, pipeline: Pipeline, meetings: Meetings) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+        self.meetings = meetings
+        # not as a child: names of weights stay as they are
+        for contents in ("_parameters", "_buffers", "_modules"):
+            vars(self)[contents] = vars(pipeline.module)[contents]
+        weakref.finalize(self, _give_back, pipeline, threading.get_ident()).atexit = False
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.meetings.share_buffers(self.pipeline)
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.meetings.meet(self.pipeline)
+        with out_of_memory_explained(self.pipeline, trains):
+            return self.pipeline.module(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell Fabric whether methods of the model may be called past this: where no process waits for another."""
+        return self is other or (self.meetings.processes is None and self.pipeline.module is other)
+
+    __hash__ = nn.Module.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the model, which is a plain one then."""
+        return _itself, (self.pipeline.module,)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+_given_up: list[Pipeline] = []  # of models that were dropped
+
+
+def _give_back(pipeline: Pipeline, thread: int) -> None:
+    """Give a model back; later, if Python's collector runs in a thread of the engine, which that would wait for."""
+    _given_up.append(pipeline)
+    if threading.get_ident() == thread:
+        give_all_back()
+
+
+def give_all_back() -> None:
+    """Give all models back that were dropped."""
+    while _given_up:
+        _given_up.pop().detach()
 
 
 class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, ParallelStrategy):
@@ -75,22 +131,21 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     @override
     def _make_parts(self) -> None:
-        self.progress = Progress()
-        self._references: list[weakref.ref[AttachedModel]] = []
+        self.progress = ToldProgress(self.lightning)
+        # by the identities of users' models, in the order in which they were set up
+        self._attached: WeakValueDictionary[int, AttachedModel] = WeakValueDictionary()
         self._clips_by_norm = False  # whether the loop has, so that gradients had better bring their norms
         self._backward_sync_control = self  # type: ignore[assignment]
 
     @property
-    def _models(self) -> list[AttachedModel]:
-        models = [reference() for reference in self._references]
-        return [model for model in models if model is not None]
-
-    @property
     def pipelines(self) -> list[Pipeline]:
         """The pipelines of all models, in the order in which these were set up."""
-        return [model.pipeline for model in self._models]
+        return [model.pipeline for model in self._attached.values()]
 
-    # ------------------------------------------------------------------------------------------------------ processes
+    def _models_of(self, optimizer: Optimizer) -> list[AttachedModel]:
+        """Return the models whose weights an optimizer steps."""
+        models = self._attached.values()
+        return [model for model in models if model.pipeline.optimizers.have_weights_of(optimizer)]
 
     @property
     @override
@@ -101,11 +156,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         self.num_nodes = self._num_nodes
         self.set_world_ranks()
 
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.join_processes()
-
     def _class(self) -> type:
         """Return what Fabric takes the strategy for: with one device it wants no `launch()`."""
         return type(self) if self.is_distributed else self.single_device_strategy
@@ -114,15 +164,13 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles of what Fabric has wrapped have the strategy, but not its models."""
-        return _blank, (type(self),), {**vars(self), "_references": []}
+        return object.__new__, (type(self),), {**vars(self), "_attached": {}}
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Open a scope for backward passes after which averages over processes are not complete yet."""
         if isinstance(module, AttachedModel) and enabled:
             return module.meetings.without_averages()
         return nullcontext()
-
-    # ---------------------------------------------------------------------------------------------------------- setup
 
     @property
     @override
@@ -152,11 +200,11 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         give_all_back()
-        for model in [each for each in self._models if each.pipeline.module is module]:
-            model.pipeline.detach()  # it is set up once more
-        self._references = [weakref.ref(model) for model in self._models if model.pipeline.module is not module]
+        again = self._attached.pop(id(module), None)
+        if again is not None:
+            again.pipeline.detach()
+        self.module_to_device(module)
         if next(module.parameters(), None) is None:
-            module.to(self.root_device)
             return module
         meetings = Meetings(self.processes_of_a_model())
         meetings.begin_run(trains=True)
@@ -174,7 +222,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         units = f"{plan.units} units, of which {plan.k} are on {plan.device} at once"
         self.lightning.info(f"superpipeline: {type(module).__name__} has {units}.")
         model = AttachedModel(pipeline, meetings)
-        self._references.append(weakref.ref(model))
+        self._attached[id(module)] = model
         return model
 
     @override
@@ -193,16 +241,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
             yield
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self.backward_scope(kwargs):
-            type(self.precision).backward(self.precision, loss, *args, **kwargs)
-
-    @contextmanager
-    def backward_scope(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Open a scope for a backward pass, with which the step ends, unless the pass keeps its graph.
-
-        In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
-        """
-        goes_on = arguments.get("retain_graph") or arguments.get("create_graph")
+        """Run a backward pass, with which the step ends, unless the pass keeps its graph."""
+        goes_on = kwargs.get("retain_graph") or kwargs.get("create_graph")
         measures = self._clips_by_norm or getattr(self.precision, "scaler", None) is not None
         with ExitStack() as scopes:
             scopes.enter_context(nullcontext() if goes_on else open_steps.ending())
@@ -211,24 +251,23 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
                 scopes.enter_context(pipeline.in_all_processes())
                 if measures:
                     scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
-            if arguments.get("inputs") is not None and self.pipelines:
-                arguments["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(arguments["inputs"]))
-            yield
+            if kwargs.get("inputs") is not None and self.pipelines:  # the graph was built with others
+                kwargs["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(kwargs["inputs"]))
+            type(self.precision).backward(self.precision, loss, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with open_steps.ending():
             pass
         output = super().optimizer_step(optimizer, **kwargs)
-        for model in self._models:
-            if model.pipeline.optimizers.have_weights_of(optimizer):
-                model.meetings.weights_may_change()
+        for model in self._models_of(optimizer):
+            model.meetings.weights_may_change()
         return output
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
         """Return what unscales and clips the gradients of an optimizer; None if torch does, as for several models."""
-        found = [each.optimizers for each in self.pipelines if each.optimizers.have_weights_of(optimizer)]
-        return found[0].clipping if len(found) == 1 else None
+        models = self._models_of(optimizer)
+        return models[0].pipeline.optimizers.clipping if len(models) == 1 else None
 
     @override
     def clip_gradients_norm(
@@ -262,15 +301,15 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         module = _model_in(module)
-        attached = [model for model in self._models if model.pipeline.module is module]
+        attached = self._attached.get(id(module))
         others = own_all_but_weights(state_dict, module)
-        if any(model.meetings.follows for model in attached):  # its weights are those of the first process
+        if attached is not None and attached.meetings.follows:  # its weights are those of the first process
             state_dict = others
             strict = False
         super().load_module_state_dict(module, state_dict, strict)
-        for model in attached:
-            model.pipeline.weights_changed()
-            model.meetings.weights_may_change()
+        if attached is not None:
+            attached.pipeline.weights_changed()
+            attached.meetings.weights_may_change()
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -281,8 +320,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
             io.streamed = dict(state.named_parameters())
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         for optimizer in [each for each in tree_leaves(state) if isinstance(each, Optimizer)]:
-            models = [model for model in self._models if model.pipeline.optimizers.have_weights_of(optimizer)]
-            if any(model.meetings.follows for model in models):
+            if any(model.meetings.follows for model in self._models_of(optimizer)):
                 optimizer.state.clear()  # another process steps for this one
             else:
                 read_from_file(optimizer)
@@ -298,10 +336,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricMixin:
         """Copies of what Fabric has wrapped, as of a model for an average, keep the strategy."""
         return self
-
-
-def _blank(cls: type[FabricMixin]) -> FabricMixin:
-    return cls.__new__(cls)
 
 
 def _model_in(module: nn.Module) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 
@@ -11,21 +9,19 @@ from sp_lightning.callback import CallbackMixin
 from sp_lightning.fabric import SuperpipelineCheckpointIO as SuperpipelineCheckpointIO
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.trainer import Namespace
-from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
 class SuperpipelineCallback(CallbackMixin, Callback):  # noqa: D101
     __doc__ = CallbackMixin.__doc__
 
-    lightning: ClassVar[Namespace] = Namespace("lightning.pytorch")
+    lightning = Namespace("lightning.pytorch")
 
 
 class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # noqa: D101
     __doc__ = SuperpipelineMixin.__doc__
 
-    lightning: ClassVar[Namespace] = Namespace("lightning.pytorch")
-    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
-    callback: ClassVar[type[Callback]] = SuperpipelineCallback
+    lightning = Namespace("lightning.pytorch")
+    streaming_checkpoint_io = SuperpipelineCheckpointIO
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,13 @@ def chunked_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     softcap: float | None = None,
     shift: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """Compute the cross entropy of a linear head without materializing all of its logits.
 
     Loss and gradients equal, up to rounding, those of
     `F.cross_entropy(F.linear(hidden, weight, bias).float(), labels)`, also under autocast. As in transformers, the loss
-    is computed and returned in fp32 where `hidden` has a lower precision.
+    is computed and returned in fp32 where `hidden` has a lower precision. The slice of logits that is in memory is
+    about as large as `hidden`, and at most an eighth of all logits.
 
     Args:
         hidden: Floating-point input of the head, of shape `(..., width)`.
@@ -66,16 +66,14 @@ def chunked_cross_entropy(
         reduction: `"mean"` over positions that are not ignored (NaN if there are none), `"sum"`, or `"none"`.
         softcap: If given, logits become `softcap * tanh(logits / softcap)`, as Gemma's do.
         shift: Whether each position predicts the next one's label, as where transformers is given `labels=input_ids`.
-        chunk_size: Number of vocabulary entries whose logits are in memory at once. By default a slice of logits is
-            about as large as `hidden`, and at most an eighth of all logits.
 
     Returns:
         The loss: a scalar, or with `reduction="none"` a tensor of the shape of `labels`.
 
     Raises:
-        ValueError: If shapes, dtypes, devices or options are invalid.
-        RuntimeError: If a label is not in the vocabulary (on a GPU: torch's device-side assertion), or if gradients
-            are differentiated again.
+        ValueError: If shapes or options are invalid.
+        RuntimeError: If a linear layer does not take these dtypes, a label is no index of the vocabulary (on a GPU:
+            torch's device-side assertion), or gradients are differentiated again.
 
     Examples:
         >>> hidden, head = torch.randn(2, 5, 8, requires_grad=True), torch.nn.Linear(8, 100, bias=False)
@@ -83,44 +81,23 @@ def chunked_cross_entropy(
         >>> loss = chunked_cross_entropy(hidden, head.weight, tokens, shift=True)
         >>> loss.backward()
     """
+    arguments = locals()
     tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
-        options: dict[str, Any] = {
-            "bias": bias, "ignore_index": ignore_index, "reduction": reduction,
-            "softcap": softcap, "shift": shift, "chunk_size": chunk_size,
-        }  # fmt: skip
-        return handle_torch_function(chunked_cross_entropy, tensors, hidden, weight, labels, **options)
-    _check_tensors(hidden, weight, labels)
-    _check_choices(reduction, softcap, chunk_size)
+        return handle_torch_function(chunked_cross_entropy, tensors, **arguments)
+    _check_shapes(hidden, weight, labels)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction={reduction!r}` must be 'mean', 'sum' or 'none'.")
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     is_counted = labels != ignore_index
-    losses = _losses_of_tokens(hidden, weight, bias, labels, is_counted, softcap, chunk_size)
+    flat = hidden.reshape(-1, weight.shape[1])
+    dtype = F.linear(flat[:0], weight[:0]).dtype  # that a linear layer computes in, with or without autocast
+    counted = labels.masked_fill(~is_counted, 0).reshape(-1)
+    losses: Tensor = _TokenLosses.apply(flat.to(dtype), weight, bias, counted, softcap)
+    losses = losses.view_as(labels).masked_fill(~is_counted, 0)
     total = losses if reduction == "none" else losses.sum()
     return total / is_counted.sum() if reduction == "mean" else total
-
-
-def _losses_of_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    is_counted: Tensor,
-    softcap: float | None,
-    chunk_size: int | None,
-) -> Tensor:
-    """Return a loss for each label that counts, and zero for the others."""
-    vocabulary, width = weight.shape
-    flat = labels.masked_fill(~is_counted, 0).reshape(-1)
-    losses: Tensor = _TokenLosses.apply(
-        hidden.reshape(-1, width).to(_compute_dtype(hidden, weight)),
-        weight,
-        bias,
-        _checked_by_torch(flat, vocabulary),
-        softcap,
-        chunk_size or _automatic_chunk_size(flat.numel(), width, vocabulary),
-    )
-    return losses.view_as(labels).masked_fill(~is_counted, 0)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -128,29 +105,23 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        softcap: float | None,
-        chunk_size: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None
     ) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # online softmax: probabilities are exp(logit - peak) / norm, where peak is the highest logit so far
         peak = hidden.new_full(labels.shape, torch.finfo(dtype).min, dtype=dtype)
-        norm, target = torch.zeros_like(peak), torch.zeros_like(peak)
-        # casts are done by hand, slice by slice
-        with _without_autocast(hidden.device.type):
-            for rows in _slices(len(weight), chunk_size):
-                logits = _logits(hidden, *_lowered(weight, bias, rows, hidden.dtype), softcap)
-                column, is_inside = _position(labels, rows)
-                target = torch.where(is_inside, logits.gather(1, column).squeeze(1), target)
+        norm = torch.zeros_like(peak)
+        # torch checks the labels and their dtype: an exception on the CPU, a device-side assertion on a GPU
+        target = hidden.new_zeros(len(weight), dtype=dtype).gather(0, labels)
+        with _without_autocast(hidden):
+            for part in _slices(hidden, weight, bias, labels, softcap):
+                logits = part.logits
+                target = torch.where(part.is_inside, logits.gather(1, part.column).squeeze(1), target)
                 last_peak = peak
                 peak = torch.maximum(peak, logits.amax(1))
                 norm = norm * (last_peak - peak).exp() + logits.sub_(peak[:, None]).exp_().sum(1)
         ctx.save_for_backward(hidden, weight, bias, labels, peak, norm)
-        ctx.choices = softcap, chunk_size
+        ctx.softcap = softcap
         return norm.log() - (target - peak)
 
     @staticmethod
@@ -163,86 +134,74 @@ class _TokenLosses(torch.autograd.Function):
                 "second derivatives are needed."
             )
         hidden, weight, bias, labels, peak, norm = ctx.saved_tensors
-        softcap, chunk_size = ctx.choices
+        softcap = ctx.softcap
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        with _without_autocast(hidden.device.type):
-            for rows in _slices(len(weight), chunk_size):
-                piece, bias_piece = _lowered(weight, bias, rows, hidden.dtype)
-                logits = _logits(hidden, piece, bias_piece, softcap)
+        with _without_autocast(hidden):
+            for part in _slices(hidden, weight, bias, labels, softcap):
+                logits = part.logits
                 slope = None if softcap is None else 1 - (logits / softcap).square()
                 # (probability - target) * outer gradient, computed in the memory of the logits
                 grad_logits = logits.sub_(peak[:, None]).exp_().mul_((gradient / norm)[:, None])
-                column, is_inside = _position(labels, rows)
-                grad_logits.scatter_add_(1, column, (-gradient * is_inside)[:, None])
+                grad_logits.scatter_add_(1, part.column, (-gradient * part.is_inside)[:, None])
                 if slope is not None:
                     grad_logits *= slope
                 if grad_bias is not None:
-                    grad_bias[rows] = grad_logits.sum(0)
+                    grad_bias[part.rows] = grad_logits.sum(0)
                 lowered = grad_logits.to(hidden.dtype)
                 if grad_weight is not None:
-                    grad_weight[rows] = lowered.t() @ hidden
+                    grad_weight[part.rows] = lowered.t() @ hidden
                 if grad_hidden is not None:
-                    grad_hidden += lowered @ piece
+                    grad_hidden += lowered @ part.weight
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _without_autocast(device: str) -> AbstractContextManager[None]:
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+class _Slice(NamedTuple):
+    """A slice of the vocabulary."""
+
+    rows: slice  # of the head
+    weight: Tensor  # these rows, in the dtype to compute in
+    logits: Tensor  # in at least fp32, in memory that may be overwritten
+    column: Tensor  # of each label, clamped into the slice
+    is_inside: Tensor  # whether it really lies there
 
 
-def _slices(vocabulary: int, chunk_size: int) -> Iterator[slice]:
-    for start in range(0, vocabulary, chunk_size):
-        yield slice(start, min(start + chunk_size, vocabulary))
+def _slices(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None
+) -> Iterator[_Slice]:
+    """Compute the logits, one slice after the other."""
+    tokens, width = hidden.shape
+    vocabulary = len(weight)
+    count = min(max(width, _ENOUGH_LOGITS // max(tokens, 1)), -(-vocabulary // _LEAST_SLICES))
+    count = -(-count // _ALIGNMENT) * _ALIGNMENT
+    for start in range(0, vocabulary, count):
+        rows = slice(start, min(start + count, vocabulary))
+        # by hand, as autocast would make a copy of the whole head
+        piece, bias_piece = weight[rows].to(hidden.dtype), None if bias is None else bias[rows].to(hidden.dtype)
+        logits = _capped(F.linear(hidden, piece, bias_piece), softcap)
+        column = labels - start
+        last = rows.stop - start - 1
+        is_inside = (column >= 0) & (column <= last)
+        yield _Slice(rows, piece, logits, column.clamp(0, last)[:, None], is_inside)
 
 
-def _lowered(weight: Tensor, bias: Tensor | None, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return a slice of the head in the dtype to compute in; autocast would make a copy of the whole head."""
-    return weight[rows].to(dtype), None if bias is None else bias[rows].to(dtype)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """Compute logits in at least fp32, in memory that may be overwritten."""
-    logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return logits in at least fp32, in memory that may be overwritten."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _position(labels: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return each label's column in this slice of logits, clamped into the slice, and whether it really lies there."""
-    column = labels - rows.start
-    size = rows.stop - rows.start
-    return column.clamp(0, size - 1)[:, None], (column >= 0) & (column < size)
-
-
-def _automatic_chunk_size(tokens: int, width: int, vocabulary: int) -> int:
-    rows = min(max(width, _ENOUGH_LOGITS // max(tokens, 1)), -(-vocabulary // _LEAST_SLICES))
-    return -(-rows // _ALIGNMENT) * _ALIGNMENT
-
-
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer would compute in."""
-    device = hidden.device.type
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
+    device = tensor.device.type
     is_available = torch.amp.is_autocast_available(device)  # not on the meta device
-    if is_available and torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"`hidden` is {hidden.dtype} and `weight` is {weight.dtype}, and there is no autocast "
-            "to lower them. Cast one of them."
-        )
-    return weight.dtype
+    return torch.autocast(device, enabled=False) if is_available else nullcontext()
 
 
-def _checked_by_torch(labels: Tensor, vocabulary: int) -> Tensor:
-    """Return the labels after torch's own bounds check: an exception on the CPU, a device-side assertion on a GPU."""
-    return torch.arange(vocabulary, device=labels.device).gather(0, labels.long())
-
-
-def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "`hidden` must have the shape (..., width) and `weight` (vocabulary, width), got "
@@ -253,17 +212,6 @@ def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
             "`labels` must have the shape of `hidden` without its last dimension, "
             f"{tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}."
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
-        raise ValueError(f"`labels` must be indices into the vocabulary, got {labels.dtype}.")
-
-
-def _check_choices(reduction: str, softcap: float | None, chunk_size: int | None) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction={reduction!r}` must be 'mean', 'sum' or 'none'.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap={softcap!r}` must be positive, or None.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size={chunk_size!r}` must be at least 1, or None.")
 
 
 def loss_in_slices(model: Any) -> None:
@@ -318,6 +266,7 @@ class _LossOfHidden:
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
+        ignore_index: int = -100,
         **others: Any,
     ) -> Tensor:
         """Compute the loss as transformers does, which gives it arguments of the model, too."""
@@ -326,7 +275,7 @@ class _LossOfHidden:
         softcap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
         if not self._is_checked:
             with torch.no_grad():
-                expected = _logits(hidden[:, -1:], head.weight, head.bias, softcap)
+                expected = _capped(F.linear(hidden[:, -1:], head.weight, head.bias), softcap)
             if not torch.allclose(logits[:, -1:].float(), expected, rtol=0.02, atol=0.02):
                 words = "does more to its logits than its head and a soft cap: train without `loss_in_slices`"
                 raise RuntimeError(f"`{type(self._model).__name__}` {words}.")
@@ -336,7 +285,7 @@ class _LossOfHidden:
             head.weight,
             (labels if shift_labels is None else shift_labels).to(hidden.device),
             bias=head.bias,
-            ignore_index=others.get("ignore_index", -100),
+            ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             softcap=softcap,
             shift=shift_labels is None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 
@@ -11,21 +9,19 @@ from sp_lightning.callback import CallbackMixin
 from sp_lightning.lightning_fabric import SuperpipelineCheckpointIO as SuperpipelineCheckpointIO
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.trainer import Namespace
-from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
 class SuperpipelineCallback(CallbackMixin, Callback):  # type: ignore[misc]  # noqa: D101
     __doc__ = CallbackMixin.__doc__
 
-    lightning: ClassVar[Namespace] = Namespace("pytorch_lightning")
+    lightning = Namespace("pytorch_lightning")
 
 
 class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = SuperpipelineMixin.__doc__
 
-    lightning: ClassVar[Namespace] = Namespace("pytorch_lightning")
-    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
-    callback: ClassVar[type[Callback]] = SuperpipelineCallback
+    lightning = Namespace("pytorch_lightning")
+    streaming_checkpoint_io = SuperpipelineCheckpointIO
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

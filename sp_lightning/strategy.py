@@ -25,11 +25,9 @@ from sp_lightning.trainer.host_memory import (
     keep_averages_on_host,
     materialize,
 )
-from sp_lightning.trainer.narrator import Narrator
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
-from sp_lightning.trainer.progress import CountedCopies, TrainerProgress
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -63,20 +61,17 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     """
 
     lightning: ClassVar[Namespace]
-    callback: ClassVar[type[Any]]
-    _begins_evaluation = False  # whether callbacks may have put averages in place of weights
 
     @override
     def _make_parts(self) -> None:
         self.pipeline: Pipeline | None = None
-        self.progress = TrainerProgress(self)
+        self.progress = ToldProgress(self.lightning)
         self.meetings = Meetings()
-        self._narrator = Narrator(self.lightning, self.callback)
+        self.narrator = Narrator(self.lightning)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.join_processes()
         if self.meetings.processes is None:
             self.meetings = Meetings(self.processes_of_a_model())
         trainer = self._trainer
@@ -116,11 +111,11 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
             each_is_stepped = not self.is_distributed and trainer.accumulate_grad_batches == 1
-            all_pass = all(plan.gradients_pass for _, plan in self._plans())
+            all_pass = all(plan.gradients_pass for plan in self._plans())
             gradients_pass = each_is_stepped and all_pass
             check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
         self.setup_precision_plugin()
-        self._narrator.begin(trainer, self.pipeline, self._plans())
+        self.narrator.begin(trainer, self.pipeline, list(map(str, self._plans())))
 
     @override
     def model_to_device(self) -> None:
@@ -134,7 +129,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
                 module,
                 self.root_device,
                 options=self.options,
-                planner=AutoPlanner(self._narrator.measured),
+                planner=AutoPlanner(self.narrator.measured),
                 processes=self.meetings.processes,
                 progress=self.progress,
             )
@@ -165,9 +160,6 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if pipeline is None:
             yield
             return
-        if evaluates and self._begins_evaluation:
-            self._begins_evaluation = False
-            pipeline.weights_changed()
         self.meetings.begin_step(pipeline)
         with (
             self.meetings.evaluating() if evaluates else nullcontext(),
@@ -182,19 +174,15 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if pipeline is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         automatic = isinstance(closure, self.lightning.closure)
-        plan = self.plan_step(pipeline, optimizer, automatic)
-        with self.optimizer_scope(pipeline, optimizer, plan):
+        with self.optimizer_scope(pipeline, self.plan_step(pipeline, optimizer, automatic)):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
-    def _plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
-        """Yield each optimizer with the plan for its steps; there are none outside of `fit`."""
-        module = self._module
-        if self.pipeline is not None and is_fitting(module.trainer):
-            for optimizer in self.optimizers:
-                yield (
-                    optimizer,
-                    self.plan_step(self.pipeline, optimizer, module.automatic_optimization),
-                )
+    def _plans(self) -> list[SteppingPlan]:
+        """Return the plan for the steps of each optimizer; there are none outside of `fit`."""
+        module, pipeline = self._module, self.pipeline
+        if pipeline is None or not is_fitting(module.trainer):
+            return []
+        return [self.plan_step(pipeline, each, module.automatic_optimization) for each in self.optimizers]
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -205,7 +193,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             checkpoint = {**checkpoint, "state_dict": others}
             strict = False
         nbytes = nbytes_of(checkpoint["state_dict"])
-        with self.progress.begin("Loading weights", nbytes) as work, CountedCopies(work):
+        with CountedCopies(self.progress.begin("Loading weights", nbytes)):
             super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
             self.pipeline.weights_changed()
@@ -214,24 +202,21 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @override
     def on_train_end(self) -> None:
         self.barrier()  # the last weights may be averages that another process has written
-        self._narrator.end(self.pipeline)
+        self.narrator.end(self.pipeline)
 
     on_test_end = on_predict_end = on_train_end
 
     @override
     def on_validation_start(self) -> None:
-        self._begins_evaluation = True
-        self.meetings.weights_may_change()
+        self.meetings.weights_may_change()  # callbacks may put averages in their place
 
     @override
     def on_validation_end(self) -> None:
-        if self.pipeline is not None:  # and given the weights back
-            self.pipeline.weights_changed()
-            self.meetings.weights_may_change()
+        self.meetings.weights_may_change()  # and give them back
         # others may still validate, and callbacks write to the weights of all from now on
         self.barrier()
         if not is_fitting(self._module.trainer):
-            self._narrator.end(self.pipeline)
+            self.narrator.end(self.pipeline)
 
     @override
     def teardown(self) -> None:

@@ -47,7 +47,7 @@ def test_outcome_in_numbers():
         "weights took at most 1.0 GiB of cuda:0, and all took 13.0 GiB of the host, 13.0 bytes per parameter."
     )
     plan = WindowPlan(2, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
-    assert "2 units living on the device with their state (1.0 GiB), 1 unit visiting it" in planned(plan)
+    assert "living on the device with their state: 2 (1.0 GiB), units visiting it" in planned(plan)
 
 
 # --------------------------------------------------------------------------------------------- with and without one
@@ -197,20 +197,14 @@ def test_the_timeline_of_an_evaluation(tmp_path, entry):
     assert "backward" not in kinds
 
 
-def test_a_timeline_that_cannot_be_written_is_an_error_before_the_run_and_none_in_it(tmp_path):
-    class Closes(Base):
-        def on_train_start(self):
-            (tmp_path / "new" / "a.html").unlink()
-            (tmp_path / "new" / "a.html").mkdir()
-
-    run = trainer(streamed(), max_epochs=1, callbacks=SuperpipelineCallback(tmp_path / "new" / "a.html"))
-    with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: .*directory"):
-        fit(run, Closes())
-    assert run.global_step == 6
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    for path in ("file/a.html", "new/a.html"):
-        with pytest.raises(ValueError, match=rf"`timeline='.*{path}'` cannot be written: .*"):
-            fit(trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / path)), Base())
+    (tmp_path / "a.html").mkdir()
+    for path, reason in {"file/a.html": "exists|directory", "a.html": "directory"}.items():
+        run = trainer(streamed(), max_epochs=1, callbacks=SuperpipelineCallback(tmp_path / path))
+        with pytest.warns(UserWarning, match=rf"`timeline='.*a.html'` was not written: .*({reason})"):
+            fit(run, Base())
+        assert run.global_step == 6
 
 
 def test_bad_arguments():

@@ -54,7 +54,7 @@ def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_what_else_is_seen() -> None:
     """Plain training is the same each time; NaN anywhere, a gradient that is missing, and units that never came."""
     plain, other = _train(CPU, "32-true"), _train(CPU, "32-true")
-    assert plain.visits == plain.living == 0
+    assert plain.placed == 0
     assert _judge(plain, other, CPU, places=False) == (True, "same bits")
     assert _judge(plain, other, CPU, places=True) == (False, "NO UNIT WAS THERE")
     assert not _judge(plain, other._replace(first=other.first[:-1]), CPU, places=False)[0]

@@ -163,22 +163,13 @@ def test_bytes_of_a_parameter(
     assert of_gradients / parameters < gradients + 0.05
 
 
-@pytest.mark.parametrize(
-    ("free", "clip", "advice"),
-    [
-        (700_000, 1.0, r"`sp_lightning.optim.AdamW\(moments='fp32'\)` takes 910.0 KiB in all"),
-        (300_000, 1.0, r"`sp_lightning.optim.AdamW\(moments='int8'\)` takes"),
-        (10_000, None, "or freeze weights"),
-    ],
-)
-def test_a_run_that_will_not_fit_is_refused(
-    free: int, clip: float | None, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is trained, with the numbers, and what would fit."""
+@pytest.mark.parametrize(("free", "clip"), [(700_000, 1.0), (10_000, None)])
+def test_a_run_that_will_not_fit_is_refused(free: int, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is trained, with the numbers, and what takes less."""
     options = {"accelerator": "cpu", "max_steps": 1, "barebones": True, "gradient_clip_val": clip}
     trainer = L.Trainer(strategy="superpipeline", **options)
     monkeypatch.setattr(host_memory, "available_host_memory", lambda: free)
     gradients = "260.0" if clip else "52.0"  # they wait for the norm, or pass through
-    says = f"AdamW would keep 520.0 KiB of state in host memory, beside {gradients} KiB of gradients.*{advice}"
+    says = f"AdamW would keep 520.0 KiB of state in host memory, beside {gradients} KiB of gradients.*freeze weights"
     with pytest.raises(MisconfigurationException, match=says):
         trainer.fit(Blocks(), DataLoader(torch.randn(2, WIDTH), batch_size=2))

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -81,23 +80,22 @@ def distance(actual: Tensor, truth: Tensor) -> float:
 @given(
     shape=st.lists(st.integers(1, 4), max_size=3).map(tuple),
     vocabulary=st.integers(1, 40),
-    chunk_size=st.none() | st.integers(1, 50),
     reduction=st.sampled_from(["mean", "sum", "none"]),
     softcap=st.sampled_from([None, 3.0]),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@example((2, 3), 32, 8, "mean", 3.0, True, 0)
-@example((7,), 33, 8, "sum", None, False, 0)
-@example((0,), 33, 8, "mean", None, False, 0)
-def test_loss_and_gradients(shape, vocabulary, chunk_size, reduction, softcap, with_bias, seed):
+@example((2, 3), 32, "mean", 3.0, True, 0)
+@example((7,), 33, "sum", None, False, 0)
+@example((0,), 33, "mean", None, False, 0)
+def test_loss_and_gradients(shape, vocabulary, reduction, softcap, with_bias, seed):
     torch.manual_seed(seed)
     hidden, weight, bias, labels = inputs(shape, vocabulary=vocabulary)
     wanted = [hidden, weight, bias] if with_bias else [hidden, weight]
     choices = {"reduction": reduction, "softcap": softcap}
     choices["bias"] = bias if with_bias else None
     expected = plain(hidden, weight, labels, **choices)
-    actual = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **choices)
+    actual = chunked_cross_entropy(hidden, weight, labels, **choices)
     assert actual.shape == expected.shape
     outer = torch.randn(expected.shape, dtype=torch.float64)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
@@ -105,7 +103,7 @@ def test_loss_and_gradients(shape, vocabulary, chunk_size, reduction, softcap, w
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("chunk_size", "scale"), [(None, 1.0), (16, 100.0)])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize(
     ("stored", "autocast"),
     [
@@ -117,7 +115,7 @@ def test_loss_and_gradients(shape, vocabulary, chunk_size, reduction, softcap, w
     ],
     ids=["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
 )
-def test_as_exact_as_the_textbook_form(stored, autocast, chunk_size, scale):
+def test_as_exact_as_the_textbook_form(stored, autocast, scale):
     """Rounding and nothing else: against fp64, errors are of the size that computing with all logits has."""
     hidden, weight, bias, labels = inputs((4, 64), 32, 700, stored)
     with torch.no_grad():
@@ -134,7 +132,7 @@ def test_as_exact_as_the_textbook_form(stored, autocast, chunk_size, scale):
 
     truth = run(plain, *exact)
     textbook = run(plain, *tensors)
-    ours = run(partial(chunked_cross_entropy, chunk_size=chunk_size), *tensors)
+    ours = run(chunked_cross_entropy, *tensors)
     for actual, expected, true in zip(ours, textbook, truth, strict=True):
         assert actual.dtype == expected.dtype
         assert distance(actual, true.detach()) <= 2 * distance(expected, true.detach()) + 1e-7
@@ -158,8 +156,10 @@ class Counts(TorchDispatchMode):
     products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.products += is_product and result.numel() > 0  # one of nothing tells the dtype
+        return result
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ class Counts(TorchDispatchMode):
 )
 def test_only_what_is_needed_is_computed(trained, products):
     """A frozen head (LoRA) gets no gradient, a frozen model none either, and evaluation is the forward alone."""
-    slices = 5
+    slices = 4  # of sixteen rows and less
     hidden, weight, bias, labels = inputs((6,), 8, 50)
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
         tensor.requires_grad_(name in trained.split())
     with Counts() as counts:
-        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_size=10)
+        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias)
         assert loss.requires_grad == bool(trained)
         if trained:
             loss.backward()
@@ -195,11 +195,7 @@ def test_second_derivatives_are_refused():
         ({"hidden": torch.zeros(())}, "`hidden` must have the shape"),
         ({"weight": torch.zeros(8)}, "`weight` \\(vocabulary, width\\)"),
         ({"labels": torch.zeros(5, dtype=torch.long)}, r"`labels` must have the shape .*\(6,\), got \(5,\)"),
-        ({"labels": torch.zeros(6)}, r"`labels` must be indices into the vocabulary, got torch\.float32"),
-        ({"weight": torch.zeros(50, 8, dtype=torch.float64)}, r"`hidden` is torch\.float32 and `weight` is"),
         ({"reduction": "avg"}, "`reduction='avg'` must be 'mean', 'sum' or 'none'"),
-        ({"softcap": 0.0}, "`softcap=0.0` must be positive"),
-        ({"chunk_size": 0}, "`chunk_size=0` must be at least 1"),
     ],
 )
 def test_bad_input(changes, message):
@@ -208,11 +204,17 @@ def test_bad_input(changes, message):
         chunked_cross_entropy(**{**tensors, **changes})
 
 
+@pytest.mark.parametrize("labels", [torch.zeros(6), torch.full((6,), 50), torch.full((6,), -1)])
+def test_labels_that_are_no_indices(labels):
+    with pytest.raises(RuntimeError, match="index"):
+        chunked_cross_entropy(torch.zeros(6, 8), torch.zeros(50, 8), labels)
+
+
 class Head(nn.Linear):
     """An ordinary unit, whose call has the loss."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return chunked_cross_entropy(x, self.weight, torch.arange(len(x)), bias=self.bias, chunk_size=16)
+        return chunked_cross_entropy(x, self.weight, torch.arange(len(x)), bias=self.bias)
 
 
 class CallsForward(Chain):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy, superpipeline
 from sp_lightning.pipeline import WindowPlan
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import out_of_memory_explained
 
 from .lightning_modules import Base, assert_plain, fit, trainer
 

@@ -1,14 +1,11 @@
-"""Long work shows itself (pipeline/stats.py, trainer/progress.py), and an interrupt in its middle breaks nothing."""
+"""Long work shows itself (pipeline/stats.py, trainer/narrator.py), and an interrupt in its middle breaks nothing."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import os
-import re
 import shutil
-import struct
-import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -17,96 +14,41 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import sp_lightning
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress, Work
 from sp_lightning.pipeline import stats as progress
-from sp_lightning.trainer import checkpoint_io
 
 from .helpers import Fingerprint, assert_same_facts
 from .lightning_modules import Base, fit, loader, streamed, trainer
 from .pipeline.parts import RecordingBackend
 from .zoo.blocks import chain
 
-IN_A_TERMINAL = """
-import sys, lightning as L, torch
-from lightning.pytorch import callbacks
-from torch import nn
-from sp_lightning.pipeline import stats as progress
 
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        frozen = [nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(8)]
-        self.layers = nn.Sequential(*frozen, nn.Linear(512, 1))
-
-    def training_step(self, batch):
-        return self.layers(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-progress.SHOWN_AFTER = 0.0
-net, data = Net(), torch.utils.data.DataLoader(torch.randn(1, 512))
-for bar in callbacks.RichProgressBar(), callbacks.TQDMProgressBar(), None:
-    choices = {"callbacks": bar, "enable_progress_bar": bar is not None, "logger": False, "enable_checkpointing": False}
-    for path in (None, sys.argv[1]):
-        ours = L.Trainer(strategy="superpipeline", accelerator="cpu", max_steps=0, **choices)
-        ours.fit(net, data, ckpt_path=path)
-        if path is None:
-            ours.save_checkpoint(sys.argv[1])
-    print("END OF A BAR", flush=True)
-"""
-
-
-def in_a_terminal(script: str, *arguments: str) -> str:
-    """What a terminal of 120 columns shows of a script."""
-    fcntl, pty, termios = map(pytest.importorskip, ("fcntl", "pty", "termios"))
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    command, environment = [sys.executable, "-W", "ignore", "-c", script, *arguments], {**os.environ, "TERM": "xterm"}
-    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = bytearray()
-    with suppress(OSError):  # which ends it on Linux
-        while piece := os.read(ours, 2**16):
-            shown += piece
-    os.close(ours)
-    assert child.wait() == 0, shown.decode(errors="replace")
-    return shown.decode(errors="replace")
-
-
-def test_a_model_in_a_terminal(tmp_path):
-    lines, tqdm, silent, _ = in_a_terminal(IN_A_TERMINAL, f"{tmp_path}/a.ckpt").split("END OF A BAR")
-    for words in ("Arranging weights in host memory", "Saving a.ckpt", "Loading weights"):
-        assert f"{words} (8.0 MiB)" in lines, "beside rich's bars"
-        assert re.search(f"{words} .8.0 MiB.: +[0-9]+%.", tqdm)
-        assert words not in silent
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, ProgressBar, None])
-def test_without_a_terminal_each_tenth_is_a_line(monkeypatch, caplog, bar):
-    """Without a bar, it is in the package's log alone, which is seen if somebody asks for it."""
+def test_each_tenth_is_a_line(monkeypatch, caplog):
+    """Among Lightning's messages; in a plain loop in the package's log, which is seen if somebody asks for it."""
     said: list[str] = []
     monkeypatch.setattr(SuperpipelineStrategy.lightning, "info", said.append)
     monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    fit(trainer(streamed(), max_steps=1), Base(12))
     with caplog.at_level(logging.INFO, progress.__name__):
-        fit(trainer(streamed(), max_steps=1, callbacks=bar and bar(), enable_progress_bar=bar is not None), Base(12))
+        Pipeline(Base(12), "cpu").detach()
     logged = [record.message for record in caplog.records if record.name == progress.__name__]
-    counts = [sum(line.startswith("Arranging weights") for line in lines) for lines in (said, logged)]
-    assert counts == ([0, 10] if bar is None else [10, 0])
+    for lines in (said, logged):
+        assert sum(line.startswith("Arranging weights") for line in lines) == 10
 
 
 def test_work_is_shown_once_it_has_taken_five_seconds(monkeypatch, caplog):
     clock = iter(torch.arange(0.0, 9.0, 0.2).tolist())
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with caplog.at_level(logging.INFO), Progress().begin("Waiting", 2000) as work:
+    with caplog.at_level(logging.INFO):
+        work = Progress().begin("Waiting", 2000)
         for _ in range(40):
             work.advance(50)
-    assert caplog.messages == [f"Waiting (2.0 KiB): {percent} %" for percent in (62, 70, 80, 90, 100)]
+    assert caplog.messages == [f"Waiting (2.0 KiB): {percent} %" for percent in (70, 80, 90, 100)]
 
 
 class Interrupts(Progress):
@@ -117,7 +59,7 @@ class Interrupts(Progress):
         self.shown: set[str] = set()
 
     def begin(self, words: str, nbytes: int) -> Work:
-        work = Work(words, nbytes)
+        work = Work(words, nbytes, self)
         work.advance = partial(self.advance, words)
         return work
 
@@ -129,9 +71,8 @@ class Interrupts(Progress):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_save(tmp_path, monkeypatch, error):
+def test_an_interrupted_save(tmp_path, error):
     """It leaves the file that was there, and torch's writer, which is interrupted, does not make it another error."""
-    monkeypatch.setattr(checkpoint_io, "_PIECE", 300)
     path, old, new = tmp_path / "a.ckpt", {"weight": torch.zeros(400)}, {"weight": torch.ones(400)}
     SuperpipelineCheckpointIO().save_checkpoint(old, path)
     for at in range(1, 100):
@@ -185,9 +126,8 @@ def test_an_interrupted_attach():
     assert len(interrupted) > 100
 
 
-def test_an_interrupted_run(tmp_path, monkeypatch):
+def test_an_interrupted_run(tmp_path):
     """Loading, attaching, saving: each weight has its old value or its new one, and the last checkpoint is whole."""
-    monkeypatch.setattr(checkpoint_io, "_PIECE", 2**12)
     old, last = tmp_path / "old.ckpt", tmp_path / "last.ckpt"
     ours = trainer(streamed(), max_epochs=1)
     fit(ours, Base())

@@ -190,8 +190,7 @@ def _bytes_of(memory: int | str | None, otherwise: int) -> int:
 def ladder(given: Assumptions) -> Iterator[Assumptions]:
     """Yield the ways to keep moments: what is given, then those of `sp_lightning.optim`, if torch's is.
 
-    Each takes less host memory than the one before it. This is what `plan` shows, what a run that will not fit is
-    advised to take, and what the callback names where the optimizer is what a step waits for.
+    Each takes less host memory than the one before it.
     """
     yield given
     if given.optimizer in COMPACT and given.moments is None:

@@ -66,8 +66,6 @@ class Namespace(FabricNamespace):
         super().__init__(name, "lightning.fabric" if name == "lightning.pytorch" else "lightning_fabric")
         callbacks = import_module(f"{name}.callbacks")
         self.summary = callbacks.ModelSummary
-        self.tqdm_bar = callbacks.TQDMProgressBar
-        self.tqdm = resolve_name(f"{name}.callbacks.progress.tqdm_progress:Tqdm")
         self.lambda_callback = callbacks.LambdaCallback
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
@@ -86,11 +84,6 @@ def is_fitting(trainer: Trainer) -> bool:
 def logs_now(trainer: Any) -> bool:
     """Private. Tell whether Lightning writes to its loggers after this batch; its own monitors use this."""
     return bool(trainer._logger_connector.should_update_logs)
-
-
-def is_tuning(trainer: Any) -> bool:
-    """Private. Tell whether a `Tuner` runs the Trainer: its callback ends the fit before it begins."""
-    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
 
 
 def logged_step(trainer: Any) -> int:

@@ -26,18 +26,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from sp_lightning.optim.optimizers import COMPACT, AdamW
-from sp_lightning.pipeline import Progress, Work
+from sp_lightning.pipeline import Progress
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.trainer import FabricNamespace, Namespace, StrategyPart
+from sp_lightning.trainer.narrator import CountedCopies, CountedFile
 from sp_lightning.trainer.processes import Meetings
-from sp_lightning.trainer.progress import CountedCopies
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 else:
     TorchCheckpointIO = object
-
-_PIECE = 2**26  # bytes that are written and brought to the disk at once
 
 
 class StreamingCheckpointIO(TorchCheckpointIO):
@@ -76,11 +74,9 @@ class StreamingCheckpointIO(TorchCheckpointIO):
                 left.unlink(missing_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with (
-                temporary.open("wb") as file,
-                self._progress.begin(f"Saving {target.name}", nbytes_of(checkpoint)) as work,
-            ):
-                _write(checkpoint, _OnDisk(file, work))
+            with temporary.open("wb") as file:
+                work = self._progress.begin(f"Saving {target.name}", nbytes_of(checkpoint))
+                _write(checkpoint, CountedFile(file, work))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -110,37 +106,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         return copy.deepcopy(checkpoint, mapped)
 
 
-class _OnDisk:
-    """A file whose contents have come to the disk, piece by piece, so that work shows what it waits for.
-
-    Else a power cut after the rename could leave an empty file.
-    """
-
-    def __init__(self, file: IO[bytes], work: Work) -> None:
-        self._file = file
-        self._work = work
-        self._waiting = 0  # bytes that may not be there yet
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write all of the data."""
-        with memoryview(data) as view:
-            for begin in range(0, view.nbytes, _PIECE):
-                piece = view[begin : begin + _PIECE]
-                self._file.write(piece)
-                self._waiting += piece.nbytes
-                if self._waiting >= _PIECE:
-                    self.flush()
-            return view.nbytes
-
-    def flush(self) -> None:
-        """Have on disk what was written; the writer does so in the end."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._work.advance(self._waiting)
-        self._waiting = 0
-
-
-def _write(checkpoint: dict[str, Any], file: _OnDisk) -> None:
+def _write(checkpoint: dict[str, Any], file: CountedFile) -> None:
     handled = sys.exc_info()[1]  # if it is saved because of an exception
     try:
         torch.save(checkpoint, cast("IO[bytes]", file))
@@ -191,7 +157,7 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The base class moves optimizer state to the device, but state belongs where its weight is.
         states = checkpoint["optimizer_states"]
-        with self.progress.begin("Loading optimizer state", nbytes_of(states)) as work, CountedCopies(work):
+        with CountedCopies(self.progress.begin("Loading optimizer state", nbytes_of(states))):
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 try:
                     optimizer.load_state_dict({**state, "state": {}} if self.meetings.follows else state)

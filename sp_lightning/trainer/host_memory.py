@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.optimizers import AdamW
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
-from sp_lightning.planning.estimate import COMPACT, STATE, Assumptions, ladder
+from sp_lightning.planning.estimate import STATE
 from sp_lightning.trainer import FabricNamespace, Namespace
 
 _MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
@@ -29,24 +29,24 @@ def materialize(module: nn.Module, follows: bool, lightning: FabricNamespace, pr
     """
     modules = list(module.named_modules())
     nbytes = sum(tensor.nbytes for _, owner in modules for tensor in _meta_tensors(owner))
-    with progress.begin("Initializing weights", nbytes) as work:
-        for name, owner in modules:
-            tensors = _meta_tensors(owner)
-            if not tensors:
-                continue
-            # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
-            reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-            if not callable(reset):
-                raise lightning.misconfiguration(
-                    f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
-                    "meta device and no `reset_parameters()` to fill them. Define that method, or "
-                    "build this module without `torch.device('meta')`."
-                )
-            _fill(tensors, reset)
-            for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
-                # which takes nothing before it is written to
-                parameter.data = torch.empty_like(parameter)
-            work.advance(_nbytes(tensors))
+    work = progress.begin("Initializing weights", nbytes)
+    for name, owner in modules:
+        tensors = _meta_tensors(owner)
+        if not tensors:
+            continue
+        # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
+        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+        if not callable(reset):
+            raise lightning.misconfiguration(
+                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
+                "meta device and no `reset_parameters()` to fill them. Define that method, or "
+                "build this module without `torch.device('meta')`."
+            )
+        _fill(tensors, reset)
+        for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
+            # which takes nothing before it is written to
+            parameter.data = torch.empty_like(parameter)
+        work.advance(_nbytes(tensors))
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:
@@ -108,8 +108,7 @@ class _OwnBuffers:
     It goes on with its own, as under DDP, where each process has swapped them with an average.
     """
 
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+    _kept: list[Tensor]
 
     def keep(self, _: Any, module: nn.Module) -> None:
         self._kept = [buffer.clone() for buffer in module.buffers()]
@@ -117,7 +116,7 @@ class _OwnBuffers:
     def put_back(self, _: Any, module: nn.Module) -> None:
         for buffer, kept in zip(module.buffers(), self._kept, strict=True):
             buffer.copy_(kept)
-        self._kept = []
+        del self._kept
 
 
 def _wait_for_all(trainer: Any, _: Any) -> None:
@@ -139,29 +138,12 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool
     if free is None or not state or gradients + state <= free:
         return
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    advice = "Use a machine with more memory, an optimizer with less state, `precision='bf16-true'`, or freeze weights."
-    numbers = sum(weight.numel() for weight in trained)
-    for way in _more_compact(optimizers):
-        # weights and gradients in bf16
-        needed = int((1 + share) * torch.bfloat16.itemsize * numbers) + way.state_bytes(numbers, _nbytes(trained))
-        if needed <= free + _nbytes(trained):
-            advice = (
-                f"`precision='bf16-true'` with `sp_lightning.optim.{way.optimizer_words}` takes "
-                f"{readable_bytes(needed)} in all, weights included, and fits."
-            )
-            break
     raise lightning.misconfiguration(
         f"{names} would keep {readable_bytes(state)} of state in host memory, beside "
-        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. {advice}"
+        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. Use a machine with more "
+        "memory, freeze weights, or take `sp_lightning.optim.AdamW(moments='int8')` with `precision='bf16-true'`, "
+        "half of what AdamW takes in fp32; `sp-lightning plan` says what fits."
     )
-
-
-def _more_compact(optimizers: Sequence[Optimizer]) -> list[Assumptions]:
-    """Return what `sp_lightning.optim` has in place of these optimizers, most exact first; nothing if they differ."""
-    names = {type(optimizer).__name__ for optimizer in optimizers}
-    if len(names) != 1 or not names.issubset(COMPACT):
-        return []
-    return list(ladder(Assumptions(optimizer=names.pop())))[1:]
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

@@ -1,45 +1,61 @@
-"""What is said of a run, and nothing twice: its plan as a table, what is chosen later, and what was streamed."""
+"""What is said of a run: its plan, what was streamed, how far long work has come, and device memory that ran out.
+
+Long work is told among Lightning's messages, one line for each tenth (pipeline/stats.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes
+from sp_lightning.pipeline import (
+    Pipeline,
+    Progress,
+    Stats,
+    Summary,
+    WindowPlan,
+    Work,
+    as_table,
+    is_out_of_memory,
+    readable_bytes,
+)
 from sp_lightning.planning.report import readable_seconds
-from sp_lightning.trainer import Namespace, is_fitting, is_tuning
-from sp_lightning.trainer.steps import SteppingPlan
+from sp_lightning.trainer import FabricNamespace, Namespace, is_fitting
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+# the budget to try next, as a share of one that did not suffice: fragmentation took the rest
+_SMALLER_BUDGET = 0.85
 
 
 class Narrator:
     """Reports what a run is going to do and has done, if the Trainer prints a model summary or has our callback."""
 
-    def __init__(self, lightning: Namespace, callback: type[object]) -> None:
+    def __init__(self, lightning: Namespace) -> None:
         self._lightning = lightning
-        self._asking = (lightning.summary, callback)
+        self.is_asked = False  # by our callback
         self._said: set[Hashable] = set()
-        self._silent = True
         self._tells_outcome = False
 
-    def begin(
-        self,
-        trainer: Trainer,
-        pipeline: Pipeline | None,
-        optimizers: Iterable[tuple[Optimizer, SteppingPlan]],
-    ) -> None:
-        """Print the plan, if it is a new one."""
+    def begin(self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Sequence[str]) -> None:
+        """Print the plan, if it is a new one, with how each optimizer steps."""
         callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
-        is_asked_for = any(isinstance(callback, self._asking) for callback in callbacks)
-        self._silent = is_tuning(trainer) or not trainer.is_global_zero
+        is_asked = self.is_asked or any(isinstance(callback, self._lightning.summary) for callback in callbacks)
         self._tells_outcome = False
-        if pipeline is None or self._silent or not is_asked_for:
+        if pipeline is None or not is_asked:
             return
-        plan = plan_table(pipeline, list(dict.fromkeys(_stepping(*pair) for pair in optimizers)))
+        rows = pipeline.summary().rows()
+        if optimizers:
+            rows.append(("activations", pipeline.options.activations))
+        plan = as_table([*rows, *(("optimizer", words) for words in dict.fromkeys(optimizers))])
         is_new = self._is_new(plan)
         if is_new:
             self._lightning.info(plan)
@@ -52,7 +68,7 @@ class Narrator:
                 self._lightning.warn(result)
             return
         # without times, which differ each time
-        if not self._silent and self._is_new(result.window):
+        if self._is_new(result.window):
             self._lightning.info(f"Superpipeline: {planned(result)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
@@ -67,32 +83,14 @@ class Narrator:
         return is_new
 
 
-def _stepping(optimizer: Optimizer, plan: SteppingPlan) -> str:
-    name = type(optimizer).__name__
-    if plan.why_not is not None:
-        return f"{name} steps all weights after backward: {plan.why_not}."
-    if plan.why_not_in_backward is None:
-        return f"{name} steps each unit in backward, as soon as its gradients are complete."
-    return f"{name} steps unit by unit under the next forward: {plan.why_not_in_backward}."
-
-
-def plan_table(pipeline: Pipeline, optimizers: Sequence[str]) -> str:
-    """Describe the plan of a pipeline line by line, with how each optimizer steps, and why, if one does."""
-    rows = pipeline.summary().rows()
-    if optimizers:
-        rows.append(("activations", pipeline.options.activations))
-    return as_table([*rows, *(("optimizer", words) for words in optimizers)])
-
-
 def planned(plan: WindowPlan) -> str:
     """Describe the plan that was chosen after measuring the first steps, and what it is expected to take."""
     chosen = [f"k={plan.k}"]
     if plan.on_device:
         there = readable_bytes(plan.on_device_bytes)
-        living = many(len(plan.on_device), "unit")
-        chosen.append(f"{living} living on the device with their state ({there})")
+        chosen.append(f"units living on the device with their state: {len(plan.on_device)} ({there})")
     if plan.visiting:
-        chosen.append(f"{many(len(plan.visiting), 'unit')} visiting it to be stepped there")
+        chosen.append(f"units visiting it to be stepped there: {len(plan.visiting)}")
     cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of the device"
     return f"chosen by the first steps: {', '.join(chosen)}. A step should take {cost}."
 
@@ -100,7 +98,7 @@ def planned(plan: WindowPlan) -> str:
 def outcome(stats: Stats, summary: Summary) -> str:
     """Describe in a sentence what was streamed, and what it took."""
     up, down = readable_bytes(stats.bytes_to_device), readable_bytes(stats.bytes_to_host)
-    done = f"{many(stats.steps, 'batch')}, {many(stats.loads, 'unit load')} ({stats.misses} late)"
+    done = f"{stats.steps} batches, {stats.loads} unit loads ({stats.misses} late)"
     on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
     return (
         f"Superpipeline: {done}, {up} to the device, {down} back; weights took at most "
@@ -110,8 +108,104 @@ def outcome(stats: Stats, summary: Summary) -> str:
     )
 
 
-def many(count: int, noun: str) -> str:
-    """Return a count with its noun."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}es" if noun.endswith("h") else f"{count} {noun}s"
+# ----------------------------------------------------------------------------------------------------------- long work
+
+
+class ToldProgress(Progress):
+    """Begins work that shows itself among Lightning's messages."""
+
+    def __init__(self, lightning: FabricNamespace) -> None:
+        self._lightning = lightning
+
+    @override
+    def say(self, line: str) -> None:
+        self._lightning.info(line)
+
+
+class CountedCopies(TorchFunctionMode):
+    """A scope in which copies advance work: by them, `load_state_dict` reads a file that is mapped."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        result = func(*args, **(kwargs or {}))
+        if func in (Tensor.copy_, Tensor.clone):
+            self._work.advance(args[0].nbytes)
+        return result
+
+
+class CountedFile:
+    """A file that is written, for which writing advances work."""
+
+    def __init__(self, file: IO[bytes], work: Work) -> None:
+        self._file = file
+        self._work = work
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of the data."""
+        written = self._file.write(data)
+        self._work.advance(written)
+        return written
+
+    def flush(self) -> None:
+        """Have on disk what was written, or a power cut could leave an empty file; the writer does so in the end."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------- device memory ran out
+
+
+@contextmanager
+def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
+    """Have an error of device memory say what a step, or its backward, took; scopes may be nested.
+
+    The message begins with the original one, by which Lightning's `BatchSizeFinder` knows such errors. Of a step that
+    trains, activations are a part.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        was_explained = error.__cause__ is not None  # by a scope inside
+        if was_explained or not is_out_of_memory(error):
+            raise
+        explanation = f"{_taken(pipeline, trains)} {_remedy(pipeline, trains)}"
+        raise torch.OutOfMemoryError(f"{error}\n{explanation}") from error
+
+
+def _taken(pipeline: Pipeline, trains: bool) -> str:
+    summary, memory = pipeline.summary(), pipeline.backend.memory()
+    window = f"`k={summary.k}` of {summary.units} units"
+    parts = [f"{readable_bytes(summary.device_bytes)} for weights ({window})"]
+    if summary.living:
+        parts.append(f"{len(summary.living)} units that live there with their optimizer state among them")
+    if trains:
+        activations = readable_bytes(pipeline.stats.activation_peak_bytes)
+        parts += [
+            f"{readable_bytes(summary.gradient_bytes)} for gradients on their way to the host",
+            f"up to {activations} for activations (`activations={pipeline.options.activations!r}`)",
+        ]
+    parts.append("and what operations take in between")
+    words = f"superpipeline: this step had {', '.join(parts)}."
+    if memory is not None:
+        words += f" The peak of allocated memory was {readable_bytes(memory.peak_so_far)}."
+    return words
+
+
+def _remedy(pipeline: Pipeline, trains: bool) -> str:
+    """Return the one option that is most likely to help."""
+    options, summary, budget = pipeline.options, pipeline.summary(), pipeline.budget
+    if trains and options.activations in ("keep", "offload"):
+        return "Set `activations='recompute'`."
+    if options.k != "auto" and summary.k > 1:
+        return "Set `k=1`."
+    if summary.plan is not None and budget is not None:
+        smaller = f"Set `memory_budget={int(_SMALLER_BUDGET * budget)}`, so that less is planned"
+        return f"{smaller}, and fewer units live there." if summary.living else f"{smaller}."
+    mostly_activations = trains and summary.device_bytes < pipeline.stats.activation_peak_bytes
+    if summary.k > 1 and not mostly_activations:
+        return "Set `k=1`."
+    return "Use smaller batches, or `loss_in_slices` where it is the logits of a large vocabulary that do not fit."

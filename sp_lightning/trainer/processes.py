@@ -98,8 +98,10 @@ class ProcessesMixin:
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
-    def join_processes(self) -> None:
-        """Join the process group, once the device is set up."""
+    def setup_environment(self) -> None:
+        """Set up the device, and join the process group."""
+        parallel_strategy: Any = super()
+        parallel_strategy.setup_environment()
         if not self.is_distributed:
             return
         self.lightning.reset_seed()

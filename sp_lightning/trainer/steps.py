@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from sp_lightning.pipeline import Afterwards, Pipeline
 from sp_lightning.pipeline.lanes.at_work import optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer import StrategyPart
-from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+from sp_lightning.trainer.narrator import out_of_memory_explained
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (
@@ -54,6 +54,7 @@ _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 class SteppingPlan:
     """When the weights of one optimizer are stepped."""
 
+    optimizer: Optimizer
     # why they are stepped all at once, as in plain training; None if unit by unit
     why_not: str | None
     # why units are not stepped before backward ends; None if they are
@@ -69,12 +70,20 @@ class SteppingPlan:
         is_in_backward = self.why_not is None and self.why_not_in_backward is None
         return is_in_backward and self.afterwards is Afterwards.DROPPED
 
+    def __str__(self) -> str:
+        name = type(self.optimizer).__name__
+        if self.why_not is not None:
+            return f"{name} steps all weights after backward: {self.why_not}."
+        if self.why_not_in_backward is None:
+            return f"{name} steps each unit in backward, as soon as its gradients are complete."
+        return f"{name} steps unit by unit under the next forward: {self.why_not_in_backward}."
+
 
 class StepsMixin(StrategyPart):
     """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
 
-    # the optimizer in whose step Lightning runs forward and backward, with the plan for it
-    _stepping: tuple[Optimizer, SteppingPlan] | None = None
+    # of the optimizer in whose step Lightning runs forward and backward
+    _stepping: SteppingPlan | None = None
 
     @contextmanager
     def backward_scope(self, pipeline: Pipeline, arguments: dict[str, Any]) -> Iterator[None]:
@@ -90,23 +99,22 @@ class StepsMixin(StrategyPart):
             pipeline.in_all_processes(),
         ):
             if inputs is not None:
-                tensors = [inputs] if isinstance(inputs, Tensor) else inputs
-                arguments["inputs"] = pipeline.backward_inputs(tensors)
+                arguments["inputs"] = pipeline.backward_inputs(tree_leaves(inputs))
             yield
 
     def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
-        if self._stepping is None or self._stepping[1].why_not is not None:
+        plan = self._stepping
+        if plan is None or plan.why_not is not None:
             return nullcontext()
-        optimizer, plan = self._stepping
         if plan.why_not_in_backward is None:
-            return pipeline.optimizers.stepping_in_backward(optimizer)
+            return pipeline.optimizers.stepping_in_backward(plan.optimizer)
         return pipeline.optimizers.clipping.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
-    def optimizer_scope(self, pipeline: Pipeline, optimizer: Optimizer, plan: SteppingPlan) -> Iterator[None]:
+    def optimizer_scope(self, pipeline: Pipeline, plan: SteppingPlan) -> Iterator[None]:
         """Open a scope around an optimizer's step, within which Lightning's own loop runs forward and backward."""
-        self._stepping = optimizer, plan
+        self._stepping = plan
         pipeline.optimizers.afterwards = plan.afterwards
         try:
             with optimizer_waits():
@@ -133,6 +141,7 @@ class StepsMixin(StrategyPart):
             reasons.append("the loss scaler has to look at all gradients")
         is_off = pipeline.options.overlap_optimizer is False
         return SteppingPlan(
+            optimizer,
             why_not="`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
             why_not_in_backward=next(iter(reasons), None),
             needs_norms=needs_norms,
@@ -151,11 +160,7 @@ class StepsMixin(StrategyPart):
 
     def _afterwards(self, callbacks: list[Any]) -> Afterwards:
         # In an epoch in which SWA moves BatchNorm, a step without a backward takes the last gradients again.
-        steps_again = any(
-            callback.pl_module_contains_batch_norm(self._module)
-            for callback in callbacks
-            if isinstance(callback, self.lightning.swa)
-        )
+        steps_again = any(isinstance(callback, self.lightning.swa) for callback in callbacks)
         hooked = [self._module, *callbacks]
         if steps_again or any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
             return Afterwards.KEPT_UNTIL_ZEROED

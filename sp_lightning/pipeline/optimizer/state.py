@@ -113,10 +113,10 @@ class States:
         """Have the state of units that visit the device lie together, page-locked."""
         visiting = [unit for unit in units if unit.visits]
         nbytes = {unit: self.nbytes(weight.master for weight in unit.weights) for unit in visiting}
-        with progress.begin("Arranging optimizer state", sum(nbytes.values())) as work:
-            for unit, optimizer in product(nbytes, self._optimizers):
-                lay_together(unit, optimizer)
-                work.advance(nbytes[unit] // len(self._optimizers))
+        work = progress.begin("Arranging optimizer state", sum(nbytes.values()))
+        for unit, optimizer in product(nbytes, self._optimizers):
+            lay_together(unit, optimizer)
+            work.advance(nbytes[unit] // len(self._optimizers))
 
     def share(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
         """Have the first process's state of parameters in all processes."""

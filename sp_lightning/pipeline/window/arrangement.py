@@ -211,12 +211,12 @@ class Arrangement:
         # in the order of names, as processes that share the memory may expect units in other orders
         by_name = sorted(self.all_units, key=attrgetter("name"))
         nbytes = sum(weight.nbytes for weight in self.weights)
-        with self._memory.progress.begin("Arranging weights in host memory", nbytes) as work:
-            for unit in by_name:
-                for weight in unit.weights_on_device:
-                    weight.leave_host()
-                unit.send(self._memory.gather(unit.weights, unit.segments))
-                work.advance(sum(weight.nbytes for weight in unit.weights))
+        work = self._memory.progress.begin("Arranging weights in host memory", nbytes)
+        for unit in by_name:
+            for weight in unit.weights_on_device:
+                weight.leave_host()
+            unit.send(self._memory.gather(unit.weights, unit.segments))
+            work.advance(sum(weight.nbytes for weight in unit.weights))
         self._memory.keep(self.segments)
         self._memory.wait_for_values()
         # whether all host memory that is sent is pinned; units that live on the device have none
