@@ -97,10 +97,10 @@ class Averages:
         """Begin a pass of all processes, if none is under way, and this is none of this process's own."""
         if self._has_begun or not self._processes.trains:
             return
+        self._has_begun = True  # whatever happens, nobody is asked twice
         named = {_name(of_segment): of_segment for of_segment in self._order}
         own = {name: _held(each, self._sums[each]) for name, each in named.items()}
         everyones = self._processes.gather_in_step(own)
-        self._has_begun = True
         for name in everyones[0]:
             of_segment, held = named[name], own[name]
             if held is None or any(each[name] != held for each in everyones):

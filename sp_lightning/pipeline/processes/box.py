@@ -37,12 +37,10 @@ class Box:
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.is_keeper = self.rank == 0
-        self.is_last = self.rank == self.count - 1
         self._group = group
         self._timeout = timeout.total_seconds()
         self.failure: RuntimeError | None = None  # why the others cannot be waited for any more
         self._look = 0.0  # when to look next whether all live
-        self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
 
@@ -84,33 +82,14 @@ class Box:
                 "The processes of this machine cannot share memory: they have to run in one "
                 f"container, as one user, or as machines of one device each (`num_nodes`). {error}"
             ) from error
-        self._close_file()
-        self._open = file
+        self.gather()  # all have opened it
+        if file is not None:
+            os.close(file)
         counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
         return SharedMemory(self, names, memory[:nbytes], counter)
 
-    def meet(self, steps: int = 0) -> None:
-        """Wait until all processes have come here.
-
-        Raises:
-            RuntimeError: If another has taken more or fewer steps of optimizers.
-        """
-        everyones = self.gather(steps)
-        self._close_file()  # all have opened it
-        if len(set(everyones)) > 1:
-            raise RuntimeError(
-                "The processes of this machine have taken different numbers of optimizer steps "
-                f"({everyones}). Each has to run backward and step equally often: `training_step` "
-                "may not return None in some of them only."
-            )
-
-    def _close_file(self) -> None:
-        if self._open is not None:
-            os.close(self._open)
-            self._open = None
-
-    def gather(self, own: Any) -> list[Any]:
-        """Return what each process has given, in the order of their ranks."""
+    def gather(self, own: Any = None) -> list[Any]:
+        """Return what each process has given, in the order of their ranks, when all have."""
         everyones: list[Any] = [None] * self.count
         try:
             dist.all_gather_object(everyones, own, group=self._group)
