@@ -108,12 +108,12 @@ class LandingBuffers:
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take the smallest buffer that is large enough; block until it is free."""
-        if nbytes > self._sizes[-1]:  # some weights were frozen, or lowered; it is used once
-            return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
         with self._released:
             if not self._buffers:
                 made = [HostBuffer(size, self._backend, pin=True) for size in self._sizes]
                 self._buffers = [LandingBuffer(buffer, self._released) for buffer in made]
+            if nbytes > self._buffers[-1].bytes.nbytes:  # some weights were frozen, or lowered; it is used once
+                return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
             self._released.wait_for(lambda: self._fitting(nbytes))
             buffer = self._fitting(nbytes)[0]
             buffer.is_free = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Collection
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -98,6 +99,21 @@ def drop(gradients: Collection[Gradient]) -> None:
         gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
         of_segment.note_dropped()
+
+
+class StepInBackward(Protocol):
+    """A step of an optimizer that uses gradients as they arrive (optimizer/early_step.py)."""
+
+    keeps_gradients: bool
+
+    def wants(self, of_segment: SegmentGradients) -> bool:
+        """Tell whether it uses gradients that are complete."""
+
+    def receive(self, of_segment: SegmentGradients) -> None:
+        """Use them, now or when backward has left their unit."""
+
+    def end_unit(self) -> None:
+        """Note that backward has left the unit whose gradients it has received."""
 
 
 class GradientMemory:
@@ -198,6 +214,11 @@ class SegmentGradients:
     def held(self) -> list[Gradient]:
         """Those that the engine has, beside what is gathered."""
         return [gradient for gradient in self.gradients if gradient.tensor is not None]
+
+    def show(self) -> None:
+        """Make what the engine has of them the masters' `.grad`."""
+        for gradient in self.gradients:
+            gradient.show()
 
     # -------------------------------------------------------------------------------------------- as they are gathered
 

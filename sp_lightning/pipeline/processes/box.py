@@ -88,11 +88,12 @@ class Box:
         counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
         return SharedMemory(self, names, memory[:nbytes], counter)
 
-    def gather(self, own: Any = None) -> list[Any]:
-        """Return what each process has given, in the order of their ranks, when all have."""
-        everyones: list[Any] = [None] * self.count
+    def gather(self, own: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Return what each process, or each of another group, has given, by their ranks, when all have."""
+        group = group or self._group
+        everyones: list[Any] = [None] * dist.get_world_size(group)
         try:
-            dist.all_gather_object(everyones, own, group=self._group)
+            dist.all_gather_object(everyones, own, group=group)
         except RuntimeError:
             self._check_alive()
             raise
@@ -200,4 +201,4 @@ class Reached(Ticket):
 
     @property
     def _is_reached(self) -> bool:
-        return int(self._counters.min()) >= self._number
+        return bool((self._counters >= self._number).all())

@@ -62,7 +62,7 @@ class Processes:
         self.steps = 0
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-        everyones = _gather(own, self._everyone)
+        everyones = self.gather(own)
         for rank, others in enumerate(everyones):
             for ours, theirs in zip_longest(everyones[0], others):
                 if ours != theirs:
@@ -85,7 +85,7 @@ class Processes:
 
     def gather(self, own: Any) -> list[Any]:
         """Return what each process of all machines has given, in the order of their ranks."""
-        return self.box.gather(own) if self.machines == 1 else _gather(own, self._everyone)
+        return self.box.gather(own, self._everyone)
 
     @property
     def owner(self) -> int:
@@ -170,12 +170,6 @@ def _group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
         backend = f"cpu:gloo,{backend}"
     own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
     return cast("dist.ProcessGroup", own)
-
-
-def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, own, group=group)
-    return everyones
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
