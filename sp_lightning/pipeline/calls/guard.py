@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
-from sp_lightning.pipeline.gradients.segment_gradients import State, drop
+from sp_lightning.pipeline.gradients.segment_gradients import drop
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import (
@@ -168,10 +168,10 @@ class Guard:
         engine, stream = self._engine, self._engine.stream
         gradient = stream.of[weight]
         of_segment = gradient.of_segment
-        if of_segment.state is State.EMPTY:
+        if not (of_segment.is_consumed or of_segment.held or gradient in stream.pending):
             return
         engine.backward.forget_failed()
-        if of_segment.state is State.CONSUMED:
+        if of_segment.is_consumed:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "
                 "was stepped there, because nobody was expected to read or change gradients before "

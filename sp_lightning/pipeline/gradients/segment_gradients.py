@@ -13,7 +13,6 @@ take the place of what arrived, and from then on also the first gradients of a s
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Collection
 from typing import Protocol
@@ -27,19 +26,6 @@ from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight
-
-
-class State(enum.Enum):
-    """Where the gradients of a segment are."""
-
-    EMPTY = enum.auto()
-    """The engine has none."""
-
-    HELD = enum.auto()
-    """The engine has some, on the device, on their way to the host, or there."""
-
-    CONSUMED = enum.auto()
-    """An optimizer has stepped the unit with them in backward; its `step()` has yet to be called."""
 
 
 class Gradient:
@@ -154,7 +140,7 @@ class SegmentGradients:
 
     Attributes:
         segment: These weights, and the memory that their masters lie in; gradients lie beside it.
-        state: Where they are; the methods below change it, and no one else.
+        is_consumed: Whether an optimizer has stepped the unit with them in backward; its `step()` is yet to be called.
         layout: How those that come lie in memory.
         sum_layout: How sums lie in memory, in the masters' dtypes.
         arrived: The memory in which they stay as they came; None if there is none.
@@ -170,7 +156,7 @@ class SegmentGradients:
         self.trained: list[Gradient] = []
         self._laid_out: list[Gradient] = []  # those that the layouts are of
         self.layout = self.sum_layout = GradientLayout((), ())
-        self.state = State.EMPTY
+        self.is_consumed = False
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
@@ -183,28 +169,19 @@ class SegmentGradients:
 
     # ------------------------------------------------------------------------------------------------ their state
 
-    def hold(self) -> None:
-        """Note that sums have come."""
-        assert self.state is not State.CONSUMED, self.unit.name
-        self.state = State.HELD
-
     def consume(self) -> None:
         """Note that the unit is stepped with them, before `step()` is called."""
-        assert self.state is State.HELD, self.unit.name
-        self.state = State.CONSUMED
+        assert self.held, self.unit.name
+        self.is_consumed = True
 
-    def acknowledge_step(self, keeps_gradients: bool) -> None:
+    def acknowledge_step(self) -> None:
         """Note that `step()` was called, or never will be, for the step that has consumed them."""
-        assert self.state is State.CONSUMED, self.unit.name
-        self.state = State.HELD if keeps_gradients else State.EMPTY
+        assert self.is_consumed, self.unit.name
+        self.is_consumed = False
 
     def note_dropped(self) -> None:
         """Note that some were dropped, which may be all that the engine has."""
-        if self.held:
-            return
-        self.is_on_device = False
-        if self.state is not State.CONSUMED:
-            self.state = State.EMPTY
+        self.is_on_device = self.is_on_device and bool(self.held)
 
     def stay(self) -> None:
         """Note that what the engine has of them stays on the device."""
@@ -229,8 +206,7 @@ class SegmentGradients:
 
     def gather(self, gradient: Gradient, tensor: Tensor) -> None:
         """Put a gradient with the others, on the device."""
-        assert self.state is not State.CONSUMED, self.unit.name
-        self.state = State.HELD
+        assert not self.is_consumed, self.unit.name
         if not self.gathered:
             self.expect()
         self.missing -= gradient not in self.gathered

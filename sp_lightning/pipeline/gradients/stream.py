@@ -20,7 +20,6 @@ from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import (
     Gradient,
     SegmentGradients,
-    State,
     StepInBackward,
     drop,
 )  # fmt: skip
@@ -62,7 +61,7 @@ class GradientStream:
         gradient = self.of[weight]
         of_segment = gradient.of_segment
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
-        if not is_sendable or of_segment.state is State.CONSUMED:
+        if not is_sendable or of_segment.is_consumed:
             raise refusal(weight, tensor)
         if gradient in of_segment.gathered or of_segment.is_on_device or self.averages is not None:
             tensor = self._after_earlier(gradient, tensor)
@@ -190,7 +189,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.state is not State.EMPTY:
+            if of_segment.ticket is not None and of_segment.held:
                 waits = True
                 of_segment.wait()
         if waits:

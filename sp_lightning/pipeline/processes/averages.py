@@ -30,7 +30,6 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     Gradient,
     GradientMemory,
     SegmentGradients,
-    State,
     StepInBackward,
 )  # fmt: skip
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
@@ -206,8 +205,8 @@ class Averages:
         self._landing[of_segment] = [self._download(under_way, sums, each) for each in under_way.runs]
         for gradient in sums.brought:
             gradient.come(sums.places[gradient])
-        sums_of_all = set(of_segment.held).issuperset(of_segment.trained)
-        if early is not None and sums_of_all and of_segment.state is State.HELD and early.wants(of_segment):
+        is_whole = set(of_segment.held).issuperset(of_segment.trained)
+        if early is not None and sums.brought and is_whole and early.wants(of_segment):
             early.receive(of_segment)
 
     @torch.no_grad()
@@ -290,7 +289,6 @@ class Averages:
             ]  # fmt: skip
             self.pass_on(of_segment, (), measures_norms)
             for gradient in sums.present:
-                of_segment.hold()
                 gradient.come(sums.places[gradient], sums.norms[gradient] if measures_norms else None)
         self._exchanged = {}
         self._has_begun = False
