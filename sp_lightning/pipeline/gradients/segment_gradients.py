@@ -84,7 +84,8 @@ def drop(gradients: Collection[Gradient]) -> None:
         gradient.tensor = gradient.norm = None
         gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
-        of_segment.note_dropped()
+        if not of_segment.held:
+            of_segment.is_on_device = False
 
 
 class StepInBackward(Protocol):
@@ -167,7 +168,7 @@ class SegmentGradients:
         self.landing: LandingBuffer | None = None
         self.expect()
 
-    # ------------------------------------------------------------------------------------------------ their state
+    # ------------------------------------------------------------------------------------------- what the engine has
 
     def consume(self) -> None:
         """Note that the unit is stepped with them, before `step()` is called."""
@@ -178,10 +179,6 @@ class SegmentGradients:
         """Note that `step()` was called, or never will be, for the step that has consumed them."""
         assert self.is_consumed, self.unit.name
         self.is_consumed = False
-
-    def note_dropped(self) -> None:
-        """Note that some were dropped, which may be all that the engine has."""
-        self.is_on_device = self.is_on_device and bool(self.held)
 
     def stay(self) -> None:
         """Note that what the engine has of them stays on the device."""
@@ -339,4 +336,3 @@ class SegmentGradients:
             is_lost = True
         if is_lost:
             drop(self.gradients)
-        self.note_dropped()

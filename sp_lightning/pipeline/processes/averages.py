@@ -43,7 +43,7 @@ class _GoingRound(NamedTuple):
     """A run that goes round."""
 
     run: Run
-    own: Tensor  # the memory that it was sent from, as bytes
+    begin: int  # where the memory that it was sent from begins in the staging buffer
     everyones: Tensor  # this process's share of what each has sent
     work: Any  # torch's handle to it
 
@@ -104,6 +104,7 @@ class Averages:
         if self._has_begun or not self._processes.trains:
             return
         self._has_begun = True  # whatever happens, nobody is asked twice
+        self._processes.passes += 1
         own = {name: self._held(of_segment) for name, of_segment in self._by_name.items()}
         everyones = self._processes.gather_in_step(own)
         for name in everyones[0]:
@@ -162,7 +163,6 @@ class Averages:
             self._window.finish_optimizer(of_segment.unit)
             gathered = of_segment.take_gathered()
             sums.brought = list(gathered)
-            sums.begin()
             self._under_way = self._send(of_segment, sums, gathered)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class Averages:
         runs: list[_GoingRound] = []
         begin = 0
         for run, dtype, size in zip(sums.runs, dtypes, sizes, strict=True):
-            own, end = staging.bytes[begin : begin + size], begin + run.numel * dtype.itemsize
+            end = begin + run.numel * dtype.itemsize
             sent, come = staging.bytes[begin:end], received.bytes[begin:end]
             places = run.views(sent, dtype)
             brought = [gradient for gradient in places if gradient in gathered]
@@ -190,7 +190,7 @@ class Averages:
             # as bytes: groups cannot send every dtype
             work = dist.all_to_all_single(come, sent, group=self._processes.beside, async_op=True)
             everyones = come.view(dtype).view(self._processes.box.count, -1)
-            runs.append(_GoingRound(run, own, everyones, work))
+            runs.append(_GoingRound(run, begin, everyones, work))
             begin += size
         return _UnderWay(of_segment, staging, runs)
 
@@ -206,7 +206,7 @@ class Averages:
         for gradient in sums.brought:
             gradient.come(sums.places[gradient])
         is_whole = set(of_segment.held).issuperset(of_segment.trained)
-        if early is not None and sums.brought and is_whole and early.wants(of_segment):
+        if early is not None and is_whole and early.wants(of_segment):
             early.receive(of_segment)
 
     @torch.no_grad()
@@ -215,36 +215,36 @@ class Averages:
         run, processes = each.run, self._processes
         each.work.wait()
         dtype = torch.promote_types(run.sum_dtype, torch.float32)
-        total = torch.zeros(each.everyones.shape[1], dtype=dtype, device=each.own.device)
+        total = torch.zeros_like(each.everyones[0], dtype=dtype)
         for part in each.everyones:
             total.add_(part, alpha=1 / processes.count)
         if processes.machines > 1:
             dist.all_reduce(total, group=processes.across)
+        nbytes, of_segment, staging = run.share.nbytes, under_way.of_segment, under_way.staging
         # what was sent has left; a copy may read this as long as it takes
-        source = each.own[: run.share.nbytes]
-        source.view(run.sum_dtype).copy_(total)
-        name, trace = under_way.of_segment.unit.name, self._window.backend.trace
-        buffer = self._routes.landing.take(source.nbytes) if sums.is_held else None
-        target = as_bytes(run.share) if buffer is None else buffer.bytes[: source.nbytes]
-        ticket = under_way.staging.ticket = trace.download(Kind.GRADIENTS, name, target, source)
-        self._window.stats.bytes_to_host += source.nbytes
-        if buffer is not None:
-            job = partial(add, run.share, target.view(run.sum_dtype))
-            ticket = trace.work(Kind.ADD, name, job, [ticket], 2 * source.nbytes, buffer.release)
-        return ticket
+        staging.bytes[each.begin : each.begin + nbytes].view(run.sum_dtype).copy_(total)
+        if not sums.is_held:
+            return self._routes.leave(of_segment, as_bytes(run.share), staging, each.begin)
+        buffer = self._routes.landing.take(nbytes)
+        landed = buffer.bytes[:nbytes]
+        ticket = self._routes.leave(of_segment, landed, staging, each.begin)
+        job = partial(add, run.share, landed.view(run.sum_dtype))
+        trace = self._window.backend.trace
+        return trace.work(Kind.ADD, of_segment.unit.name, job, [ticket], 2 * nbytes, buffer.release)
 
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = (), measures_norms: bool = False) -> None:
         """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
         sums, backend = self._exchanged[of_segment], self._window.backend
+        number = self._processes.passes
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
         if measures_norms and self._processes.box.is_keeper:  # once for all processes
             measured = sums.present
-            tickets.append(sums.complete(but_the_keepers=True))
-        land = partial(sums.land, sums.number, measured)
-        own = backend.work(land, tickets, cleanup=partial(sums.fail_unless_landed, sums.number))
+            tickets.append(sums.complete(number, but_the_keepers=True))
+        land = partial(sums.land, number, measured)
+        own = backend.work(land, tickets, cleanup=partial(sums.fail_unless_landed, number))
         # an error of its own is raised, and not waited for as if others were late
-        of_segment.wait_for(backend.work(_do_nothing, [own, sums.complete()]))
+        of_segment.wait_for(backend.work(_do_nothing, [own, sums.complete(number)]))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -256,7 +256,6 @@ class Averages:
         """
         if not self._processes.trains:
             return
-        self._processes.passes += 1
         self._begin_pass()
         self.send_rest()
         others = dict(named)

@@ -152,8 +152,7 @@ class SharedMemory:
         box: The processes.
         names: The weights that it is for.
         bytes: The memory.
-        generation: The number of what will lie in it when all is done that this process has asked for: of its masters
-            after a step, or of its sums after a backward pass.
+        generation: The number of the masters that will lie in it when all is done that this process has asked for.
     """
 
     def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counter: Tensor) -> None:

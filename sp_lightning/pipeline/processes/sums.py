@@ -73,11 +73,9 @@ class SharedSums:
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
         sizes += [len(gradients) * torch.float32.itemsize, self.box.count * torch.int64.itemsize]
         begins, nbytes = lay_out(sizes)
-        memory = masters.get_beside("sums", nbytes, pin=True, together=True)
-        assert memory.shared is not None
-        self._memory = memory.shared
+        memory = masters.get_beside("sums", nbytes, pin=True, together=True).bytes
         lying = zip(begins, sizes, strict=True)
-        *sums, norms, landed = [memory.bytes[begin : begin + size] for begin, size in lying]
+        *sums, norms, landed = [memory[begin : begin + size] for begin, size in lying]
         self.places: dict[Gradient, Tensor] = {}
         for run, own in zip(self.runs, sums, strict=True):
             self.places.update(run.views(own, run.sum_dtype))
@@ -89,16 +87,7 @@ class SharedSums:
         self.present: list[Gradient] = []
         self.is_held = False
 
-    # Each segment's gradients are exchanged equally often in all processes, which count that.
-
-    def begin(self) -> None:
-        """Begin to exchange gradients once more."""
-        self._memory.generation += 1
-
-    @property
-    def number(self) -> int:
-        """How many times gradients were exchanged."""
-        return self._memory.generation
+    # A pass of all processes has a number, which is the same in all.
 
     def land(self, number: int, measured: Collection[Gradient]) -> None:
         """Tell the others that this process's share has landed, and that it reads none of the masters any more.
@@ -117,6 +106,6 @@ class SharedSums:
                 "them here is told why: see that error."
             )
 
-    def complete(self, but_the_keepers: bool = False) -> Ticket:
+    def complete(self, number: int, but_the_keepers: bool = False) -> Ticket:
         """Return a ticket that is done when the shares of all have landed, or those of all but the first process."""
-        return Reached(self.box, self._landed[int(but_the_keepers) :], self.number)
+        return Reached(self.box, self._landed[int(but_the_keepers) :], number)
