@@ -33,6 +33,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     StepInBackward,
 )  # fmt: skip
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.processes.box import Reached
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.sums import Run, SharedSums
 from sp_lightning.pipeline.weights.buffers import as_bytes
@@ -43,17 +44,10 @@ class _GoingRound(NamedTuple):
     """A run that goes round."""
 
     run: Run
-    begin: int  # where the memory that it was sent from begins in the staging buffer
+    staging: GradientMemory  # the buffer that it was sent from, and where it begins there
+    begin: int
     everyones: Tensor  # this process's share of what each has sent
     work: Any  # torch's handle to it
-
-
-class _UnderWay(NamedTuple):
-    """A segment whose runs go round."""
-
-    of_segment: SegmentGradients
-    staging: GradientMemory
-    runs: list[_GoingRound]
 
 
 class Averages:
@@ -78,7 +72,7 @@ class Averages:
         self._to_come: dict[SegmentGradients, SharedSums] = {}  # of this pass, in order
         self._ready: set[SegmentGradients] = set()
         self._exchanged: dict[SegmentGradients, SharedSums] = {}
-        self._under_way: _UnderWay | None = None
+        self._going_round: list[_GoingRound] = []  # of the segment that was exchanged last
         # the copies of a segment's shares to the host, until it was passed on
         self._landing: dict[SegmentGradients, list[Ticket]] = {}
 
@@ -163,10 +157,10 @@ class Averages:
             self._window.finish_optimizer(of_segment.unit)
             gathered = of_segment.take_gathered()
             sums.brought = list(gathered)
-            self._under_way = self._send(of_segment, sums, gathered)
+            self._send(sums, gathered)
 
     @torch.no_grad()
-    def _send(self, of_segment: SegmentGradients, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> _UnderWay:
+    def _send(self, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> None:
         # the first step shows in which dtypes gradients come
         dtypes = [run.dtype if self._processes.steps else run.sum_dtype for run in sums.runs]
         # a share of the sums leaves from there, too
@@ -175,7 +169,6 @@ class Averages:
             for run, dtype in zip(sums.runs, dtypes, strict=True)
         ]  # fmt: skip
         staging, received = (self._routes.staging.take(sum(sizes)) for _ in range(2))
-        runs: list[_GoingRound] = []
         begin = 0
         for run, dtype, size in zip(sums.runs, dtypes, sizes, strict=True):
             end = begin + run.numel * dtype.itemsize
@@ -190,19 +183,17 @@ class Averages:
             # as bytes: groups cannot send every dtype
             work = dist.all_to_all_single(come, sent, group=self._processes.beside, async_op=True)
             everyones = come.view(dtype).view(self._processes.box.count, -1)
-            runs.append(_GoingRound(run, begin, everyones, work))
+            self._going_round.append(_GoingRound(run, staging, begin, everyones, work))
             begin += size
-        return _UnderWay(of_segment, staging, runs)
 
     def _come_round(self, early: StepInBackward | None) -> None:
         """Wait for what goes round, add shares up, and have an early step use what is complete."""
-        under_way = self._under_way
-        if under_way is None:
+        if not self._going_round:
             return
-        self._under_way = None
-        of_segment = under_way.of_segment
-        sums = self._exchanged[of_segment]
-        self._landing[of_segment] = [self._download(under_way, sums, each) for each in under_way.runs]
+        going_round = self._going_round
+        self._going_round = []
+        of_segment, sums = list(self._exchanged.items())[-1]
+        self._landing[of_segment] = [self._download(of_segment, sums, each) for each in going_round]
         for gradient in sums.brought:
             gradient.come(sums.places[gradient])
         is_whole = set(of_segment.held).issuperset(of_segment.trained)
@@ -210,7 +201,7 @@ class Averages:
             early.receive(of_segment)
 
     @torch.no_grad()
-    def _download(self, under_way: _UnderWay, sums: SharedSums, each: _GoingRound) -> Ticket:
+    def _download(self, of_segment: SegmentGradients, sums: SharedSums, each: _GoingRound) -> Ticket:
         """Add up this process's share of a run, and bring it to the sums."""
         run, processes = each.run, self._processes
         each.work.wait()
@@ -220,14 +211,14 @@ class Averages:
             total.add_(part, alpha=1 / processes.count)
         if processes.machines > 1:
             dist.all_reduce(total, group=processes.across)
-        nbytes, of_segment, staging = run.share.nbytes, under_way.of_segment, under_way.staging
+        nbytes = run.share.nbytes
         # what was sent has left; a copy may read this as long as it takes
-        staging.bytes[each.begin : each.begin + nbytes].view(run.sum_dtype).copy_(total)
+        each.staging.bytes[each.begin : each.begin + nbytes].view(run.sum_dtype).copy_(total)
         if not sums.is_held:
-            return self._routes.leave(of_segment, as_bytes(run.share), staging, each.begin)
+            return self._routes.leave(of_segment, as_bytes(run.share), each.staging, each.begin)
         buffer = self._routes.landing.take(nbytes)
         landed = buffer.bytes[:nbytes]
-        ticket = self._routes.leave(of_segment, landed, staging, each.begin)
+        ticket = self._routes.leave(of_segment, landed, each.staging, each.begin)
         job = partial(add, run.share, landed.view(run.sum_dtype))
         trace = self._window.backend.trace
         return trace.work(Kind.ADD, of_segment.unit.name, job, [ticket], 2 * nbytes, buffer.release)
@@ -235,16 +226,16 @@ class Averages:
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = (), measures_norms: bool = False) -> None:
         """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
         sums, backend = self._exchanged[of_segment], self._window.backend
-        number = self._processes.passes
+        number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
-        if measures_norms and self._processes.box.is_keeper:  # once for all processes
+        if measures_norms and box.is_keeper:  # once for all processes
             measured = sums.present
-            tickets.append(sums.complete(number, but_the_keepers=True))
+            tickets.append(Reached(box, counters[1:], number))  # of the others
         land = partial(sums.land, number, measured)
         own = backend.work(land, tickets, cleanup=partial(sums.fail_unless_landed, number))
         # an error of its own is raised, and not waited for as if others were late
-        of_segment.wait_for(backend.work(_do_nothing, [own, sums.complete(number)]))
+        of_segment.wait_for(backend.work(_do_nothing, [own, Reached(box, counters, number)]))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import readable_bytes
 
-_COUNTER_BYTES = 64  # a cache line behind the shared memory, for the number of steps
+_COUNTER_BYTES = 64  # of each process, behind the shared memory: a cache line
 _PAUSE = 50e-6  # seconds between two looks at what another process has done
 _LOOK_FOR_OTHERS = 0.2  # seconds between two looks whether all processes live
 
@@ -53,7 +53,7 @@ class Box:
             OSError: If there is not so much memory.
             RuntimeError: If another process asks for other memory.
         """
-        size = (-(-nbytes // _COUNTER_BYTES) + 1) * _COUNTER_BYTES
+        size = (-(-nbytes // _COUNTER_BYTES) + self.count) * _COUNTER_BYTES
         place = failed = ""
         file = None
         if self.is_keeper:
@@ -85,8 +85,8 @@ class Box:
         self.gather()  # all have opened it
         if file is not None:
             os.close(file)
-        counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
-        return SharedMemory(self, names, memory[:nbytes], counter)
+        counters = memory[-self.count * _COUNTER_BYTES :].view(torch.int64)
+        return SharedMemory(self, names, memory[:nbytes], counters.view(self.count, -1)[:, 0])
 
     def gather(self, own: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Return what each process, or each of another group, has given, by their ranks, when all have."""
@@ -152,23 +152,24 @@ class SharedMemory:
         box: The processes.
         names: The weights that it is for.
         bytes: The memory.
+        counters: How far each process has come with it.
         generation: The number of the masters that will lie in it when all is done that this process has asked for.
     """
 
-    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counter: Tensor) -> None:
+    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counters: Tensor) -> None:
         self.box = box
         self.names = names
         self.bytes = memory
         self.generation = 0
-        self._counter = counter
+        self.counters = counters
 
     def reach(self, number: int) -> None:
-        """Tell the others that the keeper has come so far."""
-        self._counter.fill_(number)
+        """Tell the others that this process has come so far."""
+        self.counters[self.box.rank] = number
 
     def reached(self, number: int) -> Ticket:
         """Return a ticket that is done when the keeper has come so far."""
-        return Reached(self.box, self._counter, number)
+        return Reached(self.box, self.counters[:1], number)
 
 
 class Reached(Ticket):

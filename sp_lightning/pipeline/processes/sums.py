@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.processes.box import Reached
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 _ALIGNMENT = 64  # elements: so weights and shares are aligned in any dtype
@@ -53,6 +51,7 @@ class SharedSums:
     """The sums of the gradients of a segment whose masters lie in shared memory.
 
     Attributes:
+        memory: Where they lie.
         runs: The runs that the gradients come in.
         places: The sum of each.
         norms: The norm of each sum, where it was measured.
@@ -64,25 +63,26 @@ class SharedSums:
     def __init__(self, of_segment: SegmentGradients) -> None:
         gradients, masters = of_segment.gradients, of_segment.segment.memory
         assert masters.shared is not None
-        self.box = masters.shared.box
+        box = masters.shared.box
         alike: dict[tuple[torch.dtype, torch.dtype], list[Gradient]] = {}
         for gradient in gradients:
             dtypes = gradient.weight.compute_dtype, gradient.weight.dtype
             alike.setdefault(dtypes, []).append(gradient)
-        self.runs = [Run(each, self.box.count) for each in alike.values()]
+        self.runs = [Run(each, box.count) for each in alike.values()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
-        sizes += [len(gradients) * torch.float32.itemsize, self.box.count * torch.int64.itemsize]
+        sizes.append(len(gradients) * torch.float32.itemsize)
         begins, nbytes = lay_out(sizes)
-        memory = masters.get_beside("sums", nbytes, pin=True, together=True).bytes
+        # whose counters tell the last pass of which each process has its share there
+        memory = masters.get_beside("sums", nbytes, pin=True, together=True).shared
+        assert memory is not None
+        self.memory = memory
         lying = zip(begins, sizes, strict=True)
-        *sums, norms, landed = [memory[begin : begin + size] for begin, size in lying]
+        *sums, norms = [memory.bytes[begin : begin + size] for begin, size in lying]
         self.places: dict[Gradient, Tensor] = {}
         for run, own in zip(self.runs, sums, strict=True):
             self.places.update(run.views(own, run.sum_dtype))
-            run.share = own.view(run.sum_dtype).view(self.box.count, -1)[self.box.rank]
+            run.share = own.view(run.sum_dtype).view(box.count, -1)[box.rank]
         self.norms = dict(zip(gradients, norms.view(torch.float32).unbind(), strict=True))
-        # the last pass whose share each process has there
-        self._landed = landed.view(torch.int64)
         self.brought: list[Gradient] = []
         self.present: list[Gradient] = []
         self.is_held = False
@@ -96,16 +96,13 @@ class SharedSums:
         """
         for gradient in measured:
             self.norms[gradient].copy_(torch.linalg.vector_norm(self.places[gradient]))
-        self._landed[self.box.rank] = number
+        self.memory.reach(number)
 
     def fail_unless_landed(self, number: int) -> None:
         """Have nobody here wait for the shares of all if this process's could not land."""
-        if self._landed[self.box.rank] < number:
-            self.box.failure = RuntimeError(
+        box = self.memory.box
+        if self.memory.counters[box.rank] < number:
+            box.failure = RuntimeError(
                 "The gradients of a unit could not be added up in this process. Whoever waits for "
                 "them here is told why: see that error."
             )
-
-    def complete(self, number: int, but_the_keepers: bool = False) -> Ticket:
-        """Return a ticket that is done when the shares of all have landed, or those of all but the first process."""
-        return Reached(self.box, self._landed[int(but_the_keepers) :], number)
