@@ -223,13 +223,13 @@ class Averages:
         trace = self._window.backend.trace
         return trace.work(Kind.ADD, of_segment.unit.name, job, [ticket], 2 * nbytes, buffer.release)
 
-    def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = (), measures_norms: bool = False) -> None:
+    def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = ()) -> None:
         """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
         sums, backend = self._exchanged[of_segment], self._window.backend
         number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
-        if measures_norms and box.is_keeper:  # once for all processes
+        if self._routes.measures_norms and box.is_keeper:  # once for all processes
             measured = sums.present
             tickets.append(Reached(box, counters[1:], number))  # of the others
         land = partial(sums.land, number, measured)
@@ -277,7 +277,7 @@ class Averages:
                 gradient for gradient in of_segment.gradients
                 if gradient.tensor is not None or gradient.weight.name in brought
             ]  # fmt: skip
-            self.pass_on(of_segment, (), measures_norms)
+            self.pass_on(of_segment)
             for gradient in sums.present:
                 gradient.come(sums.places[gradient], sums.norms[gradient] if measures_norms else None)
         self._exchanged = {}
