@@ -281,7 +281,13 @@ class Routes:
             nbytes = layout.nbytes
         self.leave(of_segment, memory.bytes[:nbytes], staging)
 
-    def leave(self, of_segment: SegmentGradients, target: Tensor, staging: GradientMemory, begin: int = 0) -> Ticket:
+    def leave(
+        self,
+        of_segment: SegmentGradients,
+        target: Tensor,
+        staging: GradientMemory,
+        begin: int = 0,
+    ) -> Ticket:
         """Copy a part of a staging buffer to the host."""
         source = staging.bytes[begin : begin + target.nbytes]
         ticket = self._backend.trace.download(Kind.GRADIENTS, of_segment.unit.name, target, source)

@@ -304,8 +304,7 @@ class SegmentGradients:
         tensors, norms = memory.views(self.layout)
         for index, gradient in enumerate(self.trained):
             if gradient in gathered:
-                gradient.tensor = tensors[index]
-                gradient.norm = norms[index] if has_norms else None
+                gradient.come(tensors[index], norms[index] if has_norms else None)
 
     def wait_for(self, ticket: Ticket) -> None:
         """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""

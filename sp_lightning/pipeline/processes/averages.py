@@ -106,12 +106,13 @@ class Averages:
             if held is None or any(each[name] != held for each in everyones):
                 of_segment.show()
                 continue
-            if of_segment not in self._sums:
+            sums = self._sums.get(of_segment)
+            if sums is None:
                 sums = self._sums[of_segment] = SharedSums(of_segment)
                 for run in sums.runs:
                     self._routes.landing.make_room(run.share.nbytes)
-            self._to_come[of_segment] = self._sums[of_segment]
-            self._sums[of_segment].is_held = bool(held)
+            sums.is_held = bool(held)
+            self._to_come[of_segment] = sums
 
     def _held(self, of_segment: SegmentGradients) -> list[str] | None:
         """Return the names of weights whose sums this process has; None if not all gradients can be added to these."""
@@ -193,7 +194,7 @@ class Averages:
         going_round = self._going_round
         self._going_round = []
         of_segment, sums = list(self._exchanged.items())[-1]
-        self._landing[of_segment] = [self._download(of_segment, sums, each) for each in going_round]
+        self._landing[of_segment] = [self._download(of_segment, each) for each in going_round]
         for gradient in sums.brought:
             gradient.come(sums.places[gradient])
         is_whole = set(of_segment.held).issuperset(of_segment.trained)
@@ -201,7 +202,7 @@ class Averages:
             early.receive(of_segment)
 
     @torch.no_grad()
-    def _download(self, of_segment: SegmentGradients, sums: SharedSums, each: _GoingRound) -> Ticket:
+    def _download(self, of_segment: SegmentGradients, each: _GoingRound) -> Ticket:
         """Add up this process's share of a run, and bring it to the sums."""
         run, processes = each.run, self._processes
         each.work.wait()
@@ -214,7 +215,7 @@ class Averages:
         nbytes = run.share.nbytes
         # what was sent has left; a copy may read this as long as it takes
         each.staging.bytes[each.begin : each.begin + nbytes].view(run.sum_dtype).copy_(total)
-        if not sums.is_held:
+        if not self._exchanged[of_segment].is_held:
             return self._routes.leave(of_segment, as_bytes(run.share), each.staging, each.begin)
         buffer = self._routes.landing.take(nbytes)
         landed = buffer.bytes[:nbytes]
@@ -256,7 +257,7 @@ class Averages:
                 others.update({weight.name: weight.master for weight in of_segment.segment.weights})
         gradients = {name: each.grad for name, each in others.items() if each.grad is not None}
         is_sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        brought = [gradient.weight.name for sums in self._exchanged.values() for gradient in sums.brought]
+        brought = [each.weight.name for sums in self._exchanged.values() for each in sums.brought]
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
@@ -279,7 +280,8 @@ class Averages:
             ]  # fmt: skip
             self.pass_on(of_segment)
             for gradient in sums.present:
-                gradient.come(sums.places[gradient], sums.norms[gradient] if measures_norms else None)
+                norm = sums.norms[gradient] if measures_norms else None
+                gradient.come(sums.places[gradient], norm)
         self._exchanged = {}
         self._has_begun = False
 
@@ -287,10 +289,9 @@ class Averages:
         """Have others not wait for this process's part of a pass that an exception has ended."""
         # its error was raised already, or is due to the exception
         with contextlib.suppress(Exception):
-            if self._processes.trains:
-                self._begin_pass()
-                self.send_rest()
-                self._adopt()
+            self._begin_pass()
+            self.send_rest()
+            self._adopt()
 
 
 def _do_nothing() -> None:

@@ -42,7 +42,9 @@ class Processes:
         # those of this machine, those of equal rank on all machines, and all
         self.beside = _group(ranks.tolist(), timeout)
         self.across = _group(ranks.T.tolist(), timeout)
-        self._everyone = self.beside if self.machines == 1 else _group([list(range(self.count))], timeout)
+        self._everyone = self.beside
+        if self.machines > 1:
+            self._everyone = _group([list(range(self.count))], timeout)
         self.box = Box(self.beside, timeout)
         # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
         self.averages = True
