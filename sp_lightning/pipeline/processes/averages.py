@@ -179,8 +179,7 @@ class Averages:
             if len(brought) < len(places):
                 sent.zero_()
             if brought:
-                tensors = [gathered[gradient] for gradient in brought]
-                torch._foreach_copy_([places[gradient] for gradient in brought], tensors)
+                torch._foreach_copy_([places[each] for each in brought], [gathered[each] for each in brought])
             # as bytes: groups cannot send every dtype
             work = dist.all_to_all_single(come, sent, group=self._processes.beside, async_op=True)
             everyones = come.view(dtype).view(self._processes.box.count, -1)
