@@ -128,7 +128,7 @@ AT_MOST = {
     "files": 104,
     "imports that lead back": 6,
     "lines of tests": 23_614,
-    "tokens": 110_597,
+    "tokens": 110_594,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_700,
     "tokens of pipeline/activations": 9_053,

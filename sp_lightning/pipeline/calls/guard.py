@@ -167,11 +167,11 @@ class Guard:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
         engine, stream = self._engine, self._engine.stream
         gradient = stream.of[weight]
-        of_segment = gradient.of_segment
-        if not (of_segment.is_consumed or of_segment.held or gradient in stream.pending):
+        is_there = gradient.tensor is not None or gradient in stream.pending
+        if not (is_there or gradient.of_segment.is_consumed):
             return
         engine.backward.forget_failed()
-        if of_segment.is_consumed:
+        if gradient.of_segment.is_consumed:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "
                 "was stepped there, because nobody was expected to read or change gradients before "
@@ -187,9 +187,8 @@ class Guard:
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         with engine.at_work:
-            if gradient.tensor is not None:
-                self.window.finish_optimizer(weight.unit)
-                gradient.show()
+            self.window.finish_optimizer(weight.unit)
+            gradient.show()
 
     # ------------------------------------------------------------------------------------------ weights on the device
 
