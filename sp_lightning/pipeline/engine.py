@@ -246,8 +246,6 @@ class Engine:
                 edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.every_weight)
-                if self.stream.averages is not None:
-                    learned.outdated |= self.stream.averages.lacks_some
             self._least_budget = None
             own = edited, learned.has_news, self._own_plan, self.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)

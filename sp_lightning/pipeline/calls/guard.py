@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
-from sp_lightning.pipeline.gradients.segment_gradients import State, drop
+from sp_lightning.pipeline.gradients.segment_gradients import drop
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import (
@@ -167,11 +167,11 @@ class Guard:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
         engine, stream = self._engine, self._engine.stream
         gradient = stream.of[weight]
-        of_segment = gradient.of_segment
-        if of_segment.state is State.EMPTY:
+        is_there = gradient.tensor is not None or gradient in stream.pending
+        if not (is_there or gradient.of_segment.is_consumed):
             return
         engine.backward.forget_failed()
-        if of_segment.state is State.CONSUMED:
+        if gradient.of_segment.is_consumed:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used in backward already: its unit "
                 "was stepped there, because nobody was expected to read or change gradients before "
@@ -187,9 +187,8 @@ class Guard:
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         with engine.at_work:
-            if gradient.tensor is not None:
-                self.window.finish_optimizer(weight.unit)
-                gradient.show()
+            self.window.finish_optimizer(weight.unit)
+            gradient.show()
 
     # ------------------------------------------------------------------------------------------ weights on the device
 

@@ -108,12 +108,12 @@ class LandingBuffers:
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take the smallest buffer that is large enough; block until it is free."""
-        if nbytes > self._sizes[-1]:  # some weights were frozen, or lowered; it is used once
-            return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
         with self._released:
             if not self._buffers:
                 made = [HostBuffer(size, self._backend, pin=True) for size in self._sizes]
                 self._buffers = [LandingBuffer(buffer, self._released) for buffer in made]
+            if nbytes > self._buffers[-1].bytes.nbytes:  # some weights were frozen, or lowered; it is used once
+                return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
             self._released.wait_for(lambda: self._fitting(nbytes))
             buffer = self._fitting(nbytes)[0]
             buffer.is_free = False
@@ -215,7 +215,7 @@ class Routes:
             norms = torch._foreach_norm(list(gathered.values()), 2, layout.norm_dtype)
             torch.stack(norms, out=measured)
             memory = of_segment.segment.memory.get_beside("norms", measured.nbytes, pin=True).bytes
-            self._leave(of_segment, memory, staging, layout.norms_at)
+            self.leave(of_segment, memory, staging, layout.norms_at)
             landed = tensor_in(memory, 0, measured, torch.float32)
             for gradient, norm in zip(gathered, landed, strict=True):
                 gradient.norm = norm
@@ -279,12 +279,19 @@ class Routes:
         if has_norms:  # also of those that have not come
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
-        self._leave(of_segment, memory.bytes[:nbytes], staging)
+        self.leave(of_segment, memory.bytes[:nbytes], staging)
 
-    def _leave(self, of_segment: SegmentGradients, target: Tensor, staging: GradientMemory, begin: int = 0) -> None:
+    def leave(
+        self,
+        of_segment: SegmentGradients,
+        target: Tensor,
+        staging: GradientMemory,
+        begin: int = 0,
+    ) -> Ticket:
         """Copy a part of a staging buffer to the host."""
         source = staging.bytes[begin : begin + target.nbytes]
         ticket = self._backend.trace.download(Kind.GRADIENTS, of_segment.unit.name, target, source)
         staging.ticket = ticket
         of_segment.wait_for(ticket)
         self._stats.bytes_to_host += target.nbytes
+        return ticket

@@ -13,9 +13,9 @@ take the place of what arrived, and from then on also the first gradients of a s
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Collection
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,19 +26,6 @@ from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight
-
-
-class State(enum.Enum):
-    """Where the gradients of a segment are."""
-
-    EMPTY = enum.auto()
-    """The engine has none."""
-
-    HELD = enum.auto()
-    """The engine has some, on the device, on their way to the host, or there."""
-
-    CONSUMED = enum.auto()
-    """An optimizer has stepped the unit with them in backward; its `step()` has yet to be called."""
 
 
 class Gradient:
@@ -97,7 +84,23 @@ def drop(gradients: Collection[Gradient]) -> None:
         gradient.tensor = gradient.norm = None
         gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
-        of_segment.note_dropped()
+        if not of_segment.held:
+            of_segment.is_on_device = False
+
+
+class StepInBackward(Protocol):
+    """A step of an optimizer that uses gradients as they arrive (optimizer/early_step.py)."""
+
+    keeps_gradients: bool
+
+    def wants(self, of_segment: SegmentGradients) -> bool:
+        """Tell whether it uses gradients that are complete."""
+
+    def receive(self, of_segment: SegmentGradients) -> None:
+        """Use them, now or when backward has left their unit."""
+
+    def end_unit(self) -> None:
+        """Note that backward has left the unit whose gradients it has received."""
 
 
 class GradientMemory:
@@ -138,7 +141,7 @@ class SegmentGradients:
 
     Attributes:
         segment: These weights, and the memory that their masters lie in; gradients lie beside it.
-        state: Where they are; the methods below change it, and no one else.
+        is_consumed: Whether an optimizer has stepped the unit with them in backward; its `step()` is yet to be called.
         layout: How those that come lie in memory.
         sum_layout: How sums lie in memory, in the masters' dtypes.
         arrived: The memory in which they stay as they came; None if there is none.
@@ -154,7 +157,7 @@ class SegmentGradients:
         self.trained: list[Gradient] = []
         self._laid_out: list[Gradient] = []  # those that the layouts are of
         self.layout = self.sum_layout = GradientLayout((), ())
-        self.state = State.EMPTY
+        self.is_consumed = False
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
@@ -165,30 +168,17 @@ class SegmentGradients:
         self.landing: LandingBuffer | None = None
         self.expect()
 
-    # ------------------------------------------------------------------------------------------------ their state
-
-    def hold(self) -> None:
-        """Note that sums have come."""
-        assert self.state is not State.CONSUMED, self.unit.name
-        self.state = State.HELD
+    # ------------------------------------------------------------------------------------------- what the engine has
 
     def consume(self) -> None:
         """Note that the unit is stepped with them, before `step()` is called."""
-        assert self.state is State.HELD, self.unit.name
-        self.state = State.CONSUMED
+        assert self.held, self.unit.name
+        self.is_consumed = True
 
-    def acknowledge_step(self, keeps_gradients: bool) -> None:
+    def acknowledge_step(self) -> None:
         """Note that `step()` was called, or never will be, for the step that has consumed them."""
-        assert self.state is State.CONSUMED, self.unit.name
-        self.state = State.HELD if keeps_gradients else State.EMPTY
-
-    def note_dropped(self) -> None:
-        """Note that some were dropped, which may be all that the engine has."""
-        if self.held:
-            return
-        self.is_on_device = False
-        if self.state is not State.CONSUMED:
-            self.state = State.EMPTY
+        assert self.is_consumed, self.unit.name
+        self.is_consumed = False
 
     def stay(self) -> None:
         """Note that what the engine has of them stays on the device."""
@@ -199,6 +189,11 @@ class SegmentGradients:
         """Those that the engine has, beside what is gathered."""
         return [gradient for gradient in self.gradients if gradient.tensor is not None]
 
+    def show(self) -> None:
+        """Make what the engine has of them the masters' `.grad`."""
+        for gradient in self.gradients:
+            gradient.show()
+
     # -------------------------------------------------------------------------------------------- as they are gathered
 
     def expect(self) -> None:
@@ -208,8 +203,7 @@ class SegmentGradients:
 
     def gather(self, gradient: Gradient, tensor: Tensor) -> None:
         """Put a gradient with the others, on the device."""
-        assert self.state is not State.CONSUMED, self.unit.name
-        self.state = State.HELD
+        assert not self.is_consumed, self.unit.name
         if not self.gathered:
             self.expect()
         self.missing -= gradient not in self.gathered
@@ -310,8 +304,7 @@ class SegmentGradients:
         tensors, norms = memory.views(self.layout)
         for index, gradient in enumerate(self.trained):
             if gradient in gathered:
-                gradient.tensor = tensors[index]
-                gradient.norm = norms[index] if has_norms else None
+                gradient.come(tensors[index], norms[index] if has_norms else None)
 
     def wait_for(self, ticket: Ticket) -> None:
         """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""
@@ -342,4 +335,3 @@ class SegmentGradients:
             is_lost = True
         if is_lost:
             drop(self.gradients)
-        self.note_dropped()

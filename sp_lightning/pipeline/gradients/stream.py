@@ -12,34 +12,23 @@ Where several processes train the module, gradients are averaged on the device o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Routes
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, State, drop
+from sp_lightning.pipeline.gradients.segment_gradients import (
+    Gradient,
+    SegmentGradients,
+    StepInBackward,
+    drop,
+)  # fmt: skip
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
-
-
-class StepInBackward(Protocol):
-    """A step of an optimizer that uses gradients as they arrive (optimizer/early_step.py)."""
-
-    keeps_gradients: bool
-
-    def wants(self, of_segment: SegmentGradients) -> bool:
-        """Tell whether it uses gradients that are complete."""
-
-    def receive(self, of_segment: SegmentGradients) -> None:
-        """Use them, now or when backward has left their unit."""
-
-    def end_unit(self) -> None:
-        """Note that backward has left the unit whose gradients it has received."""
 
 
 class GradientStream:
@@ -72,7 +61,7 @@ class GradientStream:
         gradient = self.of[weight]
         of_segment = gradient.of_segment
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
-        if not is_sendable or of_segment.state is State.CONSUMED:
+        if not is_sendable or of_segment.is_consumed:
             raise refusal(weight, tensor)
         if gradient in of_segment.gathered or of_segment.is_on_device or self.averages is not None:
             tensor = self._after_earlier(gradient, tensor)
@@ -87,10 +76,7 @@ class GradientStream:
         It was of another leaf, or of a reentrant checkpoint, which accumulates again.
         """
         of_segment = gradient.of_segment
-        averages = self.averages
-        if averages is not None:
-            averages.begin_pass()
-        is_averaged = averages is not None and averages.adds_up(gradient)
+        is_averaged = self.averages is not None and self.averages.awaits(gradient)
         if gradient in of_segment.gathered and is_averaged:  # it leaves once
             return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
         if gradient in of_segment.gathered:
@@ -128,12 +114,8 @@ class GradientStream:
             # leaves of the same weight have gradients of their own, and somebody may see how it is added up
             if gradient.weight.other_twins or self.pending[gradient]:
                 is_final = False
-        averages = self.averages
-        if averages is not None and averages.has(of_segment):
-            self._step_early(averages.send(of_segment, is_final))
+        if self.averages is not None and self.averages.send(of_segment, is_final, self.early):
             return
-        if averages is not None:  # which lies in the same staging buffers
-            self._step_early(averages.come_round())
         # it may still read what was there; a visit reads what has stayed before computing goes on
         if of_segment.memory is not None or not of_segment.unit.visits:
             self._window.finish_optimizer(of_segment.unit)
@@ -162,15 +144,6 @@ class GradientStream:
         if early is not None:
             early.receive(of_segment)
 
-    def _step_early(self, averaged: Iterable[SegmentGradients]) -> None:
-        """Have an early step, if there is one, use gradients whose averages are on their way, of complete segments."""
-        for of_segment in averaged:
-            lacks_some = set(of_segment.trained).difference(of_segment.held)
-            if self.early is None or lacks_some or of_segment.state is not State.HELD:
-                continue
-            if self.early.wants(of_segment):
-                self.early.receive(of_segment)
-
     # ------------------------------------------------------------------------------------------- when backward ends
 
     @torch.no_grad()
@@ -178,7 +151,7 @@ class GradientStream:
         """Send what is left, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.pending and self.averages is not None:
-            self._step_early(self.averages.send_rest())
+            self.averages.send_rest(self.early)
         if self.early is not None:
             self.early.end_unit()
         some_came = bool(self.pending)
@@ -216,7 +189,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.state is not State.EMPTY:
+            if of_segment.ticket is not None and of_segment.held:
                 waits = True
                 of_segment.wait()
         if waits:
@@ -224,8 +197,8 @@ class GradientStream:
 
     def show_all(self) -> None:
         """Make all gradients the masters' `.grad`."""
-        for gradient in self.of.values():
-            gradient.show()
+        for of_segment in self._by_segment:
+            of_segment.show()
 
     def consume(self, gradients: Collection[Gradient]) -> None:
         """Leave weights without gradients, as a step has used them."""

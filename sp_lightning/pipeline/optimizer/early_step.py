@@ -117,7 +117,7 @@ class EarlyStep:
                     state[parameter] = state.pop(parameter)  # in the order in which torch makes it
         for of_segment in self.stepped:
             of_segment.unit.is_ahead = False
-            of_segment.acknowledge_step(self.keeps_gradients)
+            of_segment.acknowledge_step()
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""

@@ -17,7 +17,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, State
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
@@ -176,7 +176,7 @@ class Step:
         Without one, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
         """
         for gradient in gradients:
-            if gradient.of_segment.state is State.CONSUMED:
+            if gradient.of_segment.is_consumed:
                 continue
             weight = gradient.weight
             tensor = gradient.tensor

@@ -23,7 +23,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import readable_bytes
 
-_COUNTER_BYTES = 64  # a cache line behind the shared memory, for the number of steps
+_COUNTER_BYTES = 64  # of each process, behind the shared memory: a cache line
 _PAUSE = 50e-6  # seconds between two looks at what another process has done
 _LOOK_FOR_OTHERS = 0.2  # seconds between two looks whether all processes live
 
@@ -37,12 +37,10 @@ class Box:
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.is_keeper = self.rank == 0
-        self.is_last = self.rank == self.count - 1
         self._group = group
         self._timeout = timeout.total_seconds()
         self.failure: RuntimeError | None = None  # why the others cannot be waited for any more
         self._look = 0.0  # when to look next whether all live
-        self._open: int | None = None  # the keeper's file, until all have opened it
         self._processes: list[Path] = []  # what the system tells of each
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
 
@@ -55,7 +53,7 @@ class Box:
             OSError: If there is not so much memory.
             RuntimeError: If another process asks for other memory.
         """
-        size = (-(-nbytes // _COUNTER_BYTES) + 1) * _COUNTER_BYTES
+        size = (-(-nbytes // _COUNTER_BYTES) + self.count) * _COUNTER_BYTES
         place = failed = ""
         file = None
         if self.is_keeper:
@@ -84,36 +82,18 @@ class Box:
                 "The processes of this machine cannot share memory: they have to run in one "
                 f"container, as one user, or as machines of one device each (`num_nodes`). {error}"
             ) from error
-        self._close_file()
-        self._open = file
-        counter = memory[-_COUNTER_BYTES:][:8].view(torch.int64)
-        return SharedMemory(self, names, memory[:nbytes], counter)
+        self.gather()  # all have opened it
+        if file is not None:
+            os.close(file)
+        counters = memory[-self.count * _COUNTER_BYTES :].view(torch.int64)
+        return SharedMemory(self, names, memory[:nbytes], counters.view(self.count, -1)[:, 0])
 
-    def meet(self, steps: int = 0) -> None:
-        """Wait until all processes have come here.
-
-        Raises:
-            RuntimeError: If another has taken more or fewer steps of optimizers.
-        """
-        everyones = self.gather(steps)
-        self._close_file()  # all have opened it
-        if len(set(everyones)) > 1:
-            raise RuntimeError(
-                "The processes of this machine have taken different numbers of optimizer steps "
-                f"({everyones}). Each has to run backward and step equally often: `training_step` "
-                "may not return None in some of them only."
-            )
-
-    def _close_file(self) -> None:
-        if self._open is not None:
-            os.close(self._open)
-            self._open = None
-
-    def gather(self, own: Any) -> list[Any]:
-        """Return what each process has given, in the order of their ranks."""
-        everyones: list[Any] = [None] * self.count
+    def gather(self, own: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Return what each process, or each of another group, has given, by their ranks, when all have."""
+        group = group or self._group
+        everyones: list[Any] = [None] * dist.get_world_size(group)
         try:
-            dist.all_gather_object(everyones, own, group=self._group)
+            dist.all_gather_object(everyones, own, group=group)
         except RuntimeError:
             self._check_alive()
             raise
@@ -172,24 +152,24 @@ class SharedMemory:
         box: The processes.
         names: The weights that it is for.
         bytes: The memory.
-        generation: The number of what will lie in it when all is done that this process has asked for: of its masters
-            after a step, or of its sums after a backward pass.
+        counters: How far each process has come with it.
+        generation: The number of the masters that will lie in it when all is done that this process has asked for.
     """
 
-    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counter: Tensor) -> None:
+    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counters: Tensor) -> None:
         self.box = box
         self.names = names
         self.bytes = memory
         self.generation = 0
-        self._counter = counter
+        self.counters = counters
 
     def reach(self, number: int) -> None:
-        """Tell the others that the keeper has come so far."""
-        self._counter.fill_(number)
+        """Tell the others that this process has come so far."""
+        self.counters[self.box.rank] = number
 
     def reached(self, number: int) -> Ticket:
         """Return a ticket that is done when the keeper has come so far."""
-        return Reached(self.box, self._counter, number)
+        return Reached(self.box, self.counters[:1], number)
 
 
 class Reached(Ticket):
@@ -221,4 +201,4 @@ class Reached(Ticket):
 
     @property
     def _is_reached(self) -> bool:
-        return int(self._counters.min()) >= self._number
+        return bool((self._counters >= self._number).all())

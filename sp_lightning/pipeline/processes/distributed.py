@@ -37,16 +37,15 @@ class Processes:
 
     def __init__(self, on_this_machine: int, timeout: timedelta = default_pg_timeout) -> None:
         self.count = dist.get_world_size()
-        own, _ = dist.new_subgroups(on_this_machine, timeout=timeout, backend="gloo")
-        self.box = Box(own, timeout)
         self.machines = self.count // on_this_machine
-        self._everyone = _group(range(self.count), timeout)
-        self._first_ones = _group(range(0, self.count, on_this_machine), timeout)  # of each machine
-        # those that send tensors on the device: of this machine, and of all machines those of the same rank there
-        self.beside, _ = dist.new_subgroups(on_this_machine, timeout=timeout)
-        alike = [list(range(rank, self.count, on_this_machine)) for rank in range(on_this_machine)]
-        across, _ = dist.new_subgroups_by_enumeration(alike, timeout=timeout)
-        self.across = cast("dist.ProcessGroup", across)
+        ranks = torch.arange(self.count).view(self.machines, on_this_machine)
+        # those of this machine, those of equal rank on all machines, and all
+        self.beside = _group(ranks.tolist(), timeout)
+        self.across = _group(ranks.T.tolist(), timeout)
+        self._everyone = self.beside
+        if self.machines > 1:
+            self._everyone = _group([list(range(self.count))], timeout)
+        self.box = Box(self.beside, timeout)
         # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
         self.averages = True
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
@@ -65,7 +64,7 @@ class Processes:
         self.steps = 0
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-        everyones = _gather(own, self._everyone)
+        everyones = self.gather(own)
         for rank, others in enumerate(everyones):
             for ours, theirs in zip_longest(everyones[0], others):
                 if ours != theirs:
@@ -78,21 +77,17 @@ class Processes:
         if self.box.is_keeper and self.machines > 1:
             for weight in module.parameters():
                 for part in parts_of(weight):
-                    _broadcast(part, self._first_ones)
+                    _broadcast(part, self.across)
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the first one's values, on the host or on the device."""
         for tensor in tensors:
-            _broadcast(tensor, self._group_for(tensor))
-
-    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """Return the group of all processes that sends such tensors: on the device, torch's default group."""
-        return self._everyone if tensor.device.type == "cpu" else None
+            _broadcast(tensor, self._everyone)
 
     def gather(self, own: Any) -> list[Any]:
         """Return what each process of all machines has given, in the order of their ranks."""
-        return self.box.gather(own) if self.machines == 1 else _gather(own, self._everyone)
+        return self.box.gather(own, self._everyone)
 
     @property
     def owner(self) -> int:
@@ -115,7 +110,7 @@ class Processes:
         return state
 
     def begin_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Wait until all processes of this machine have come to the step, as one of them takes it for all.
+        """Wait until all processes have come to the step, as one of each machine takes it for all.
 
         Raises:
             RuntimeError: This cannot be a step of all, or they have taken different numbers of steps.
@@ -138,7 +133,7 @@ class Processes:
                 "machine share theirs, as one of them steps for all. Use another optimizer, or "
                 "`Trainer(devices=1)`."
             )
-        self.box.meet(self.steps)
+        self.gather_in_step(None)
 
     def gather_in_step(self, own: Any) -> list[Any]:
         """Gather what each process gives at the same moment of a step.
@@ -149,9 +144,9 @@ class Processes:
         steps, everyones = zip(*self.gather((self.steps, own)), strict=True)
         if len(set(steps)) > 1:
             raise RuntimeError(
-                f"The processes have taken different numbers of optimizer steps ({list(steps)}) "
-                "when they average gradients. Every process has to run backward equally often "
-                "between two steps: `training_step` may not return None in some of them only."
+                f"The processes have taken different numbers of optimizer steps ({list(steps)}). "
+                "Each has to run backward and step equally often: `training_step` may not return "
+                "None in some of them only."
             )
         return list(everyones)
 
@@ -165,23 +160,21 @@ class Processes:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             average = parameter.grad.contiguous().mul_(1 / self.count)
-            dist.all_reduce(average, group=self._group_for(average))
+            dist.all_reduce(average, group=self._everyone)
             if average is not parameter.grad:
                 parameter.grad.copy_(average)
 
 
-def _group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group for tensors in host memory; all processes have to ask for the same ones."""
-    return cast("dist.ProcessGroup", dist.new_group(list(ranks), timeout=timeout, backend="gloo"))
+def _group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """Make groups of ranks, and return this process's, which sends tensors on the host and on the device."""
+    backend = dist.get_backend_config()
+    if "cpu" not in backend:
+        backend = f"cpu:gloo,{backend}"
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
+    return cast("dist.ProcessGroup", own)
 
 
-def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, own, group=group)
-    return everyones
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
     values = tensor.detach().reshape(-1).contiguous()
     # as bytes: groups cannot send every dtype
     dist.broadcast(values.view(torch.uint8), 0, group=group)

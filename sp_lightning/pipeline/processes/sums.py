@@ -6,15 +6,13 @@ in the sums, and the same part of both is the *share* of each process, which add
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.processes.box import Reached
-from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 _ALIGNMENT = 64  # elements: so weights and shares are aligned in any dtype
 
@@ -23,114 +21,88 @@ class Run:
     """Gradients that lie one behind the other.
 
     Attributes:
-        weights: Whose they are.
         dtype: The dtype in which they come.
         sum_dtype: The dtype of their sums, which is the masters'.
         numel: Elements in all, which all processes have equal shares of.
+        share: This process's share of their sums.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        dtype: torch.dtype,
-        sum_dtype: torch.dtype,
-        processes: int,
-    ) -> None:
-        self.weights = weights
-        self.dtype = dtype
-        self.sum_dtype = sum_dtype
-        self._offsets: list[int] = []
+    share: Tensor
+
+    def __init__(self, gradients: Sequence[Gradient], processes: int) -> None:
+        weight = gradients[0].weight
+        self.dtype, self.sum_dtype = weight.compute_dtype, weight.dtype
+        self._begins: dict[Gradient, int] = {}
         end = 0
-        for weight in weights:
-            self._offsets.append(end)
-            end += -(-weight.layout.numel() // _ALIGNMENT) * _ALIGNMENT
+        for gradient in gradients:
+            self._begins[gradient] = end
+            end += -(-gradient.weight.layout.numel() // _ALIGNMENT) * _ALIGNMENT
         self.numel = -(-end // (processes * _ALIGNMENT)) * processes * _ALIGNMENT
 
-    def views(self, memory: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Return bytes of `memory` as one tensor for each weight."""
-        lying = zip(self.weights, self._offsets, strict=True)
-        size = dtype.itemsize
-        return [tensor_in(memory, begin * size, weight.layout, dtype) for weight, begin in lying]
+    def views(self, memory: Tensor, dtype: torch.dtype) -> dict[Gradient, Tensor]:
+        """Return bytes of `memory` as one tensor for each gradient."""
+        return {
+            gradient: tensor_in(memory, begin * dtype.itemsize, gradient.weight.layout, dtype)
+            for gradient, begin in self._begins.items()
+        }
 
 
 class SharedSums:
-    """The sums of the gradients of weights whose masters lie together in shared memory.
+    """The sums of the gradients of a segment whose masters lie in shared memory.
 
     Attributes:
-        runs: The runs that their gradients come in.
-        places: The sum of each weight.
-        index: The number of each weight.
-        norms: The norm of each, where it was measured.
-        present: The numbers of the weights that any process has brought a gradient of.
+        memory: Where they lie.
+        runs: The runs that the gradients come in.
+        places: The sum of each.
+        norms: The norm of each sum, where it was measured.
+        brought: What this process has brought in this backward pass.
+        present: Those that any process has brought a part of.
         is_held: Whether the next gradients are added to what is there.
     """
 
-    def __init__(self, weights: Sequence[Weight], masters: HostBuffer) -> None:
+    def __init__(self, of_segment: SegmentGradients) -> None:
+        gradients, masters = of_segment.gradients, of_segment.segment.memory
         assert masters.shared is not None
-        self.box = masters.shared.box
-        alike: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
-        for weight in weights:
-            alike.setdefault((weight.compute_dtype, weight.dtype), []).append(weight)
-        self.runs = [Run(each, *dtypes, self.box.count) for dtypes, each in alike.items()]
+        box = masters.shared.box
+        alike: dict[tuple[torch.dtype, torch.dtype], list[Gradient]] = {}
+        for gradient in gradients:
+            dtypes = gradient.weight.compute_dtype, gradient.weight.dtype
+            alike.setdefault(dtypes, []).append(gradient)
+        self.runs = [Run(each, box.count) for each in alike.values()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
-        norms = torch.empty(len(weights), device="meta")
-        landed = torch.empty(self.box.count, device="meta")
-        offsets, nbytes = lay_out([*sizes, norms.nbytes, self.box.count * torch.int64.itemsize])
-        memory = masters.get_beside("sums", nbytes, pin=True, together=True)
-        assert memory.shared is not None
-        self._memory = memory.shared
-        *begins, norms_at, landed_at = offsets
-        self.norms = tensor_in(memory.bytes, norms_at, norms, torch.float32)
-        # the last pass whose share each process has there
-        self._landed = tensor_in(memory.bytes, landed_at, landed, torch.int64)
+        sizes.append(len(gradients) * torch.float32.itemsize)
+        begins, nbytes = lay_out(sizes)
+        # whose counters tell the last pass of which each process has its share there
+        memory = masters.get_beside("sums", nbytes, pin=True, together=True).shared
+        assert memory is not None
+        self.memory = memory
         lying = zip(begins, sizes, strict=True)
-        self._of_runs = [memory.bytes[begin:][:size] for begin, size in lying]
-        places: dict[Weight, Tensor] = {}
-        for run, own in zip(self.runs, self._of_runs, strict=True):
-            places.update(zip(run.weights, run.views(own, run.sum_dtype), strict=True))
-        self.places = [places[weight] for weight in weights]
-        self.index = {weight: number for number, weight in enumerate(weights)}
-        self.present: set[int] = set()
+        *sums, norms = [memory.bytes[begin : begin + size] for begin, size in lying]
+        self.places: dict[Gradient, Tensor] = {}
+        for run, own in zip(self.runs, sums, strict=True):
+            self.places.update(run.views(own, run.sum_dtype))
+            run.share = own.view(run.sum_dtype).view(box.count, -1)[box.rank]
+        self.norms = dict(zip(gradients, norms.view(torch.float32).unbind(), strict=True))
+        self.brought: list[Gradient] = []
+        self.present: list[Gradient] = []
         self.is_held = False
 
-    def share(self, run: Run) -> Tensor:
-        """Return this process's share of the sums of a run."""
-        sums = self._of_runs[self.runs.index(run)].view(run.sum_dtype)
-        return sums.view(self.box.count, -1)[self.box.rank]
+    # A pass of all processes has a number, which is the same in all.
 
-    # Each segment's gradients are exchanged equally often in all processes, which count that.
+    def land(self, number: int, measured: Collection[Gradient]) -> None:
+        """Tell the others that this process's share has landed, and that it reads none of the masters any more.
 
-    def begin(self) -> None:
-        """Begin to exchange gradients once more."""
-        self._memory.generation += 1
-
-    @property
-    def number(self) -> int:
-        """How many times gradients were exchanged."""
-        return self._memory.generation
-
-    def land(self, number: int) -> None:
-        """Tell the others that this process's share has landed, and that it reads none of the masters any more."""
-        self._landed[self.box.rank] = number
+        Where it measures norms for all, it does so before.
+        """
+        for gradient in measured:
+            self.norms[gradient].copy_(torch.linalg.vector_norm(self.places[gradient]))
+        self.memory.reach(number)
 
     def fail_unless_landed(self, number: int) -> None:
         """Have nobody here wait for the shares of all if this process's could not land."""
-        if self._landed[self.box.rank] < number:
-            self.box.failure = RuntimeError(
+        box = self.memory.box
+        if self.memory.counters[box.rank] < number:
+            box.failure = RuntimeError(
                 "The gradients of a unit could not be added up in this process. Whoever waits for "
                 "them here is told why: see that error."
             )
-
-    def complete(self) -> Ticket:
-        """Return a ticket that is done when the shares of all have landed."""
-        return Reached(self.box, self._landed, self.number)
-
-    def measure_norms(self, number: int, present: Iterable[int]) -> None:
-        """Measure norms, once for all processes."""
-        for index in present:
-            self.norms[index] = torch.linalg.vector_norm(self.places[index])
-        self._memory.reach(number)
-
-    def measured(self) -> Ticket:
-        """Return a ticket that is done when norms were measured."""
-        return self._memory.reached(self.number)

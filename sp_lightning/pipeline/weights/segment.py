@@ -235,7 +235,7 @@ class HostMemory:
     def wait_for_values(self) -> None:
         """Wait until the process that owns the weights has moved them into memory that is shared."""
         if self._box is not None and self._is_new:
-            self._box.meet()
+            self._box.gather()
         self._is_new = False
 
 
