@@ -158,6 +158,7 @@ class SegmentGradients:
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
+        self.is_last = False  # whether nothing more may come of the weight that has brought one last
         self.is_on_device = False  # whether what the engine has stays there, for the unit's visit
         self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
         self.arrived: GradientMemory | None = None
@@ -206,7 +207,7 @@ class SegmentGradients:
         self.trained = [each for each in self.gradients if each.weight.master.requires_grad]
         self.missing = len(self.trained)
 
-    def gather(self, gradient: Gradient, tensor: Tensor) -> None:
+    def gather(self, gradient: Gradient, tensor: Tensor, is_last: bool) -> None:
         """Put a gradient with the others, on the device."""
         assert self.state is not State.CONSUMED, self.unit.name
         self.state = State.HELD
@@ -214,6 +215,7 @@ class SegmentGradients:
             self.expect()
         self.missing -= gradient not in self.gathered
         self.gathered[gradient] = tensor
+        self.is_last = is_last
 
     def take_gathered(self) -> dict[Gradient, Tensor]:
         """Return what was gathered, to be sent."""

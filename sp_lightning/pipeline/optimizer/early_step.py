@@ -42,40 +42,19 @@ class EarlyStep:
         self._had_state = set(optimizer.state)  # the parameters that have some before the step
         # with settings as they are when the first unit is stepped: hooks before backward may change them
         self._step: Step | None = None
-        # gradients of a unit whose weights are still needed
-        self._waiting: SegmentGradients | None = None
 
     # ------------------------------------------------------------------------------------------------- in backward
 
     def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
-        if unit.resident or unit.apart:  # the latter would have to wait for the step
+        if unit.resident or unit.apart or unit.handles:  # weights apart would have to wait for the step
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
         return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)
 
     def receive(self, of_segment: SegmentGradients) -> None:
-        """Step the unit when its gradients have landed; if it is still needed, when backward leaves it."""
-        self.end_unit()
-        unit = of_segment.unit
-        # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
-        if unit.handles or not all(weight.master.requires_grad for weight in unit.weights):
-            self._waiting = of_segment
-        else:
-            self._step_unit(of_segment)
-
-    def end_unit(self) -> None:
-        """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
-        waiting = self._waiting
-        self._waiting = None
-        if waiting is not None and waiting.unit.handles:
-            self._steps.stream.routes.take_back(waiting)
-        elif waiting is not None:
-            self._step_unit(waiting)
-
-    def _step_unit(self, of_segment: SegmentGradients) -> None:
         """Have a unit stepped, here or by the process that owns it, and let go of its gradients."""
         unit, steps = of_segment.unit, self._steps
         averages = steps.stream.averages
