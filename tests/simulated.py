@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
+from sp_lightning.pipeline.lanes.lanes import Job, Origin, Ticket, Worker
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 
 
 class Lane(enum.Enum):
@@ -229,11 +229,12 @@ class SimulatedBackend(Backend):
     def computed(self) -> Ticket:
         return SimulatedTicket(self, self.now, 0.0)
 
-    def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
-        self._asked_after = after
-        ticket = ask()
+    def ask(self, job: Job) -> None:
+        self._asked_after = job.after
+        assert job.action is not None
+        job.action()
         self._asked_after = ()
-        return ticket
+        job.finish()
 
     def work(
         self,
@@ -309,8 +310,7 @@ class SimulatedBackend(Backend):
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
-        if isinstance(ticket, SimulatedTicket):
-            self.main = max(self.main, ticket.issued)
+        self.main = max(self.main, *(asked.issued for asked in simulated([ticket])))
 
     def drain(self) -> None:
         self.put_in_order()

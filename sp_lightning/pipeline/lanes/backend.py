@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Later, Origin, Recording, Span, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Origin, Recording, Span, Ticket, Worker
 from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
@@ -116,19 +116,12 @@ class Backend(ABC):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes between host and device, in the lane that runs this."""
 
-    def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
-        """Ask the device for something once these tickets are done: now, or by the thread for work on host memory."""
-        later = Later()
-
-        def run() -> None:
-            later.ticket = ask()
-
-        later.job = Job(run, after, rank=BEFORE_OTHER_WORK)
-        if later.job.is_ready:
-            later.job.run()
+    def ask(self, job: Job) -> None:
+        """Have a job ask the device for something when it is ready: now, or on the thread for work on host memory."""
+        if job.is_ready:
+            job.run()
         else:
-            self._host.submit(later.job)
-        return later
+            self._host.submit(job)
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.host_memory import usable_cores
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend
 from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Lane, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.lanes import Job, Lane, Later, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -167,15 +167,18 @@ class AcceleratorBackend(Backend):
             return self._copy(self._up, target, source)
         computed = computing.record_event()
 
-        def issue() -> Ticket:
+        def issue() -> None:
             self._up_behind_work.wait_event(computed)
-            return self._copy(self._up_behind_work, target, source)
+            later.ticket = self._copy(self._up_behind_work, target, source)
 
+        later = Later(Job(issue, [after], rank=BEFORE_OTHER_WORK))
         # the device can wait for a visit's
         if after.is_asked and isinstance(asked := after.asked(), _StreamTicket):
             self._up_behind_work.wait_event(asked.event)
-            return issue()
-        return self.ask_later(issue, [after])
+            issue()
+            return later.ticket
+        self.ask(later.job)
+        return later
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:

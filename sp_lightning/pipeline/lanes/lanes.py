@@ -194,10 +194,12 @@ class Job(Ticket):
 
 
 class Later(Ticket):
-    """The ticket of what a job asks of a device, before that job has run."""
+    """The ticket of what a job asks of a device, before that job has run, or was even handed over."""
 
-    job: Job
     ticket: Ticket  # there once the job is done, unless it has failed
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
 
     @override
     def join(self) -> None:

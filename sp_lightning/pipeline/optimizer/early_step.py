@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, drop
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.optimizer.visit import Visit
 
 
 class EarlyStep:
@@ -78,9 +79,8 @@ class EarlyStep:
             self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
         self._step.use(of_segment.trained)
         steps.step(unit, self._step)
-        self._step.used.clear()  # or it would hold what has stayed on the device
-        if unit.visit is not None:
-            unit.visit.begin()
+        if isinstance(unit.visit, Visit):
+            unit.visit.begin(in_place=False)
         if unit in self._step.awaited and steps.stream.averages is None:
             steps.finish([unit])
 

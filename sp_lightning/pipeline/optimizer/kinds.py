@@ -6,6 +6,7 @@ What a step has to do with our weights is decided once for an optimizer (`Plan`)
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -158,7 +159,7 @@ class Step:
 
     Attributes:
         settings: Of each param group.
-        used: What it reads of each weight that has a gradient.
+        used: Of each unit, what it reads of the weights that have a gradient.
         awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
             makes state, which depends on torch's default dtype, for one.
     """
@@ -167,7 +168,7 @@ class Step:
         self.optimizer = optimizer
         self.plan = plan
         self.settings = settings
-        self.used: dict[Gradient, Used] = {}
+        self.used: defaultdict[Unit, dict[Gradient, Used]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
 
     def use(self, gradients: Iterable[Gradient]) -> None:
@@ -187,13 +188,14 @@ class Step:
                 if tensor.is_sparse:
                     raise refusal(weight, tensor)
                 self.awaited.add(weight.unit)
-            weight.follow()
+            if weight.unit.suspect:
+                weight.follow()
             state = self.optimizer.state.get(weight.master, {})
             settings = self.settings[self.plan.gradients[gradient]]
             if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
                 state = self.optimizer.state.setdefault(weight.master, state)
                 self.awaited.add(weight.unit)
-            self.used[gradient] = tensor, state
+            self.used[weight.unit][gradient] = tensor, state
 
     @cached_property
     def one_passes(self) -> list[OnePass]:

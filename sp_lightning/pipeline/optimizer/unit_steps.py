@@ -1,7 +1,7 @@
-"""Steps of units on the thread for work on host memory: planned once per optimizer, handed over, waited for.
+"""Steps of units, on the thread for work on host memory: handed over, and waited for.
 
-They are handed over when `step()` is called, or while backward runs (early_step.py). A unit whose weights and state are
-on the device would have a stepper of its own beside this one, with the same few verbs.
+They are handed over when `step()` is called, or while backward runs (early_step.py). Units whose state visits the
+device are stepped there instead (visit.py).
 
 [Note: one pass]
 A step reads and writes host memory as few times as can be:
@@ -15,7 +15,6 @@ of the user's optimizer makes a pass for each operation. All bits are as after `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,7 +29,7 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.pieces import lay_together
-from sp_lightning.pipeline.optimizer.visit import Visit, Visits, note_stepped
+from sp_lightning.pipeline.optimizer.visit import Visits, note_stepped
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
@@ -50,36 +49,9 @@ class _Generation(NamedTuple):
     memory: SharedMemory
     number: int
 
-
-@dataclass(eq=False)
-class _StepOfUnit:
-    """A job: a step of one unit's weights."""
-
-    unit: Unit
-    optimizer: Optimizer
-    settings: Sequence[dict[str, Any]]
-    updates: Mapping[int, Sequence[Update]]  # by the numbers of param groups
-    weights: Set[Weight]  # those that are stepped
-    generations: Sequence[_Generation]
-    buffers: Sequence[LandingBuffer | None]  # that their gradients lie in
-
-    def __call__(self) -> None:
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            for segment in self.unit.segments:
-                segment.refresh_copies(self.weights)
-            for number, updates in self.updates.items():
-                update_weights(self.optimizer, self.settings[number], updates)
-            note_stepped(self.unit.segments, self.weights)
-            for generation in self.generations:
-                generation.memory.reach(generation.number)
-            if self.unit.visits:  # from the next step on, for which state may be new
-                lay_together(self.unit, self.optimizer)
-
-    def release_buffers(self) -> None:
-        """Let other gradients land in the buffers."""
-        for buffer in self.buffers:
-            if buffer is not None:
-                buffer.release()
+    def reach(self) -> None:
+        """Tell the others that it is done."""
+        self.memory.reach(self.number)
 
 
 class UnitSteps:
@@ -93,25 +65,49 @@ class UnitSteps:
         self.fused = window.backend.device.type != "cpu"
 
     def step(self, unit: Unit, step: Step) -> None:
-        """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
+        """Have a unit stepped when its gradients have landed, on the device if it visits, else by the thread.
 
         Weights without a gradient stay as they are.
         """
-        gradients = [self.stream.of[weight] for weight in unit.weights]
-        used = {each: step.used[each] for each in gradients if each in step.used}
-        if unit.visits:
-            visit = self._visit_of(unit, step, used)
-            if visit is not None:
-                self._hand_over_visit(unit, visit)
-                return
-            used = self._brought_home(used)
+        used = step.used.pop(unit, {})  # else the step would hold what has stayed on the device
+        if used and unit.visits and not unit.apart and self._visits(unit, step, used):
+            self.window.stats.visits += 1
+        elif used:
+            self._step_on_host(unit, step, used)
+        else:
+            self.count(unit, step.plan)
+            return
+        self.window.stats.overlapped_steps += 1
+
+    def _visits(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> bool:
+        """Have the unit visit the device for this step, and tell whether it does."""
+        window = self.window
+        window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
+        visit = self.visits.visit_of(step, used, window.copies_of([unit]))
+        if isinstance(visit, str):
+            self.visits.why_not = visit
+            return False
+        window.outdate(unit, {gradient.weight for gradient in used})
+        unit.being_stepped = unit.visit = visit
+        return True
+
+    def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> None:
+        """Have the thread step a unit, and then release the buffer that its gradients may lie in."""
+        by_segment = dict.fromkeys([gradient.of_segment for gradient in used])
+        staying = [of_segment for of_segment in by_segment if of_segment.is_on_device]
+        for of_segment in staying:
+            self.stream.routes.bring_home(of_segment)
+        if staying:
+            step.use(used)  # where they lie now
+            used = step.used.pop(unit)
         updates: dict[int, list[Update]] = {}
-        landed: dict[Ticket | None, None] = {}  # what brings the gradients
-        buffers: list[LandingBuffer | None] = []
+        landed: list[Ticket] = []  # what brings the gradients
+        landing: LandingBuffer | None = None
         moved = 0
-        for of_segment in dict.fromkeys([gradient.of_segment for gradient in used]):
-            landed[of_segment.ticket] = None
-            buffers.append(of_segment.pass_landing())
+        for of_segment in by_segment:
+            landing = of_segment.pass_landing() or landing
+            if of_segment.ticket is not None:
+                landed.append(of_segment.ticket)
             for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
                 if gradient in used:
                     weight = gradient.weight
@@ -120,43 +116,10 @@ class UnitSteps:
                     of_group = updates.setdefault(step.plan.gradients[gradient], [])
                     of_group.append((work, gradient.factors))
                     moved += 2 * weight.home.nbytes + tensor.nbytes
-        if not used:
-            self.count(unit, step.plan)
-            return
         weights = {gradient.weight for gradient in used}
         generations = self._next_generations(unit, step.plan)
-        optimizer, settings = step.optimizer, step.settings
-        job = _StepOfUnit(unit, optimizer, settings, updates, weights, generations, buffers)
-        self._hand_over(unit, job, weights, filter(None, landed), moved, job.release_buffers)
-        self.window.stats.overlapped_steps += 1
-
-    def _visit_of(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> Visit | None:
-        """Return a visit of the unit that makes this step; None if it has to be made on the host."""
-        of_segments = {gradient.of_segment for gradient in used}
-        if len(of_segments) != 1:
-            return None
-        (of_segment,) = of_segments
-        self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
-        copies = self.window.copies_of([unit])
-        return self.visits.visit_of(unit, step, of_segment, used, copies)
-
-    def _brought_home(self, used: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
-        """Have gradients that have stayed on the device land, and return all as they lie on the host."""
-        home: dict[Gradient, Used] = {}
-        for gradient, (tensor, state) in used.items():
-            if gradient.of_segment.is_on_device:
-                self.stream.routes.bring_home(gradient.of_segment)
-            home[gradient] = tensor if gradient.tensor is None else gradient.tensor, state
-        return home
-
-    def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
-        window = self.window
-        window.outdate(unit, visit.weights)
-        unit.being_stepped = unit.visit = visit
-        window.stats.visits += 1
-        window.stats.overlapped_steps += 1
-        if unit.apart:
-            window.finish_optimizer(unit)
+        job = partial(_step_unit, unit, step, updates, weights, generations)
+        self._hand_over(unit, job, weights, landed, moved, None if landing is None else landing.release)
 
     def _hand_over(
         self,
@@ -190,7 +153,7 @@ class UnitSteps:
                 segment.check()
                 segment.refresh_copies()
             for generation in generations:
-                generation.memory.reach(generation.number)
+                generation.reach()
 
     def _next_generations(self, unit: Unit, plan: Plan) -> list[_Generation]:
         """Count a step of weights that other processes have, too, whether or not it changes them; once."""
@@ -230,6 +193,26 @@ class UnitSteps:
 
 
 # ---------------------------------------------------------------------------- what a step does with a unit's weights
+
+
+def _step_unit(
+    unit: Unit,
+    step: Step,
+    updates: Mapping[int, Sequence[Update]],
+    weights: Set[Weight],
+    generations: Sequence[_Generation],
+) -> None:
+    """Step these weights of a unit, by the numbers of param groups."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        for segment in unit.segments:
+            segment.refresh_copies(weights)
+        for number, of_group in updates.items():
+            update_weights(step.optimizer, step.settings[number], of_group)
+        note_stepped(unit.segments, weights)
+        for generation in generations:
+            generation.reach()
+        if unit.visits:  # from the next step on, for which state may be new
+            lay_together(unit, step.optimizer)
 
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
