@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,10 +218,10 @@ class SimulatedBackend(Backend):
         seconds = source.nbytes / self._rates[Lane.DOWN]
         return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
 
-    def beside(self, lane: OurLane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
-        job()
+    def beside(self, lane: OurLane, job: Job) -> Ticket:
+        job.action()
         ours, told = OF_VISITS[lane], self._asked_after
-        return self._ask(ours, nbytes / self._rates[ours], [*after, *told], f"{ours} of visits", told=told)
+        return self._ask(ours, job.nbytes / self._rates[ours], [*job.after, *told], f"{ours} of visits", told=told)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_memory(target, source)
@@ -231,24 +231,15 @@ class SimulatedBackend(Backend):
 
     def ask(self, job: Job) -> None:
         self._asked_after = job.after
-        assert job.action is not None
         job.action()
         self._asked_after = ()
         job.finish()
 
-    def work(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        nbytes: int = 0,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
+    def work(self, job: Job) -> Ticket:
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
-        job()
-        if cleanup is not None:
-            cleanup()
-        return self._ask(Lane.HOST, nbytes / self._rates[Lane.HOST], after, rank=rank)
+        job.action()
+        job.cleanup()
+        return self._ask(Lane.HOST, job.nbytes / self._rates[Lane.HOST], job.after, rank=job.rank)
 
     def _ask(
         self,

@@ -33,7 +33,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     SegmentGradients,
 )  # fmt: skip
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.lanes.lanes import Job, Kind
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer, tensor_in
@@ -202,9 +202,8 @@ class Routes:
             sums.append(_Sum(total, summed, landed, norm))
         moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
         after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
-        job = partial(_add_up, sums, norm_dtype)
-        name, trace = of_segment.unit.name, self._backend.trace
-        of_segment.wait_for(trace.work(Kind.ADD, name, job, after, moved, buffer.release))
+        job = Job(partial(_add_up, sums, norm_dtype), after, moved, buffer.release)
+        of_segment.wait_for(self._backend.trace.work(Kind.ADD, of_segment.unit.name, job))
 
     def stay(self, of_segment: SegmentGradients) -> None:
         """Have gradients stay where they are until the unit visits; their norms leave, if these are measured."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
+from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
@@ -173,7 +174,8 @@ class Clipping:
         by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
         found.measure_others(dtype)
-        ticket = self._backend.work(partial(_find_factor, found.norms, max_norm, factor), landed)
+        job = Job(partial(_find_factor, found.norms, max_norm, factor), landed)
+        ticket = self._backend.work(job)
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, do_nothing
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.optimizer.visit import Visits, note_stepped
@@ -102,10 +102,12 @@ class UnitSteps:
             used = step.used.pop(unit)
         updates: dict[int, list[Update]] = {}
         landed: list[Ticket] = []  # what brings the gradients
-        landing: LandingBuffer | None = None
+        release = do_nothing
         moved = 0
         for of_segment in by_segment:
-            landing = of_segment.pass_landing() or landing
+            landing = of_segment.pass_landing()
+            if landing is not None:
+                release = landing.release
             if of_segment.ticket is not None:
                 landed.append(of_segment.ticket)
             for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
@@ -118,25 +120,17 @@ class UnitSteps:
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in used}
         generations = self._next_generations(unit, step.plan)
-        job = partial(_step_unit, unit, step, updates, weights, generations)
-        self._hand_over(unit, job, weights, landed, moved, None if landing is None else landing.release)
+        action = partial(_step_unit, unit, step, updates, weights, generations)
+        self._hand_over(unit, weights, Job(action, landed, moved, release))
 
-    def _hand_over(
-        self,
-        unit: Unit,
-        job: Callable[[], None],
-        weights: Set[Weight],
-        after: Iterable[Ticket],
-        moved: int = 0,
-        cleanup: Callable[[], None] | None = None,
-    ) -> None:
+    def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> None:
+        """Give the thread a job that changes weights of a unit, first what the next forward needs first."""
         window = self.window
         window.finish_optimizer(unit)
         window.outdate(unit, weights)
-        rank = 0 if unit.resident else unit.index + 1  # first what the next forward needs first
-        after = [*window.copies_of([unit]), *after]
-        trace = window.backend.trace
-        unit.being_stepped = trace.work(Kind.STEP, unit.name, job, after, moved, cleanup, rank)
+        job.rank = 0 if unit.resident else unit.index + 1
+        job.after = [*window.copies_of([unit]), *job.after]
+        unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
         if unit.apart:  # weights made resident are in units that do not wait for this one's step
             window.finish_optimizer(unit)
 
@@ -146,7 +140,8 @@ class UnitSteps:
         if generations and unit.is_followed:
             weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
             stepped = [generation.memory.reached(generation.number) for generation in generations]
-            self._hand_over(unit, partial(note_stepped, unit.segments, weights), weights, stepped)
+            job = Job(partial(note_stepped, unit.segments, weights), stepped)
+            self._hand_over(unit, weights, job)
         elif generations:
             self.window.finish_optimizer(unit)
             for segment in unit.segments:  # the optimizer's own code may have stepped them

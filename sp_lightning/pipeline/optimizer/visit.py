@@ -145,11 +145,12 @@ class Visit(Later):
         name, stats, trace = self._unit.name, self._visits.stats, self._visits.backend.trace
         up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
         earlier = [*self._earlier, piece.buffer.ticket]
-        arrived = trace.beside(Kind.STATE_UP, name, partial(self._copy, piece.up), earlier, up)
-        step = partial(self._step, piece, passes, self.held)
-        ready = trace.beside(Kind.VISIT, name, step, [arrived, *last[:1]], up + down)
-        leave = partial(self._copy, piece.down)
-        gone = trace.beside(Kind.STATE_DOWN, name, leave, [ready, *last[1:]], down)
+        come = Job(partial(self._copy, piece.up), earlier, up)
+        arrived = trace.beside(Kind.STATE_UP, name, come)
+        step = Job(partial(self._step, piece, passes, self.held), [arrived, *last[:1]], up + down)
+        ready = trace.beside(Kind.VISIT, name, step)
+        leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
+        gone = trace.beside(Kind.STATE_DOWN, name, leave)
         piece.buffer.ticket = gone
         stats.bytes_to_device += up
         stats.bytes_to_host += down

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.sums import Run, SharedSums
 from sp_lightning.pipeline.weights.buffers import as_bytes
@@ -227,24 +227,27 @@ class Averages:
         ticket = each.sent.ticket = trace.download(Kind.GRADIENTS, name, target, source)
         self._window.stats.bytes_to_host += share.nbytes
         if buffer is not None:
-            job = partial(add, share, target.view(run.sum_dtype))
-            ticket = trace.work(Kind.ADD, name, job, [ticket], 2 * share.nbytes, buffer.release)
+            adds = partial(add, share, target.view(run.sum_dtype))
+            return trace.work(Kind.ADD, name, Job(adds, [ticket], 2 * share.nbytes, buffer.release))
         return ticket
 
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = (), measures_norms: bool = False) -> None:
         """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
         sums, backend = self._exchanged[of_segment], self._window.backend
-        tickets = [*self._landing.pop(of_segment), *after]
-        fail = partial(sums.fail_unless_landed, sums.number)
-        own = backend.work(partial(sums.land, sums.number), tickets, cleanup=fail)
+        own = Job(
+            partial(sums.land, sums.number),
+            [*self._landing.pop(of_segment), *after],
+            cleanup=partial(sums.fail_unless_landed, sums.number),
+        )
+        backend.work(own)
         everyones = sums.complete()
         if measures_norms:
-            if self._processes.box.is_keeper:
-                job = partial(sums.measure_norms, sums.number, sorted(sums.present))
-                backend.work(job, [everyones])
+            if sums.box.is_keeper:
+                measures = partial(sums.measure_norms, sums.number, sorted(sums.present))
+                backend.work(Job(measures, [everyones]))
             everyones = sums.measured()
         # an error of its own is raised, and not waited for as if others were late
-        of_segment.wait_for(backend.work(_do_nothing, [own, everyones]))
+        of_segment.wait_for(backend.work(Job(after=[own, everyones])))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -306,10 +309,6 @@ class Averages:
     def _end(self) -> None:
         self._exchanged = {}
         self._has_begun = False
-
-
-def _do_nothing() -> None:
-    """Be done when what a job comes after is."""
 
 
 def _name(of_segment: SegmentGradients) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from sp_lightning import optim
 from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Ticket
 from sp_lightning.pipeline.optimizer import pieces, visit
 
 from ...helpers import is_block
@@ -145,9 +145,10 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
     gate = threading.Event()
 
     class Lags(HostBackend):
-        def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
-            come_down = partial(gate.wait, 5) if lane is Lane.TO_HOST else bool
-            return super().beside(lane, lambda: (come_down(), job())[1], after, nbytes)
+        def beside(self, lane: Lane, job: Job) -> Ticket:
+            action, come_down = job.action, partial(gate.wait, 5) if lane is Lane.TO_HOST else bool
+            job.action = lambda: (come_down(), action())[1]
+            return super().beside(lane, job)
 
     with visiting([1], Lags(), k=k, activations="recompute") as (model, pipeline, optimizer):
         for _ in range(3):
