@@ -76,7 +76,7 @@ class EarlyStep:
         """Hand a unit's step over."""
         unit, steps = of_segment.unit, self._steps
         if self._step is None:
-            self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
+            self._step = Step(self.optimizer, self.plan, steps.fused)
         self._step.use(of_segment.trained)
         steps.step(unit, self._step)
         if isinstance(unit.visit, Visit):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -158,16 +158,16 @@ class Step:
     """A step of an optimizer.
 
     Attributes:
-        settings: Of each param group.
+        settings: Of each param group, as they were when it was made.
         used: Of each unit, what it reads of the weights that have a gradient.
         awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
             makes state, which depends on torch's default dtype, for one.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, settings: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, optimizer: Optimizer, plan: Plan, fused: bool) -> None:
         self.optimizer = optimizer
         self.plan = plan
-        self.settings = settings
+        self.settings = settings_of(optimizer, fused)
         self.used: defaultdict[Unit, dict[Gradient, Used]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
 

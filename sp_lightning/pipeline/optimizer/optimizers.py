@@ -42,10 +42,9 @@ from sp_lightning.pipeline.optimizer.kinds import (
     identities_of,
     parameters_of,
     refuse_copies,
-    settings_of,
     why_not_by_unit,
 )  # fmt: skip
-from sp_lightning.pipeline.optimizer.state import States, move_state
+from sp_lightning.pipeline.optimizer.living import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import stand_in_for
@@ -213,7 +212,7 @@ class Optimizers:
     def _step(self, optimizer: Optimizer, plan: Plan) -> None:
         """Step unit by unit."""
         steps = self._steps
-        step = Step(optimizer, plan, settings_of(optimizer, steps.fused))
+        step = Step(optimizer, plan, steps.fused)
         step.use(plan.gradients)
         for unit in plan.units:
             steps.step(unit, step)

@@ -14,6 +14,7 @@ of the user's optimizer makes a pass for each operation. All bits are as after `
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -100,7 +101,7 @@ class UnitSteps:
         if staying:
             step.use(used)  # where they lie now
             used = step.used.pop(unit)
-        updates: dict[int, list[Update]] = {}
+        updates: defaultdict[int, list[Update]] = defaultdict(list)
         landed: list[Ticket] = []  # what brings the gradients
         release = do_nothing
         moved = 0
@@ -115,8 +116,7 @@ class UnitSteps:
                     weight = gradient.weight
                     tensor, state = used[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
-                    of_group = updates.setdefault(step.plan.gradients[gradient], [])
-                    of_group.append((work, gradient.factors))
+                    updates[step.plan.gradients[gradient]].append((work, gradient.factors))
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in used}
         generations = self._next_generations(unit, step.plan)
@@ -216,7 +216,8 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     The caller turns gradients, inference mode and overrides of torch functions off.
     """
     code = code_of_step(optimizer, settings.copy())
-    together: list[Update] = []
+    # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
+    together: dict[bool, list[Update]] = {}
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
     for work, factors in updates:
@@ -224,19 +225,14 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         if one_pass.takes(work):
             works.append(work)
         elif work.weight.numel() < _ALONE:
-            together.append((work, factors))
+            is_first = all(value is None for value in work.state.values())
+            together.setdefault(is_first, []).append((work, factors))
         else:
             _update(code, [(work, factors)])
-    # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-    for is_first in (False, True):
-        _update(code, [update for update in together if is_first is not _has_state(update)])
+    for small in together.values():
+        _update(code, small)
     if works:
         one_pass.step(works)
-
-
-def _has_state(update: Update) -> bool:
-    work, _ = update
-    return any(value is not None for value in work.state.values())
 
 
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
@@ -250,8 +246,7 @@ def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
             for factor in factors:
                 gradient.mul_(factor)
         weight.grad = gradient
-    if updates:
-        code({work.weight: work.state for work, _ in updates})
+    code({work.weight: work.state for work, _ in updates})
     for work, _ in updates:
         if work.copy is not None:
             work.copy.copy_(work.weight)
