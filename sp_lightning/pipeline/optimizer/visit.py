@@ -44,7 +44,7 @@ from sp_lightning.pipeline.optimizer.pieces import (
 )
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -172,10 +172,9 @@ class Visit(Later):
                     memory = memory._replace(gradient=gradient)
                 steps.append(passes[number]._replace(memory=memory, begin=begin))
             run(steps)
-            for number, begin, memory in piece.parts if self._is_placed else ():
-                new = memory.weight if memory.copy is None else memory.copy
-                start = self._segment.offsets[number] + begin * new.itemsize
-                self._segment.place[start : start + new.nbytes].copy_(as_bytes(new))
+            if self._is_placed:
+                start, sent = piece.sent
+                self._segment.place[start : start + sent.nbytes].copy_(sent)
 
 
 class Visits:
