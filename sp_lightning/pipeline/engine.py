@@ -229,7 +229,7 @@ class Engine:
         self._conclude()
         self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
         # of several processes all follow the first one's, when they meet
-        if not (self._sums_gradients or self.optimizers.repeats_closure):
+        if not self._sums_gradients:
             self._follow(self._own_plan)
 
     def meet(self) -> None:

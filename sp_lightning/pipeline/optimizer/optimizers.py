@@ -60,7 +60,6 @@ class Optimizers:
         self._at_work = at_work
         self._weights: dict[int, Weight] = {}
         self._living: set[int] = set()
-        self._closures = 0  # how many times the step under way has called its closure
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -98,12 +97,6 @@ class Optimizers:
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
         self._steps.window.suspect_all()
-        self._closures += 1
-
-    @property
-    def repeats_closure(self) -> bool:
-        """Whether a step calls its closure again: meanwhile an optimizer may hold tensors that lie where weights do."""
-        return self._closures > 1
 
     def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
         """Take the weights that will be stepped unit by unit out of what steps in place of an optimizer."""
@@ -151,7 +144,6 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
-        self._closures = 0
         if optimizer not in self._seen:
             # another optimizer may wrap it, and copy what it has stepped
             self._steps.window.suspect_all()
@@ -263,7 +255,6 @@ class Optimizers:
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
-        self._closures = 0
         with contextlib.suppress(Exception):  # it was raised already, or is due to the exception
             self._steps.settle()
         self._steps.stream.early = None
