@@ -25,13 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of, settings_of, why_not_by_unit
-from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import HOST, copy_parameters, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)
@@ -121,15 +118,6 @@ class States:
         for optimizer in self._optimizers if parameters else ():
             move_state(optimizer, parameters, device)
 
-    def lay_together(self, units: Iterable[Unit], progress: Progress) -> None:
-        """Have the state of units that visit the device lie together, page-locked."""
-        visiting = [unit for unit in units if unit.visits]
-        nbytes = {unit: self.nbytes(weight.master for weight in unit.weights) for unit in visiting}
-        work = progress.begin("Arranging optimizer state", sum(nbytes.values()))
-        for unit, optimizer in product(nbytes, self._optimizers):
-            lay_together(unit, optimizer)
-            work.advance(nbytes[unit] // len(self._optimizers))
-
     def share(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
         """Have the first process's state of parameters in all processes."""
         with without_torch_function():
@@ -148,9 +136,8 @@ class States:
 class Living:
     """Moves units to the device and back, with gradients and optimizer state, in all processes at the same moment."""
 
-    def __init__(self, device: torch.device, memory: HostMemory, states: States, processes: Processes | None) -> None:
+    def __init__(self, device: torch.device, states: States, processes: Processes | None) -> None:
         self._device = device
-        self._memory = memory
         self._states = states
         self._processes = processes
         self._hooks: list[RemovableHandle] = []
@@ -182,8 +169,7 @@ class Living:
         self._move(weights_on_accelerators(module), HOST)
 
     def watch(self, arrangement: Arrangement) -> None:
-        """Note from now on whether backward brings gradients to what lives on the device; have state ready to visit."""
-        self._states.lay_together(arrangement.in_window, self._memory.progress)
+        """Note from now on whether backward brings gradients to what lives on the device."""
         for hook in self._hooks:
             hook.remove()
         trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]

@@ -247,12 +247,16 @@ def test_two_optimizers_step_a_unit_in_turn() -> None:
 
 
 def test_state_is_page_locked_from_when_it_is_made() -> None:
-    backend = LocksPages()
-    with visiting([0], backend) as (model, pipeline, optimizer):
+    """Of a unit that is to visit from then on; of others, from their first visit."""
+    model, planner, backend = chain(BLOCKS, 16, 48), Fixed((2, (), [0]), (2, (), [0, 1])), LocksPages()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
+    optimizer = AdamW(model.parameters(), fused=True)
+    for step in range(2):
         model(torch.ones(4, 16)).square().mean().backward()
         optimizer.step()
-        with pipeline.step():  # which arranges units
-            for number, block in enumerate(model.blocks):
-                start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
-                assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number == 0)
-        assert pipeline.stats.visits == 0
+        optimizer.zero_grad()
+        for number, block in enumerate(model.blocks):
+            start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
+            assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number <= step)
+        assert pipeline.stats.visits == 2 * step
+    pipeline.detach()
