@@ -17,13 +17,12 @@ from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visit
 
 
-class EarlyStep:
+class EarlyStep(Step):
     """A step of an optimizer that begins before its `step()` is called, with gradients as they come.
 
     A unit is stepped only if no node of the graph holds one of its weights on the device any more.
 
     Attributes:
-        plan: What is decided for the optimizer.
         keeps_gradients: Whether gradients are kept after the step.
         stepped: The gradients that the step has used.
     """
@@ -35,14 +34,11 @@ class EarlyStep:
         steps: UnitSteps,
         keeps_gradients: bool,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, plan, steps.fused)
         self.keeps_gradients = keeps_gradients
-        self.plan = plan
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
         self._had_state = set(optimizer.state)  # the parameters that have some before the step
-        # with settings as they are when the first unit is stepped: hooks before backward may change them
-        self._step: Step | None = None
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -61,10 +57,13 @@ class EarlyStep:
         averages = steps.stream.averages
         if averages is not None:
             averages.pass_on(of_segment, steps.window.copies_of([unit]))
-        if unit.is_followed:
-            steps.count(unit, self.plan)
-        else:
-            self._hand_over(of_segment)
+        if not unit.is_followed:  # else its step is counted
+            self.use(of_segment.trained)
+        steps.step(unit, self)
+        if isinstance(unit.visit, Visit):
+            unit.visit.begin(in_place=False)
+        if unit in self.awaited and averages is None:
+            steps.finish([unit])
         unit.is_ahead = averages is not None
         of_segment.consume()
         self.stepped.append(of_segment)
@@ -72,24 +71,12 @@ class EarlyStep:
             drop(of_segment.trained)
         steps.window.stats.steps_in_backward += 1
 
-    def _hand_over(self, of_segment: SegmentGradients) -> None:
-        """Hand a unit's step over."""
-        unit, steps = of_segment.unit, self._steps
-        if self._step is None:
-            self._step = Step(self.optimizer, self.plan, steps.fused)
-        self._step.use(of_segment.trained)
-        steps.step(unit, self._step)
-        if isinstance(unit.visit, Visit):
-            unit.visit.begin(in_place=False)
-        if unit in self._step.awaited and steps.stream.averages is None:
-            steps.finish([unit])
-
     # -------------------------------------------------------------------------------------------------- after backward
 
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
-        if self._step is not None and self._step.awaited:
-            self._steps.finish(self._step.awaited)  # of other processes, for which backward could not wait
+        if self.awaited:
+            self._steps.finish(self.awaited)  # of other processes, for which backward could not wait
             state = self.optimizer.state
             for parameter in parameters_of(self.optimizer):
                 if parameter in state and parameter not in self._had_state:
@@ -122,7 +109,7 @@ class EarlyStep:
                 why = f"{type(optimizer).__name__} is to step some of their weights before `step()`"
         elif why_not is not None:
             why = why_not
-        elif self._step is not None and self._step.settings != settings_of(optimizer, self._steps.fused):
+        elif self.settings != settings_of(optimizer, self.fused):
             why = (
                 "its param groups were changed before `step()`: set learning rates and the like "
                 "before backward or after the step"

@@ -158,7 +158,7 @@ class Step:
     """A step of an optimizer.
 
     Attributes:
-        settings: Of each param group, as they were when it was made.
+        fused: Whether torch's fused kernels are taken where the user left the choice to torch.
         used: Of each unit, what it reads of the weights that have a gradient.
         awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
             makes state, which depends on torch's default dtype, for one.
@@ -167,7 +167,7 @@ class Step:
     def __init__(self, optimizer: Optimizer, plan: Plan, fused: bool) -> None:
         self.optimizer = optimizer
         self.plan = plan
-        self.settings = settings_of(optimizer, fused)
+        self.fused = fused
         self.used: defaultdict[Unit, dict[Gradient, Used]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
 
@@ -196,6 +196,11 @@ class Step:
                 state = self.optimizer.state.setdefault(weight.master, state)
                 self.awaited.add(weight.unit)
             self.used[weight.unit][gradient] = tensor, state
+
+    @cached_property
+    def settings(self) -> list[dict[str, Any]]:
+        """Those of each param group, as they are when its first unit is stepped: hooks before backward change them."""
+        return settings_of(self.optimizer, self.fused)
 
     @cached_property
     def one_passes(self) -> list[OnePass]:

@@ -235,11 +235,9 @@ class Optimizers:
             yield
         finally:
             self._steps.stream.early = None
-        # after an exception other processes may have stepped some
+        # not after an exception: other processes may have stepped some
         if early is not None and not early.stepped:
             self._early = None
-            with self._at_work:
-                early.acknowledge()
 
     def _early_step(self, optimizer: Optimizer) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""

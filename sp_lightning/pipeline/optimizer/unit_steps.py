@@ -71,7 +71,7 @@ class UnitSteps:
         Weights without a gradient stay as they are.
         """
         used = step.used.pop(unit, {})  # else the step would hold what has stayed on the device
-        if used and unit.visits and not unit.apart and self._visits(unit, step, used):
+        if used and unit.visits and not unit.apart and self._visit(unit, step, used):
             self.window.stats.visits += 1
         elif used:
             self._step_on_host(unit, step, used)
@@ -80,7 +80,7 @@ class UnitSteps:
             return
         self.window.stats.overlapped_steps += 1
 
-    def _visits(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> bool:
+    def _visit(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> bool:
         """Have the unit visit the device for this step, and tell whether it does."""
         window = self.window
         window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
