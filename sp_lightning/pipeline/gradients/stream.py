@@ -84,7 +84,8 @@ class GradientStream:
         An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients.
         """
         unit = of_segment.unit
-        return self.early is not None and (unit.handles > 0 or len(of_segment.trained) < len(unit.weights))
+        is_needed = unit.handles > 0 or len(of_segment.trained) < len(unit.weights)
+        return is_needed and self.early is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
         """Have what has come before leave, unless it leaves together with this; return what is to leave.

@@ -74,7 +74,8 @@ class _Found:
 
     def multiply_others(self, factor: Tensor) -> None:
         """Multiply those that do not stream, wherever they are, by a factor on the host."""
-        factors = {device: factor.to(device) for device in {other.gradient.device for other in self.others}}
+        devices = {other.gradient.device for other in self.others}
+        factors = {device: factor.to(device) for device in devices}
         for other in self.others:
             other.gradient.mul_(factors[other.gradient.device])
 

@@ -68,7 +68,8 @@ class States:
         stepped: set[int] = set()
         for optimizer in self._optimizers:
             of_optimizer = set(map(id, parameters_of(optimizer)))
-            if why_not_by_unit(optimizer) is not None and not of_optimizer.isdisjoint(map(id, parameters)):
+            has_some = not of_optimizer.isdisjoint(map(id, parameters))
+            if has_some and why_not_by_unit(optimizer) is not None:
                 return False
             stepped |= of_optimizer
         return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)

@@ -194,7 +194,12 @@ class Visits:
         self._known: dict[Segment, tuple[HostBuffer, GradientMemory | None, Sequence[Piece]]] = {}
         self._buffers: list[PieceBuffer] = []
 
-    def visit_of(self, step: Step, used: Mapping[Gradient, Used], copies: Sequence[Ticket]) -> Visit | str:
+    def visit_of(
+        self,
+        step: Step,
+        used: Mapping[Gradient, Used],
+        copies: Sequence[Ticket],
+    ) -> Visit | str:
         """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot.
 
         `copies` to the device may still read its masters.
@@ -231,7 +236,11 @@ class Visits:
         lay_together(of_segment.unit, step.optimizer)
         return Visit(self, of_segment, self._pieces_of(of_segment, updates), updates, copies)
 
-    def _pieces_of(self, of_segment: SegmentGradients, updates: Sequence[_Update]) -> Sequence[Piece]:
+    def _pieces_of(
+        self,
+        of_segment: SegmentGradients,
+        updates: Sequence[_Update],
+    ) -> Sequence[Piece]:
         """Return the pieces in which a segment visits, found anew if something of it lies elsewhere than it did."""
         segment, gradients = of_segment.segment, of_segment.memory
         state = segment.memory.beside["state"]
