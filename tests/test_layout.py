@@ -126,7 +126,7 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 28,
     "files": 102,
     "imports that lead back": 5,
-    "lines of tests": 23_614,
+    "lines of tests": 23_628,
     "tokens": 110_007,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_701,
