@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import Backend, Engine, Pipeline, PipelineOptions, Planner
-from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
+from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job
 
 from .zoo import CASES, Batch, Case
@@ -463,12 +463,15 @@ def slow_host(seconds: float = 0.02) -> Iterator[None]:
     """Every job on the host takes this long: an optimizer's step is still under way when the next forward begins."""
     work = Backend.work
 
-    def slow(self: Backend, job: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    def slow(self: Backend, job: Job) -> Any:
+        action = job.action
+
         def later() -> None:
             time.sleep(seconds)
-            job()
+            action()
 
-        return work(self, later, *args, **kwargs)
+        job.action = later
+        return work(self, job)
 
     with patch.object(Backend, "work", slow):
         yield

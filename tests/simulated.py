@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
+from sp_lightning.pipeline.lanes.lanes import Job, Origin, Ticket, Worker
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
-from sp_lightning.pipeline.lanes.lanes import Origin, Ticket, Worker
 
 
 class Lane(enum.Enum):
@@ -218,10 +218,10 @@ class SimulatedBackend(Backend):
         seconds = source.nbytes / self._rates[Lane.DOWN]
         return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
 
-    def beside(self, lane: OurLane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
-        job()
+    def beside(self, lane: OurLane, job: Job) -> Ticket:
+        job.action()
         ours, told = OF_VISITS[lane], self._asked_after
-        return self._ask(ours, nbytes / self._rates[ours], [*after, *told], f"{ours} of visits", told=told)
+        return self._ask(ours, job.nbytes / self._rates[ours], [*job.after, *told], f"{ours} of visits", told=told)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_memory(target, source)
@@ -229,25 +229,17 @@ class SimulatedBackend(Backend):
     def computed(self) -> Ticket:
         return SimulatedTicket(self, self.now, 0.0)
 
-    def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
-        self._asked_after = after
-        ticket = ask()
+    def ask(self, job: Job) -> None:
+        self._asked_after = job.after
+        job.action()
         self._asked_after = ()
-        return ticket
+        job.finish()
 
-    def work(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        nbytes: int = 0,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
+    def work(self, job: Job) -> Ticket:
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
-        job()
-        if cleanup is not None:
-            cleanup()
-        return self._ask(Lane.HOST, nbytes / self._rates[Lane.HOST], after, rank=rank)
+        job.action()
+        job.cleanup()
+        return self._ask(Lane.HOST, job.nbytes / self._rates[Lane.HOST], job.after, rank=job.rank)
 
     def _ask(
         self,
@@ -309,8 +301,7 @@ class SimulatedBackend(Backend):
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
-        if isinstance(ticket, SimulatedTicket):
-            self.main = max(self.main, ticket.issued)
+        self.main = max(self.main, *(asked.issued for asked in simulated([ticket])))
 
     def drain(self) -> None:
         self.put_in_order()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import HostBackend
-from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Ticket
 from sp_lightning.trainer import host_memory
 
 from .planning.parts import Fixed, Mapped, mapped_without_collector
@@ -92,9 +92,9 @@ def test_what_a_former_arrangement_has_held_is_free(
     """
     work = HostBackend.work
 
-    def at_once(self: HostBackend, *args: Any, **kwargs: Any) -> Ticket:
+    def at_once(self: HostBackend, job: Job) -> Ticket:
         """Work without lagging behind, for which buffers are made where memory is to spare."""
-        ticket = work(self, *args, **kwargs)
+        ticket = work(self, job)
         ticket.join()
         return ticket
 

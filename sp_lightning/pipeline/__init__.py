@@ -3,8 +3,7 @@
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.host_memory import available_host_memory
-from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.device_memory import is_out_of_memory
+from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.devices import AcceleratorBackend, HostBackend
 from sp_lightning.pipeline.lanes.lanes import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.optimizer.kinds import Afterwards

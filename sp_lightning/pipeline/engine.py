@@ -90,7 +90,7 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
-        self.living = Living(device, self.memory, self.optimizers.states, processes)
+        self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
@@ -229,7 +229,7 @@ class Engine:
         self._conclude()
         self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
         # of several processes all follow the first one's, when they meet
-        if not (self._sums_gradients or self.optimizers.repeats_closure):
+        if not self._sums_gradients:
             self._follow(self._own_plan)
 
     def meet(self) -> None:

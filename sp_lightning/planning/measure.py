@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
-from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
+from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes

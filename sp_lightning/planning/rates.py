@@ -8,11 +8,9 @@ memory, so nobody would see that memory is shared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Backend, Kind
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
+from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.work import Machine
 
@@ -31,11 +30,6 @@ _STEPPED = 2**26  # parameters of a step that is measured
 _OF_STEP = 26  # bytes for each of them that it reads and writes
 _COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
 _HARDLY_SLOWER = 0.95  # of a rate
-
-
-class _Work(NamedTuple):
-    job: Callable[[], None]
-    nbytes: int  # that it reads and writes
 
 
 def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
@@ -71,7 +65,9 @@ def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
     )
 
 
-def _work(backend: Backend, source: Tensor, target: Tensor, weight: Tensor, gradient: Tensor) -> dict[Kind, _Work]:
+def _work(
+    backend: Backend, source: Tensor, target: Tensor, weight: Tensor, gradient: Tensor
+) -> dict[Kind, partial[Job]]:
     """Return work of all kinds that share memory: copies of these, and a step on the host."""
     size = source.nbytes
     arriving, leaving = backend.allocate(2 * size // _PARTS).zero_().view(2, -1).unbind()
@@ -88,20 +84,20 @@ def _work(backend: Backend, source: Tensor, target: Tensor, weight: Tensor, grad
         weight.view(torch.float32).add_(gradient.view(torch.float32))
 
     return {
-        Kind.STATE_UP: _Work(up, size),
-        Kind.STATE_DOWN: _Work(down, size),
-        Kind.STEP: _Work(step, 3 * size),
+        Kind.STATE_UP: partial(Job, up, nbytes=size),
+        Kind.STATE_DOWN: partial(Job, down, nbytes=size),
+        Kind.STEP: partial(Job, step, nbytes=3 * size),
     }
 
 
-def _rates(backend: Backend, work: dict[Kind, _Work], *kinds: Kind) -> dict[Kind, float]:
+def _rates(backend: Backend, work: dict[Kind, partial[Job]], *kinds: Kind) -> dict[Kind, float]:
     """Return the bytes per second of each of these kinds of work, while all of them are under way."""
     backend.drain()
     with backend.trace.record() as recording:
         for _ in range(_TIMES):
             for kind in kinds:
                 ask = backend.trace.work if kind is Kind.STEP else backend.trace.beside
-                ask(kind, "probe", work[kind].job, [], work[kind].nbytes)
+                ask(kind, "probe", work[kind]())
     spans = {kind: [span for span in recording.spans if span.kind is kind] for kind in kinds}
     begin = max(of_kind[0].begin for of_kind in spans.values())
     end = min(of_kind[-1].end for of_kind in spans.values())
@@ -128,7 +124,7 @@ def measure() -> dict[str, float]:
     return {name: round(rate / 1e9, 1) for name, rate in found.items()}
 
 
-def _step_of_adamw() -> _Work:
+def _step_of_adamw() -> partial[Job]:
     """Return a step of AdamW on the host, over bf16 weights with all bits of fp32 beside them."""
     weight = nn.Parameter(torch.ones(_STEPPED, dtype=torch.bfloat16))
     weight.grad = torch.full_like(weight, 0.01)
@@ -137,4 +133,4 @@ def _step_of_adamw() -> _Work:
     def step() -> None:
         optimizer.step()
 
-    return _Work(step, _OF_STEP * _STEPPED)
+    return partial(Job, step, nbytes=_OF_STEP * _STEPPED)

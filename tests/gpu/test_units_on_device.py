@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT
-from sp_lightning.pipeline.optimizer.state import States
+from sp_lightning.pipeline.optimizer.living import States
 
 from ..helpers import is_block
 from ..planning.parts import Fixed, train_placed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import MagicMock
@@ -62,8 +62,8 @@ class RecordingBackend(Backend):
         return self._copy("upload", target, source)
 
     @override
-    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
-        job()
+    def beside(self, lane: Lane, job: Job) -> Ticket:
+        job.action()
         return DoneTicket()
 
     @override
@@ -71,24 +71,16 @@ class RecordingBackend(Backend):
         self._copy("visit", target, source)
 
     @override
-    def work(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        nbytes: int = 0,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
-        self.calls.append(("work", nbytes))
+    def work(self, job: Job) -> Ticket:
+        self.calls.append(("work", job.nbytes))
         try:
-            for ticket in after:
+            for ticket in job.after:
                 ticket.join()
-            job()
+            job.action()
         except BaseException as error:
             return DoneTicket(error)
         finally:
-            if cleanup is not None:
-                cleanup()
+            job.cleanup()
         return DoneTicket()
 
     @override

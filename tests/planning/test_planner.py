@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline import Kind, Lane, Pipeline
+from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.planning import AutoPlanner, Workload, choose, planner
 
 from ..helpers import attached
@@ -211,8 +212,8 @@ def test_what_fails_in_a_recorded_step_is_raised_as_it_is() -> None:
     with planned(model, memory_budget="1MiB") as pipeline:
         for _ in range(3):
             step(model, optimizer, *rows())
-        failed = pipeline.backend.work(fail)
-        pipeline.backend.trace.work(Kind.STEP, "blocks.0", fail, [failed], 0)
+        failed = pipeline.backend.work(Job(fail))
+        pipeline.backend.trace.work(Kind.STEP, "blocks.0", Job(fail, [failed]))
         with pytest.raises(ArithmeticError, match="the optimizer is lost"):
             step(model, optimizer, *rows())
         for _ in range(6):

@@ -32,8 +32,7 @@ from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings, differ, numbers_of
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.device_memory import is_out_of_memory
+from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.stats import Stats

@@ -33,7 +33,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     SegmentGradients,
 )  # fmt: skip
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer, tensor_in
@@ -182,21 +182,28 @@ class Routes:
     def pass_to_step(self, of_segment: SegmentGradients) -> None:
         """Have gradients land for the optimizer, which steps the unit with them and needs none that are kept."""
         of_segment.release_memory()  # gradients pass through a few buffers from now on
-        self._land(of_segment)
+        of_segment.land_in(self._land(of_segment))
 
     def add(self, of_segment: SegmentGradients) -> None:
         """Have gradients land in a buffer, and be added to those that are there."""
         before = {gradient: gradient.tensor for gradient in of_segment.gathered}
         earlier = of_segment.ticket
-        of_segment.make_sums()  # which may wait for these
-        self._land(of_segment)
-        self._add_landed(of_segment, before, earlier, self.measures_norms)
-
-    def take_back(self, of_segment: SegmentGradients) -> None:
-        """Keep gradients that have landed for an optimizer, which has not used them after all."""
-        if of_segment.landing is not None:
-            before = dict.fromkeys(of_segment.trained)
-            self._add_landed(of_segment, before, None, measures_norms=False)
+        totals = of_segment.make_sums()  # which may wait for these
+        buffer = self._land(of_segment)
+        norm_dtype = of_segment.layout.norm_dtype if self.measures_norms else None
+        sums: list[_Sum] = []
+        for gradient, summed in before.items():
+            landed, total = gradient.tensor, totals[gradient]
+            assert landed is not None
+            norm = None
+            if norm_dtype is not None:
+                norm = torch.empty((), dtype=torch.float32, device="cpu")
+            gradient.come(total, norm)
+            sums.append(_Sum(total, summed, landed, norm))
+        moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
+        after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
+        job = Job(partial(_add_up, sums, norm_dtype), after, moved, buffer.release)
+        of_segment.wait_for(self._backend.trace.work(Kind.ADD, of_segment.unit.name, job))
 
     def stay(self, of_segment: SegmentGradients) -> None:
         """Have gradients stay where they are until the unit visits; their norms leave, if these are measured."""
@@ -227,40 +234,13 @@ class Routes:
 
     # ---------------------------------------------------------------------------------------------- parts of the ways
 
-    def _land(self, of_segment: SegmentGradients) -> None:
-        """Have gradients land in a buffer, for who reads them there."""
+    def _land(self, of_segment: SegmentGradients) -> LandingBuffer:
+        """Have gradients land in a buffer, and return it to whoever reads them there."""
         gathered = of_segment.take_gathered()
         buffer = self.landing.take(of_segment.layout.nbytes)
-        of_segment.land_in(buffer)
         self._download(of_segment, gathered, buffer, has_norms=False)
         of_segment.come_to(buffer, gathered, has_norms=False)
-
-    def _add_landed(
-        self,
-        of_segment: SegmentGradients,
-        before: Mapping[Gradient, Tensor | None],
-        earlier: Ticket | None,
-        measures_norms: bool,
-    ) -> None:
-        """Have the thread for work on host memory add what lands in a buffer to what there was `before`."""
-        buffer = of_segment.pass_landing()
-        assert buffer is not None
-        totals = of_segment.make_sums()
-        norm_dtype = of_segment.layout.norm_dtype if measures_norms else None
-        sums: list[_Sum] = []
-        for gradient, summed in before.items():
-            landed, total = gradient.tensor, totals[gradient]
-            assert landed is not None
-            norm = None
-            if norm_dtype is not None:
-                norm = torch.empty((), dtype=torch.float32, device="cpu")
-            gradient.come(total, norm)
-            sums.append(_Sum(total, summed, landed, norm))
-        moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
-        after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
-        job = partial(_add_up, sums, norm_dtype)
-        name, trace = of_segment.unit.name, self._backend.trace
-        of_segment.wait_for(trace.work(Kind.ADD, name, job, after, moved, buffer.release))
+        return buffer
 
     def _download(
         self,

@@ -97,10 +97,7 @@ class StepInBackward(Protocol):
         """Tell whether it uses gradients that are complete."""
 
     def receive(self, of_segment: SegmentGradients) -> None:
-        """Use them, now or when backward has left their unit."""
-
-    def end_unit(self) -> None:
-        """Note that backward has left the unit whose gradients it has received."""
+        """Use them."""
 
 
 class GradientMemory:
@@ -161,6 +158,7 @@ class SegmentGradients:
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
+        self.is_last = False  # whether nothing more may come of the weight that has brought one last
         self.is_on_device = False  # whether what the engine has stays there, for the unit's visit
         self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
         self.arrived: GradientMemory | None = None
@@ -201,13 +199,14 @@ class SegmentGradients:
         self.trained = [each for each in self.gradients if each.weight.master.requires_grad]
         self.missing = len(self.trained)
 
-    def gather(self, gradient: Gradient, tensor: Tensor) -> None:
+    def gather(self, gradient: Gradient, tensor: Tensor, is_last: bool) -> None:
         """Put a gradient with the others, on the device."""
         assert not self.is_consumed, self.unit.name
         if not self.gathered:
             self.expect()
         self.missing -= gradient not in self.gathered
         self.gathered[gradient] = tensor
+        self.is_last = is_last
 
     def take_gathered(self) -> dict[Gradient, Tensor]:
         """Return what was gathered, to be sent."""

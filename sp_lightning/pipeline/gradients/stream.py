@@ -66,9 +66,18 @@ class GradientStream:
         if gradient in of_segment.gathered or of_segment.is_on_device or self.averages is not None:
             tensor = self._after_earlier(gradient, tensor)
         self._note(gradient)
-        of_segment.gather(gradient, tensor)
-        if not of_segment.missing:
-            self._send(of_segment, is_last)
+        of_segment.gather(gradient, tensor, is_last)
+        if not of_segment.missing and not self._awaits_others(of_segment):
+            self._send(of_segment)
+
+    def _awaits_others(self, of_segment: SegmentGradients) -> bool:
+        """Tell whether gradients leave only when backward has left their unit, so that it can be stepped with them.
+
+        An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients.
+        """
+        unit = of_segment.unit
+        is_needed = unit.handles > 0 or len(of_segment.trained) < len(unit.weights)
+        return is_needed and self.early is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
         """Have what has come before leave, unless it leaves together with this; return what is to leave.
@@ -80,7 +89,7 @@ class GradientStream:
         if gradient in of_segment.gathered and is_averaged:  # it leaves once
             return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
         if gradient in of_segment.gathered:
-            self._send(of_segment, is_last=False)
+            self._send(of_segment, more_comes=True)
         if of_segment.is_on_device:  # and now there is more to come
             self.routes.bring_home(of_segment)
         return tensor
@@ -102,14 +111,11 @@ class GradientStream:
             unit = of_segment.unit
             may_wait = reached is not None and (unit is reached or unit.resident)
             if of_segment.gathered and not may_wait:
-                self._send(of_segment, is_last=False)
+                self._send(of_segment)
 
-    def _send(self, of_segment: SegmentGradients, is_last: bool) -> None:
-        """Send what a unit has gathered; if it is complete, `is_last` says that nothing more will come."""
-        if self.early is not None:
-            self.early.end_unit()  # backward has moved on, and there are few landing buffers
-        # leaves of the same weight have gradients of their own
-        is_final = is_last
+    def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
+        """Send what a unit has gathered; it may be known that `more_comes`."""
+        is_final = of_segment.is_last and not more_comes
         for gradient in of_segment.gathered:
             # leaves of the same weight have gradients of their own, and somebody may see how it is added up
             if gradient.weight.other_twins or self.pending[gradient]:
@@ -152,8 +158,6 @@ class GradientStream:
         self.send_others()
         if self.pending and self.averages is not None:
             self.averages.send_rest(self.early)
-        if self.early is not None:
-            self.early.end_unit()
         some_came = bool(self.pending)
         seen = [gradient for gradient, is_seen in self.pending.items() if is_seen]
         self.pending.clear()

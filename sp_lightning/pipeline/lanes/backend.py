@@ -29,7 +29,7 @@ as a wrong number on a laptop, not only on a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Later, Origin, Recording, Span, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Origin, Recording, Span, Ticket, Worker
 from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
@@ -50,6 +49,37 @@ _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -
 BEFORE_OTHER_WORK = -1
 VISITED = (Lane.TO_DEVICE, Lane.VISIT, Lane.TO_HOST)
 """The lanes that optimizer state passes when it visits the device, one after the other."""
+
+
+_OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",  # with expandable segments
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that the device has no memory left.
+
+    The driver and libraries take memory of their own, and report in their own words that there is none.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a device, in bytes."""
+
+    total: int  # as much as this process may have
+    free: int  # what can be allocated now
+    allocated: int  # what is allocated now
+    peak: int  # the most that was allocated since the peak was counted anew
+    peak_so_far: int  # the most that was allocated at all
+    retries: int  # how often the allocator ran out of memory, freed its cache and tried again
 
 
 class Backend(ABC):
@@ -80,35 +110,20 @@ class Backend(ABC):
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         """Copy bytes to the host, after everything computed so far."""
 
-    def work(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Ticket] = (),
-        nbytes: int = 0,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
-        """Run a job on the thread for work on host memory.
-
-        Args:
-            job: The work.
-            after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
-            nbytes: Bytes of host memory that it reads and writes; only devices with simulated time use this.
-            cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
-            rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
-        """
-        return self._host.submit(Job(job, after, cleanup, rank))
+    def work(self, job: Job) -> Ticket:
+        """Run a job on the thread for work on host memory."""
+        return self._host.submit(job)
 
     @abstractmethod
-    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+    def beside(self, lane: Lane, job: Job) -> Ticket:
         """Have the device run what a job asks of it beside computing, in one of the lanes that state passes.
 
-        It comes after what the lane has to do already, and after these tickets of the device.
+        It comes after what the lane has to do already, and after the job's tickets, which are the device's.
         """
 
     def computed(self) -> Ticket:
         """Return a ticket for everything computed so far, which other lanes may come after."""
-        ticket = Job(lambda: None)
+        ticket = Job()
         ticket.finish()
         return ticket
 
@@ -116,19 +131,12 @@ class Backend(ABC):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes between host and device, in the lane that runs this."""
 
-    def ask_later(self, ask: Callable[[], Ticket], after: Sequence[Ticket]) -> Ticket:
-        """Ask the device for something once these tickets are done: now, or by the thread for work on host memory."""
-        later = Later()
-
-        def run() -> None:
-            later.ticket = ask()
-
-        later.job = Job(run, after, rank=BEFORE_OTHER_WORK)
-        if later.job.is_ready:
-            later.job.run()
+    def ask(self, job: Job) -> None:
+        """Have a job ask the device for something when it is ready: now, or on the thread for work on host memory."""
+        if job.is_ready:
+            job.run()
         else:
-            self._host.submit(later.job)
-        return later
+            self._host.submit(job)
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
@@ -222,11 +230,9 @@ class Trace:
         """Ask for a copy to the host."""
         return self._ask(kind, name, source.nbytes, self._backend.download, target, source)
 
-    def beside(
-        self, kind: Kind, name: str, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0
-    ) -> Ticket:
+    def beside(self, kind: Kind, name: str, job: Job) -> Ticket:
         """Ask for work beside computing, on state that visits the device."""
-        return self._ask(kind, name, nbytes, self._backend.beside, kind.lane, job, after, nbytes)
+        return self._ask(kind, name, job.nbytes, self._backend.beside, kind.lane, job)
 
     def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
         if not self._is_on:
@@ -236,21 +242,12 @@ class Trace:
         self._note(_Entry(kind, name, nbytes, ticket))
         return ticket
 
-    def work(
-        self,
-        kind: Kind,
-        name: str,
-        job: Callable[[], None],
-        after: Sequence[Ticket],
-        nbytes: int,
-        cleanup: Callable[[], None] | None = None,
-        rank: int = 0,
-    ) -> Ticket:
+    def work(self, kind: Kind, name: str, job: Job) -> Ticket:
         """Ask for a job on the thread for work on host memory; its range is where it runs."""
         if self._is_on:
-            job = _range(kind.label, name)(job)
-        ticket = self._backend.work(job, after, nbytes, cleanup, rank)
-        self._note(_Entry(kind, name, nbytes, ticket))
+            job.action = _range(kind.label, name)(job.action)
+        ticket = self._backend.work(job)
+        self._note(_Entry(kind, name, job.nbytes, ticket))
         return ticket
 
     def wait(self, ticket: Ticket, what: str) -> None:

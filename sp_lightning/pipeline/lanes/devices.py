@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -20,9 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.host_memory import usable_cores
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend
-from sp_lightning.pipeline.lanes.device_memory import DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Lane, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import Job, Lane, Later, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -65,8 +64,8 @@ class HostBackend(Backend):
         return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override
-    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
-        return self._beside[lane].submit(Job(job, after))
+    def beside(self, lane: Lane, job: Job) -> Ticket:
+        return self._beside[lane].submit(job)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -167,15 +166,18 @@ class AcceleratorBackend(Backend):
             return self._copy(self._up, target, source)
         computed = computing.record_event()
 
-        def issue() -> Ticket:
+        def issue() -> None:
             self._up_behind_work.wait_event(computed)
-            return self._copy(self._up_behind_work, target, source)
+            later.ticket = self._copy(self._up_behind_work, target, source)
 
+        later = Later(Job(issue, [after], rank=BEFORE_OTHER_WORK))
         # the device can wait for a visit's
         if after.is_asked and isinstance(asked := after.asked(), _StreamTicket):
             self._up_behind_work.wait_event(asked.event)
-            return issue()
-        return self.ask_later(issue, [after])
+            issue()
+            return later.ticket
+        self.ask(later.job)
+        return later
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -183,11 +185,11 @@ class AcceleratorBackend(Backend):
         return self._copy(self._down, target, source)
 
     @override
-    def beside(self, lane: Lane, job: Callable[[], None], after: Sequence[Ticket], nbytes: int = 0) -> Ticket:
+    def beside(self, lane: Lane, job: Job) -> Ticket:
         stream = self._beside[lane]
-        for earlier in after:
+        for earlier in job.after:
             stream.wait_event(_event_of(earlier))
-        return self._issue(stream, job)
+        return self._issue(stream, job.action)
 
     @override
     def computed(self) -> Ticket:
@@ -304,15 +306,7 @@ def full_device(device: torch.device | str | None) -> torch.device:
         if not hasattr(torch.get_device_module(device), "Stream"):
             device = "cpu"
     try:
-        full = torch.device(device)
-        if full.type == "cpu":
-            return full
-        if ":" not in str(full):  # no index given
-            return torch.device(full.type, torch.get_device_module(full).current_device())
-        api: Any = getattr(torch, full.type, None)
-        if hasattr(api, "device_count") and full.index >= api.device_count():
-            raise RuntimeError(f"there are {api.device_count()} of this type")
-        return full
+        return torch.empty(0, device=device).device  # which has an index
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"`device={str(device)!r}` is none that this torch can compute on: {reason}") from error

@@ -129,20 +129,34 @@ class Ticket(ABC):
         return self
 
 
+def do_nothing() -> None:
+    """Be done when what a job comes after is."""
+
+
 class Job(Ticket):
-    """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
+    """A job for a worker, and the ticket for it.
+
+    Args:
+        action: The work.
+        after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
+        nbytes: Bytes of host memory that it reads and writes; only devices with simulated time use this.
+        cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
+        rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
+    """
 
     done = False  # an attribute, as it is asked for often
 
     def __init__(
         self,
-        action: Callable[[], None],
+        action: Callable[[], None] = do_nothing,
         after: Sequence[Ticket] = (),
-        cleanup: Callable[[], None] | None = None,
+        nbytes: int = 0,
+        cleanup: Callable[[], None] = do_nothing,
         rank: int = 0,
     ) -> None:
-        self.action: Callable[[], None] | None = action
+        self.action = action
         self.after = after
+        self.nbytes = nbytes
         self.cleanup = cleanup
         self.rank = rank
         self.error: BaseException | None = None
@@ -175,29 +189,29 @@ class Job(Ticket):
                 raise failed
             for earlier in self.after:
                 earlier.join()
-            assert self.action is not None
             self.began = time.perf_counter()
             self.action()
         except BaseException as error:
             self.error = error
         self.ended = time.perf_counter()
-        if self.cleanup is not None:
-            self.cleanup()
+        self.cleanup()
         self.finish()
 
     def finish(self) -> None:
         """Mark it as done, and wake whoever waits for it; what it held is free by then."""
-        self.action = self.cleanup = None
+        self.action = self.cleanup = do_nothing
         self.after = ()
         self.done = True
         self.under_way.release()
 
 
 class Later(Ticket):
-    """The ticket of what a job asks of a device, before that job has run."""
+    """The ticket of what a job asks of a device, before that job has run, or was even handed over."""
 
-    job: Job
     ticket: Ticket  # there once the job is done, unless it has failed
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
 
     @override
     def join(self) -> None:

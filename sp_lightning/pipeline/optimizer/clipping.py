@@ -12,8 +12,8 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
+from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
@@ -30,33 +31,12 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass
-class _Found:
-    """The gradients of parameters, in their order, in which torch adds up norms.
-
-    Attributes:
-        ours: Those of weights, which the engine has.
-        others: The `.grad` of those that do not stream.
-        why_torch_reads: Why torch has to read all of them itself; None if it has not.
-    """
-
-    in_order: list[Gradient | Tensor] = field(default_factory=list)
-    why_torch_reads: str | None = None
-
-    @property
-    def ours(self) -> list[Gradient]:
-        return [gradient for gradient in self.in_order if isinstance(gradient, Gradient)]
-
-    @property
-    def others(self) -> list[Tensor]:
-        return [gradient for gradient in self.in_order if isinstance(gradient, Tensor)]
-
-
-class _Norm(NamedTuple):
+class _Norm:
     """The norm of one gradient, as it is when everything has landed."""
 
     gradient: Tensor
-    norm: Tensor | None  # None if it is still to be measured
-    factors: Sequence[Tensor]  # what the gradient is still to be multiplied by
+    norm: Tensor | None = None  # None if it is still to be measured
+    factors: Sequence[Tensor] = ()  # what the gradient is still to be multiplied by
 
     def measure(self, dtype: torch.dtype) -> Tensor:
         norm = self.norm
@@ -68,22 +48,36 @@ class _Norm(NamedTuple):
         return norm
 
 
-def _norms(found: _Found, dtype: torch.dtype) -> list[_Norm]:
-    """Return the norm of each gradient; the host waits once for those that do not stream."""
-    others = found.others
-    of_others: dict[int, Tensor] = {}
-    for device in {other.device for other in others}:
-        there = [other for other in others if other.device == device]
-        norms = torch.stack(torch._foreach_norm(there, 2, dtype)).cpu()
-        of_others.update(zip(map(id, there), norms, strict=True))
-    measured: list[_Norm] = []
-    for gradient in found.in_order:
-        if isinstance(gradient, Tensor):
-            measured.append(_Norm(gradient, of_others[id(gradient)], ()))
-        else:
-            assert gradient.tensor is not None
-            measured.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
-    return measured
+class _Found:
+    """The gradients of parameters.
+
+    Attributes:
+        norms: Their norms, in the order of the parameters, in which torch adds them up.
+        ours: Those of weights, which the engine has.
+        others: The norms of those that do not stream, each of its `.grad`.
+        why_torch_reads: Why torch has to read all of them itself; None if it has not.
+    """
+
+    def __init__(self) -> None:
+        self.norms: list[_Norm] = []
+        self.ours: list[Gradient] = []
+        self.others: list[_Norm] = []
+        self.why_torch_reads: str | None = None
+
+    def measure_others(self, dtype: torch.dtype) -> None:
+        """Measure the norms of those that do not stream, for which the host waits once."""
+        for device in {other.gradient.device for other in self.others}:
+            there = [other for other in self.others if other.gradient.device == device]
+            norms = torch._foreach_norm([other.gradient for other in there], 2, dtype)
+            for other, norm in zip(there, torch.stack(norms).cpu(), strict=True):
+                other.norm = norm
+
+    def multiply_others(self, factor: Tensor) -> None:
+        """Multiply those that do not stream, wherever they are, by a factor on the host."""
+        devices = {other.gradient.device for other in self.others}
+        factors = {device: factor.to(device) for device in devices}
+        for other in self.others:
+            other.gradient.mul_(factors[other.gradient.device])
 
 
 def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
@@ -94,18 +88,11 @@ def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
         return total
 
 
-@dataclass(eq=False)
-class _ClippingFactor:
-    """A job: the factor that clips gradients to a norm, from the norms of all."""
-
-    norms: Sequence[_Norm]
-    max_norm: float
-    factor: Tensor  # where it goes
-
-    def __call__(self) -> None:
-        total = _total(self.norms, self.factor.dtype)
-        with torch.inference_mode(False), torch.no_grad():
-            torch.clamp(self.max_norm / (total + 1e-6), max=1.0, out=self.factor)
+def _find_factor(norms: Sequence[_Norm], max_norm: float, factor: Tensor) -> None:
+    """Write the factor that clips gradients to a norm, from the norms of all."""
+    total = _total(norms, factor.dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
 
 class Clipping:
@@ -152,7 +139,8 @@ class Clipping:
                 return None
             self._stream.settle()
             dtype = found.ours[0].weight.dtype
-            return _total(_norms(found, dtype), dtype)
+            found.measure_others(dtype)
+            return _total(found.norms, dtype)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -167,15 +155,16 @@ class Clipping:
             if any(gradient.norm is None for gradient in ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
+            found.measure_others(torch.float32)
             overflow = False
-            for of_gradient in _norms(found, torch.float32):
+            for of_gradient in found.norms:
                 # a norm may overflow though all elements are finite
                 if not of_gradient.measure(torch.float32).isfinite():
                     overflow |= not of_gradient.gradient.isfinite().all()
             factor = inverse_scale.clone()
             for gradient in ours:
                 gradient.scale(factor)
-            _multiply(found.others, inverse_scale)
+            found.multiply_others(inverse_scale)
             return overflow
 
     def _clip_norm(self, found: _Found, max_norm: float) -> None:
@@ -185,14 +174,16 @@ class Clipping:
             factor = torch.empty((), dtype=dtype, device="cpu")
         by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
-        ticket = self._backend.work(_ClippingFactor(_norms(found, dtype), max_norm, factor), landed)
+        found.measure_others(dtype)
+        job = Job(partial(_find_factor, found.norms, max_norm, factor), landed)
+        ticket = self._backend.work(job)
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:
             of_segment.wait_for(ticket)
         if found.others:
             ticket.join()
-            _multiply(found.others, factor)
+            found.multiply_others(factor)
 
     def _why_torch_clips(self, found: _Found) -> str | None:
         """Return why norms cannot be had with the bits that torch's have; None if they can."""
@@ -202,7 +193,7 @@ class Clipping:
         if not ours:
             return "all gradients are on the device, where torch measures them, and nobody waits"
         dtypes = {gradient.weight.dtype for gradient in ours}
-        dtypes.update(other.dtype for other in found.others)
+        dtypes.update(other.gradient.dtype for other in found.others)
         if len(dtypes) != 1 or not dtypes <= MEASURED:
             return "gradients are of several dtypes, or of one whose norms do not travel"
         factors = ours[0].factors
@@ -222,18 +213,13 @@ class Clipping:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
             if gradient is not None and gradient.tensor is not None:
-                found.in_order.append(gradient)
+                found.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
+                found.ours.append(gradient)
             elif (other := parameter.grad) is not None:
                 if weight is not None:
                     found.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
                 elif type(other) is not Tensor or other.layout is not torch.strided:
                     found.why_torch_reads = "a gradient is no plain tensor"
-                found.in_order.append(other)
+                found.others.append(_Norm(other))
+                found.norms.append(found.others[-1])
         return found
-
-
-def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients, wherever they are, by a factor on the host."""
-    factors = {device: factor.to(device) for device in {gradient.device for gradient in gradients}}
-    for gradient in gradients:
-        gradient.mul_(factors[gradient.device])

@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, drop
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.optimizer.visit import Visit
 
 
-class EarlyStep:
+class EarlyStep(Step):
     """A step of an optimizer that begins before its `step()` is called, with gradients as they come.
 
     A unit is stepped only if no node of the graph holds one of its weights on the device any more.
 
     Attributes:
-        plan: What is decided for the optimizer.
         keeps_gradients: Whether gradients are kept after the step.
         stepped: The gradients that the step has used.
     """
@@ -34,57 +34,36 @@ class EarlyStep:
         steps: UnitSteps,
         keeps_gradients: bool,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, plan, steps.fused)
         self.keeps_gradients = keeps_gradients
-        self.plan = plan
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
         self._had_state = set(optimizer.state)  # the parameters that have some before the step
-        # with settings as they are when the first unit is stepped: hooks before backward may change them
-        self._step: Step | None = None
-        # gradients of a unit whose weights are still needed
-        self._waiting: SegmentGradients | None = None
 
     # ------------------------------------------------------------------------------------------------- in backward
 
     def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
-        if unit.resident or unit.apart:  # the latter would have to wait for the step
+        if unit.resident or unit.apart or unit.handles:  # weights apart would have to wait for the step
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
         return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)
 
     def receive(self, of_segment: SegmentGradients) -> None:
-        """Step the unit when its gradients have landed; if it is still needed, when backward leaves it."""
-        self.end_unit()
-        unit = of_segment.unit
-        # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
-        if unit.handles or not all(weight.master.requires_grad for weight in unit.weights):
-            self._waiting = of_segment
-        else:
-            self._step_unit(of_segment)
-
-    def end_unit(self) -> None:
-        """Step the unit whose gradients came last, as backward has left it, or give them back if it is needed."""
-        waiting = self._waiting
-        self._waiting = None
-        if waiting is not None and waiting.unit.handles:
-            self._steps.stream.routes.take_back(waiting)
-        elif waiting is not None:
-            self._step_unit(waiting)
-
-    def _step_unit(self, of_segment: SegmentGradients) -> None:
         """Have a unit stepped, here or by the process that owns it, and let go of its gradients."""
         unit, steps = of_segment.unit, self._steps
         averages = steps.stream.averages
         if averages is not None:
             averages.pass_on(of_segment, steps.window.copies_of([unit]))
-        if unit.is_followed:
-            steps.count(unit, self.plan)
-        else:
-            self._hand_over(of_segment)
+        if not unit.is_followed:  # else its step is counted
+            self.use(of_segment.trained)
+        steps.step(unit, self)
+        if isinstance(unit.visit, Visit):
+            unit.visit.begin(in_place=False)
+        if unit in self.awaited and averages is None:
+            steps.finish([unit])
         unit.is_ahead = averages is not None
         of_segment.consume()
         self.stepped.append(of_segment)
@@ -92,25 +71,12 @@ class EarlyStep:
             drop(of_segment.trained)
         steps.window.stats.steps_in_backward += 1
 
-    def _hand_over(self, of_segment: SegmentGradients) -> None:
-        """Hand a unit's step over."""
-        unit, steps = of_segment.unit, self._steps
-        if self._step is None:
-            self._step = Step(self.optimizer, self.plan, settings_of(self.optimizer, steps.fused))
-        self._step.use(of_segment.trained)
-        steps.step(unit, self._step)
-        self._step.used.clear()  # or it would hold what has stayed on the device
-        if unit.visit is not None:
-            unit.visit.begin()
-        if unit in self._step.awaited and steps.stream.averages is None:
-            steps.finish([unit])
-
     # -------------------------------------------------------------------------------------------------- after backward
 
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
-        if self._step is not None and self._step.awaited:
-            self._steps.finish(self._step.awaited)  # of other processes, for which backward could not wait
+        if self.awaited:
+            self._steps.finish(self.awaited)  # of other processes, for which backward could not wait
             state = self.optimizer.state
             for parameter in parameters_of(self.optimizer):
                 if parameter in state and parameter not in self._had_state:
@@ -143,7 +109,7 @@ class EarlyStep:
                 why = f"{type(optimizer).__name__} is to step some of their weights before `step()`"
         elif why_not is not None:
             why = why_not
-        elif self._step is not None and self._step.settings != settings_of(optimizer, self._steps.fused):
+        elif self.settings != settings_of(optimizer, self.fused):
             why = (
                 "its param groups were changed before `step()`: set learning rates and the like "
                 "before backward or after the step"

@@ -6,7 +6,8 @@ What a step has to do with our weights is decided once for an optimizer (`Plan`)
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -157,17 +158,17 @@ class Step:
     """A step of an optimizer.
 
     Attributes:
-        settings: Of each param group.
-        used: What it reads of each weight that has a gradient.
+        fused: Whether torch's fused kernels are taken where the user left the choice to torch.
+        used: Of each unit, what it reads of the weights that have a gradient.
         awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
             makes state, which depends on torch's default dtype, for one.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, settings: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, optimizer: Optimizer, plan: Plan, fused: bool) -> None:
         self.optimizer = optimizer
         self.plan = plan
-        self.settings = settings
-        self.used: dict[Gradient, Used] = {}
+        self.fused = fused
+        self.used: defaultdict[Unit, dict[Gradient, Used]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
 
     def use(self, gradients: Iterable[Gradient]) -> None:
@@ -187,13 +188,19 @@ class Step:
                 if tensor.is_sparse:
                     raise refusal(weight, tensor)
                 self.awaited.add(weight.unit)
-            weight.follow()
+            if weight.unit.suspect:
+                weight.follow()
             state = self.optimizer.state.get(weight.master, {})
             settings = self.settings[self.plan.gradients[gradient]]
             if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
                 state = self.optimizer.state.setdefault(weight.master, state)
                 self.awaited.add(weight.unit)
-            self.used[gradient] = tensor, state
+            self.used[weight.unit][gradient] = tensor, state
+
+    @cached_property
+    def settings(self) -> list[dict[str, Any]]:
+        """Those of each param group, as they are when its first unit is stepped: hooks before backward change them."""
+        return settings_of(self.optimizer, self.fused)
 
     @cached_property
     def one_passes(self) -> list[OnePass]:

@@ -42,10 +42,9 @@ from sp_lightning.pipeline.optimizer.kinds import (
     identities_of,
     parameters_of,
     refuse_copies,
-    settings_of,
     why_not_by_unit,
 )  # fmt: skip
-from sp_lightning.pipeline.optimizer.state import States, move_state
+from sp_lightning.pipeline.optimizer.living import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import stand_in_for
@@ -61,7 +60,6 @@ class Optimizers:
         self._at_work = at_work
         self._weights: dict[int, Weight] = {}
         self._living: set[int] = set()
-        self._closures = 0  # how many times the step under way has called its closure
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -99,12 +97,6 @@ class Optimizers:
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
         self._steps.window.suspect_all()
-        self._closures += 1
-
-    @property
-    def repeats_closure(self) -> bool:
-        """Whether a step calls its closure again: meanwhile an optimizer may hold tensors that lie where weights do."""
-        return self._closures > 1
 
     def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
         """Take the weights that will be stepped unit by unit out of what steps in place of an optimizer."""
@@ -152,7 +144,6 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
-        self._closures = 0
         if optimizer not in self._seen:
             # another optimizer may wrap it, and copy what it has stepped
             self._steps.window.suspect_all()
@@ -213,7 +204,7 @@ class Optimizers:
     def _step(self, optimizer: Optimizer, plan: Plan) -> None:
         """Step unit by unit."""
         steps = self._steps
-        step = Step(optimizer, plan, settings_of(optimizer, steps.fused))
+        step = Step(optimizer, plan, steps.fused)
         step.use(plan.gradients)
         for unit in plan.units:
             steps.step(unit, step)
@@ -244,11 +235,9 @@ class Optimizers:
             yield
         finally:
             self._steps.stream.early = None
-        # after an exception other processes may have stepped some
+        # not after an exception: other processes may have stepped some
         if early is not None and not early.stepped:
             self._early = None
-            with self._at_work:
-                early.acknowledge()
 
     def _early_step(self, optimizer: Optimizer) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
@@ -264,7 +253,6 @@ class Optimizers:
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
-        self._closures = 0
         with contextlib.suppress(Exception):  # it was raised already, or is due to the exception
             self._steps.settle()
         self._steps.stream.early = None

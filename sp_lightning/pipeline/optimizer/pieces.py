@@ -91,13 +91,15 @@ class Piece:
         self._offsets, self.nbytes = lay_out([each.nbytes for each in self._slices.values()])
 
     def lie_in(self, buffer: PieceBuffer) -> None:
-        """Have it visit in this buffer."""
+        """Have it visit in this buffer; what is `sent` of it then begins there in what is sent of the segment."""
         self.buffer = buffer
         self.up: list[tuple[Tensor, Tensor]] = []  # targets and sources
         self.down: list[tuple[Tensor, Tensor]] = []
         on_device: list[dict[str, Tensor]] = [{} for _ in self._lying]
         for (name, host), offset in zip(self._slices.items(), self._offsets, strict=True):
             device = buffer.bytes[offset : offset + host.nbytes]
+            if name in ("weight", "copy"):  # the latter comes later, if there are copies
+                self.sent = host.storage_offset(), device
             if name != "copy":
                 self.up.append((device, host))
             if name != "gradient":

@@ -1,7 +1,7 @@
-"""Steps of units on the thread for work on host memory: planned once per optimizer, handed over, waited for.
+"""Steps of units, on the thread for work on host memory: handed over, and waited for.
 
-They are handed over when `step()` is called, or while backward runs (early_step.py). A unit whose weights and state are
-on the device would have a stepper of its own beside this one, with the same few verbs.
+They are handed over when `step()` is called, or while backward runs (early_step.py). Units whose state visits the
+device are stepped there instead (visit.py).
 
 [Note: one pass]
 A step reads and writes host memory as few times as can be:
@@ -14,8 +14,8 @@ of the user's optimizer makes a pass for each operation. All bits are as after `
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, do_nothing
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.pieces import lay_together
-from sp_lightning.pipeline.optimizer.visit import Visit, Visits, note_stepped
+from sp_lightning.pipeline.optimizer.visit import Visits, note_stepped
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
@@ -50,36 +50,9 @@ class _Generation(NamedTuple):
     memory: SharedMemory
     number: int
 
-
-@dataclass(eq=False)
-class _StepOfUnit:
-    """A job: a step of one unit's weights."""
-
-    unit: Unit
-    optimizer: Optimizer
-    settings: Sequence[dict[str, Any]]
-    updates: Mapping[int, Sequence[Update]]  # by the numbers of param groups
-    weights: Set[Weight]  # those that are stepped
-    generations: Sequence[_Generation]
-    buffers: Sequence[LandingBuffer | None]  # that their gradients lie in
-
-    def __call__(self) -> None:
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            for segment in self.unit.segments:
-                segment.refresh_copies(self.weights)
-            for number, updates in self.updates.items():
-                update_weights(self.optimizer, self.settings[number], updates)
-            note_stepped(self.unit.segments, self.weights)
-            for generation in self.generations:
-                generation.memory.reach(generation.number)
-            if self.unit.visits:  # from the next step on, for which state may be new
-                lay_together(self.unit, self.optimizer)
-
-    def release_buffers(self) -> None:
-        """Let other gradients land in the buffers."""
-        for buffer in self.buffers:
-            if buffer is not None:
-                buffer.release()
+    def reach(self) -> None:
+        """Tell the others that it is done."""
+        self.memory.reach(self.number)
 
 
 class UnitSteps:
@@ -93,87 +66,71 @@ class UnitSteps:
         self.fused = window.backend.device.type != "cpu"
 
     def step(self, unit: Unit, step: Step) -> None:
-        """Have the thread step a unit when its gradients have landed, and then release the buffers that they lie in.
+        """Have a unit stepped when its gradients have landed, on the device if it visits, else by the thread.
 
         Weights without a gradient stay as they are.
         """
-        gradients = [self.stream.of[weight] for weight in unit.weights]
-        used = {each: step.used[each] for each in gradients if each in step.used}
-        if unit.visits:
-            visit = self._visit_of(unit, step, used)
-            if visit is not None:
-                self._hand_over_visit(unit, visit)
-                return
-            used = self._brought_home(used)
-        updates: dict[int, list[Update]] = {}
-        landed: dict[Ticket | None, None] = {}  # what brings the gradients
-        buffers: list[LandingBuffer | None] = []
+        used = step.used.pop(unit, {})  # else the step would hold what has stayed on the device
+        if used and unit.visits and not unit.apart and self._visit(unit, step, used):
+            self.window.stats.visits += 1
+        elif used:
+            self._step_on_host(unit, step, used)
+        else:
+            self.count(unit, step.plan)
+            return
+        self.window.stats.overlapped_steps += 1
+
+    def _visit(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> bool:
+        """Have the unit visit the device for this step, and tell whether it does."""
+        window = self.window
+        window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
+        visit = self.visits.visit_of(step, used, window.copies_of([unit]))
+        if isinstance(visit, str):
+            self.visits.why_not = visit
+            return False
+        window.outdate(unit, {gradient.weight for gradient in used})
+        unit.being_stepped = unit.visit = visit
+        return True
+
+    def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> None:
+        """Have the thread step a unit, and then release the buffer that its gradients may lie in."""
+        by_segment = dict.fromkeys([gradient.of_segment for gradient in used])
+        staying = [of_segment for of_segment in by_segment if of_segment.is_on_device]
+        for of_segment in staying:
+            self.stream.routes.bring_home(of_segment)
+        if staying:
+            step.use(used)  # where they lie now
+            used = step.used.pop(unit)
+        updates: defaultdict[int, list[Update]] = defaultdict(list)
+        landed: list[Ticket] = []  # what brings the gradients
+        release = do_nothing
         moved = 0
-        for of_segment in dict.fromkeys([gradient.of_segment for gradient in used]):
-            landed[of_segment.ticket] = None
-            buffers.append(of_segment.pass_landing())
+        for of_segment in by_segment:
+            landing = of_segment.pass_landing()
+            if landing is not None:
+                release = landing.release
+            if of_segment.ticket is not None:
+                landed.append(of_segment.ticket)
             for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
                 if gradient in used:
                     weight = gradient.weight
                     tensor, state = used[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
-                    of_group = updates.setdefault(step.plan.gradients[gradient], [])
-                    of_group.append((work, gradient.factors))
+                    updates[step.plan.gradients[gradient]].append((work, gradient.factors))
                     moved += 2 * weight.home.nbytes + tensor.nbytes
-        if not used:
-            self.count(unit, step.plan)
-            return
         weights = {gradient.weight for gradient in used}
         generations = self._next_generations(unit, step.plan)
-        optimizer, settings = step.optimizer, step.settings
-        job = _StepOfUnit(unit, optimizer, settings, updates, weights, generations, buffers)
-        self._hand_over(unit, job, weights, filter(None, landed), moved, job.release_buffers)
-        self.window.stats.overlapped_steps += 1
+        action = partial(_step_unit, unit, step, updates, weights, generations)
+        self._hand_over(unit, weights, Job(action, landed, moved, release))
 
-    def _visit_of(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> Visit | None:
-        """Return a visit of the unit that makes this step; None if it has to be made on the host."""
-        of_segments = {gradient.of_segment for gradient in used}
-        if len(of_segments) != 1:
-            return None
-        (of_segment,) = of_segments
-        self.window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
-        copies = self.window.copies_of([unit])
-        return self.visits.visit_of(unit, step, of_segment, used, copies)
-
-    def _brought_home(self, used: Mapping[Gradient, Used]) -> dict[Gradient, Used]:
-        """Have gradients that have stayed on the device land, and return all as they lie on the host."""
-        home: dict[Gradient, Used] = {}
-        for gradient, (tensor, state) in used.items():
-            if gradient.of_segment.is_on_device:
-                self.stream.routes.bring_home(gradient.of_segment)
-            home[gradient] = tensor if gradient.tensor is None else gradient.tensor, state
-        return home
-
-    def _hand_over_visit(self, unit: Unit, visit: Visit) -> None:
-        window = self.window
-        window.outdate(unit, visit.weights)
-        unit.being_stepped = unit.visit = visit
-        window.stats.visits += 1
-        window.stats.overlapped_steps += 1
-        if unit.apart:
-            window.finish_optimizer(unit)
-
-    def _hand_over(
-        self,
-        unit: Unit,
-        job: Callable[[], None],
-        weights: Set[Weight],
-        after: Iterable[Ticket],
-        moved: int = 0,
-        cleanup: Callable[[], None] | None = None,
-    ) -> None:
+    def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> None:
+        """Give the thread a job that changes weights of a unit, first what the next forward needs first."""
         window = self.window
         window.finish_optimizer(unit)
         window.outdate(unit, weights)
-        rank = 0 if unit.resident else unit.index + 1  # first what the next forward needs first
-        after = [*window.copies_of([unit]), *after]
-        trace = window.backend.trace
-        unit.being_stepped = trace.work(Kind.STEP, unit.name, job, after, moved, cleanup, rank)
+        job.rank = 0 if unit.resident else unit.index + 1
+        job.after = [*window.copies_of([unit]), *job.after]
+        unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
         if unit.apart:  # weights made resident are in units that do not wait for this one's step
             window.finish_optimizer(unit)
 
@@ -183,14 +140,15 @@ class UnitSteps:
         if generations and unit.is_followed:
             weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
             stepped = [generation.memory.reached(generation.number) for generation in generations]
-            self._hand_over(unit, partial(note_stepped, unit.segments, weights), weights, stepped)
+            job = Job(partial(note_stepped, unit.segments, weights), stepped)
+            self._hand_over(unit, weights, job)
         elif generations:
             self.window.finish_optimizer(unit)
             for segment in unit.segments:  # the optimizer's own code may have stepped them
                 segment.check()
                 segment.refresh_copies()
             for generation in generations:
-                generation.memory.reach(generation.number)
+                generation.reach()
 
     def _next_generations(self, unit: Unit, plan: Plan) -> list[_Generation]:
         """Count a step of weights that other processes have, too, whether or not it changes them; once."""
@@ -232,13 +190,34 @@ class UnitSteps:
 # ---------------------------------------------------------------------------- what a step does with a unit's weights
 
 
+def _step_unit(
+    unit: Unit,
+    step: Step,
+    updates: Mapping[int, Sequence[Update]],
+    weights: Set[Weight],
+    generations: Sequence[_Generation],
+) -> None:
+    """Step these weights of a unit, by the numbers of param groups."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        for segment in unit.segments:
+            segment.refresh_copies(weights)
+        for number, of_group in updates.items():
+            update_weights(step.optimizer, step.settings[number], of_group)
+        note_stepped(unit.segments, weights)
+        for generation in generations:
+            generation.reach()
+        if unit.visits:  # from the next step on, for which state may be new
+            lay_together(unit, step.optimizer)
+
+
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
     """Update masters and state as `optimizer.step()` would with these settings of a param group, and copies.
 
     The caller turns gradients, inference mode and overrides of torch functions off.
     """
     code = code_of_step(optimizer, settings.copy())
-    together: list[Update] = []
+    # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
+    together: dict[bool, list[Update]] = {}
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
     for work, factors in updates:
@@ -246,19 +225,14 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
         if one_pass.takes(work):
             works.append(work)
         elif work.weight.numel() < _ALONE:
-            together.append((work, factors))
+            is_first = all(value is None for value in work.state.values())
+            together.setdefault(is_first, []).append((work, factors))
         else:
             _update(code, [(work, factors)])
-    # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
-    for is_first in (False, True):
-        _update(code, [update for update in together if is_first is not _has_state(update)])
+    for small in together.values():
+        _update(code, small)
     if works:
         one_pass.step(works)
-
-
-def _has_state(update: Update) -> bool:
-    work, _ = update
-    return any(value is not None for value in work.state.values())
 
 
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
@@ -272,8 +246,7 @@ def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
             for factor in factors:
                 gradient.mul_(factor)
         weight.grad = gradient
-    if updates:
-        code({work.weight: work.state for work, _ in updates})
+    code({work.weight: work.state for work, _ in updates})
     for work, _ in updates:
         if work.copy is not None:
             work.copy.copy_(work.weight)

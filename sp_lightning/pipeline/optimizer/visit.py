@@ -9,8 +9,8 @@ Pieces (pieces.py) lie in few buffers, which take turns. Gradients that have sta
 there. A visit begins as its unit is brought for the next forward: new weights are written to the unit's place, and
 nothing is sent. In backward, and if somebody waits for the masters before, it begins without a place.
 
-Whether a unit can visit is asked once, and again if something lies elsewhere than it did. A step in which gradients
-keep it from that is made on the host, and so are all after one that has failed.
+A step in which something keeps a unit from a visit is made on the host. In which pieces it visits is found once, and
+again if something lies elsewhere than it did.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -32,9 +31,9 @@ from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass, scaling_of
 from sp_lightning.optim.on_device import flat
 from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
-from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Step, Used
 from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
@@ -45,9 +44,8 @@ from sp_lightning.pipeline.optimizer.pieces import (
 )
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.buffers import as_bytes
-from sp_lightning.pipeline.weights.segment import NOTHING, Segment
+from sp_lightning.pipeline.weights.buffers import HostBuffer
+from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -60,14 +58,6 @@ class _Update(NamedTuple):
     factors: Sequence[Tensor]  # that the gradient is multiplied by
 
 
-def _lying(updates: Iterable[_Update]) -> list[object]:
-    """Return what may lie elsewhere in the next step."""
-    found: list[object] = []
-    for _, work, *_ in updates:
-        found += (work.gradient, *work.state.values())
-    return found
-
-
 def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
     """Note that masters have changed by a step."""
     with torch.inference_mode(False), without_torch_function():
@@ -76,97 +66,74 @@ def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None
             segment.note_stepped()
 
 
-class Visit(Ticket):
+class Visit(Later):
     """A step of a unit on the device; done when the host has the new masters and state.
 
     It begins when somebody has it begin, or waits for it.
+
+    Attributes:
+        ready: Done when the new weights are on the device.
+        held: What it does, with gradients that have stayed there.
     """
+
+    held: Sequence[_Update]
 
     def __init__(
         self,
         visits: Visits,
-        unit: Unit,
         of_segment: SegmentGradients,
         pieces: Sequence[Piece],
         updates: Sequence[_Update],
         copies: Sequence[Ticket],
     ) -> None:
+        # after what brings gradients, or their scaling, to the host
+        after = [] if of_segment.ticket is None else [of_segment.ticket]
+        super().__init__(Job(self._ask, after, rank=BEFORE_OTHER_WORK))
+        self.ready = Later(self.job)
+        self.held = updates
         self._visits = visits
-        self._unit = unit
+        self._unit = of_segment.unit
         self._segment = of_segment.segment
-        self.weights = set(self._segment.weights)
         self._pieces = pieces
-        self.held: Sequence[_Update] = updates  # with gradients that have stayed
-        # what brings gradients, or their scaling, to the host
-        self._after = [] if of_segment.ticket is None else [of_segment.ticket]
         self._copies = copies  # to the device, which may still read masters
-        self._is_placed = False
-        self._ready: Ticket | None = None  # done when the new weights are in the unit's place
-        # done when all has come down; None before the device was asked
-        self._gone: Ticket | None = None
 
-    def begin_in_place(self) -> Ticket:
-        """Begin it, and return the ticket of new weights in the unit's place."""
-        segment = self._segment
-        segment.lying = segment.epoch
-        if self._visits.backend.poison:
-            self._visits.backend.invalidate(segment.place)
-        self._is_placed = True
-        return self.begin()
+    def begin(self, in_place: bool = True) -> Ticket:
+        """Begin it, and return the ticket of new weights, which it puts `in_place` unless it is asked not to.
 
-    def begin(self) -> Ticket:
-        """Begin it: a forward may have the new weights before the host has, so these count as changed from now on."""
+        A forward may have these before the host has, so masters count as changed from now on.
+        """
+        segment, backend = self._segment, self._visits.backend
         self._unit.visit = None
-        note_stepped([self._segment], self.weights)
-        backend = self._visits.backend
+        self._is_placed = in_place
+        note_stepped([segment], segment.weights)
+        if in_place and backend.poison:
+            backend.invalidate(segment.place)
         self._earlier = [backend.computed(), *self._copies]
-        self._ready = backend.ask_later(self._ask, self._after)
-        if self._ready.done:
-            self._ready.asked()  # raises what asking has failed with, before anybody relies on it
-        return self._ready
-
-    @property
-    @override
-    def is_asked(self) -> bool:
-        return self._gone is not None
+        backend.ask(self.job)
+        if self.job.done:
+            self.job.join()  # raises what asking has failed with, before anybody relies on it
+        if in_place:
+            segment.lying = segment.epoch
+        return self.ready
 
     @override
     def asked(self) -> Ticket:
         """Return the ticket of what comes down; begin the visit if nobody has."""
-        ready = self._ready or self.begin()
-        ready.asked()  # raises what asking has failed with
-        assert self._gone is not None
-        return self._gone
+        if self._unit.visit is self:
+            self.begin(in_place=False)
+        return super().asked()
 
-    @override
-    def join(self) -> None:
-        self.asked().join()
-        self.held = ()
-
-    @property
-    @override
-    def done(self) -> bool:
-        if self._ready is None or not self._ready.done:
-            return False
-        return self._gone is None or self._gone.done
-
-    def _ask(self) -> Ticket:
-        """Ask the device for all pieces, and return a ticket for the new weights."""
+    def _ask(self) -> None:
+        """Ask the device for all pieces."""
         last: Sequence[Ticket] = ()
-        try:
-            # or what a forward of an evaluation begins could not be used in training
-            with torch.inference_mode(False), self._visits.asking:
-                passes: list[Pass] = []
-                for one_pass, work, _, factors in self.held:
-                    passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
-                for piece in self._pieces:
-                    last = self._send(piece, passes, last)
-        except BaseException:
-            self._visits.left_to_host.add(self._unit.name)
-            self._segment.lying = NOTHING
-            raise
-        ready, self._gone = last
-        return ready
+        # or what a forward of an evaluation begins could not be used in training
+        with torch.inference_mode(False), self._visits.asking:
+            passes: list[Pass] = []
+            for one_pass, work, _, factors in self.held:
+                passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
+            for piece in self._pieces:
+                last = self._send(piece, passes, last)
+        self.ready.ticket, self.ticket = last
 
     def _send(
         self,
@@ -178,11 +145,12 @@ class Visit(Ticket):
         name, stats, trace = self._unit.name, self._visits.stats, self._visits.backend.trace
         up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
         earlier = [*self._earlier, piece.buffer.ticket]
-        arrived = trace.beside(Kind.STATE_UP, name, partial(self._copy, piece.up), earlier, up)
-        step = partial(self._step, piece, passes, self.held)
-        ready = trace.beside(Kind.VISIT, name, step, [arrived, *last[:1]], up + down)
-        leave = partial(self._copy, piece.down)
-        gone = trace.beside(Kind.STATE_DOWN, name, leave, [ready, *last[1:]], down)
+        come = Job(partial(self._copy, piece.up), earlier, up)
+        arrived = trace.beside(Kind.STATE_UP, name, come)
+        step = Job(partial(self._step, piece, passes, self.held), [arrived, *last[:1]], up + down)
+        ready = trace.beside(Kind.VISIT, name, step)
+        leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
+        gone = trace.beside(Kind.STATE_DOWN, name, leave)
         piece.buffer.ticket = gone
         stats.bytes_to_device += up
         stats.bytes_to_host += down
@@ -204,10 +172,9 @@ class Visit(Ticket):
                     memory = memory._replace(gradient=gradient)
                 steps.append(passes[number]._replace(memory=memory, begin=begin))
             run(steps)
-            for number, begin, memory in piece.parts if self._is_placed else ():
-                new = memory.weight if memory.copy is None else memory.copy
-                start = self._segment.offsets[number] + begin * new.itemsize
-                self._segment.place[start : start + new.nbytes].copy_(as_bytes(new))
+            if self._is_placed:
+                start, sent = piece.sent
+                self._segment.place[start : start + sent.nbytes].copy_(sent)
 
 
 class Visits:
@@ -215,63 +182,31 @@ class Visits:
 
     Attributes:
         why_not: Why a unit that is to visit was stepped on the host in this step; empty if there is nothing to say.
-        left_to_host: The names of units whose visit has failed.
     """
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
         self.backend = backend
         self.stats = stats
         self.why_not = ""
-        self.left_to_host: set[str] = set()
         # one visit after the other takes buffers: two threads ask for visits
         self.asking = threading.Lock()
-        # the pieces of each segment, and what has to lie where it lay for them
-        self._known: dict[Segment, tuple[Sequence[object], Sequence[Piece]]] = {}
+        # the pieces of each segment, and the memory in which its state and gradients lay for them
+        self._known: dict[Segment, tuple[HostBuffer, GradientMemory | None, Sequence[Piece]]] = {}
         self._buffers: list[PieceBuffer] = []
 
     def visit_of(
         self,
-        unit: Unit,
         step: Step,
-        of_segment: SegmentGradients,
         used: Mapping[Gradient, Used],
         copies: Sequence[Ticket],
-    ) -> Visit | None:
-        """Return a visit of a unit that makes this step; None if it has to be made on the host.
+    ) -> Visit | str:
+        """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot.
 
         `copies` to the device may still read its masters.
         """
-        if unit.name in self.left_to_host:
-            return None
-        try:
-            asked = self._ask(step, of_segment, used)
-        except Exception as error:  # nothing has begun, so the host can make the step
-            self.left_to_host.add(unit.name)
-            warnings.warn(
-                f"{unit.name!r} cannot visit the device, and is stepped on the host from now on, "
-                f"which takes longer: {error}",
-                stacklevel=2,
-            )
-            return None
-        if isinstance(asked, str):
-            self.why_not = asked
-            return None
-        return Visit(self, unit, of_segment, *asked, copies)
-
-    def end_step(self) -> None:
-        """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
-        if self.why_not and not self.stats.visits:
-            warnings.warn(
-                "Units were to visit the device, to be stepped there, and the host has stepped "
-                f"them, which takes longer: {self.why_not}.",
-                stacklevel=2,
-            )
-        self.why_not = ""
-
-    def _ask(
-        self, step: Step, of_segment: SegmentGradients, used: Mapping[Gradient, Used]
-    ) -> tuple[Sequence[Piece], list[_Update]] | str:
-        """Return the pieces in which a segment visits, and what a visit does with its weights; or why it cannot."""
+        of_segment, *others = {gradient.of_segment for gradient in used}
+        if others:
+            return ""
         segment = of_segment.segment
         updates: list[_Update] = []
         no_pass = f"{type(step.optimizer).__name__} does not step all of their weights in one pass"
@@ -294,23 +229,26 @@ class Visits:
             if not is_readable or len(gradient.factors) > MOST_FACTORS:
                 return f"the gradient of {weight.name!r} is {tensor.dtype}, or scaled too often"
             work = Work(weight.home, None if of_segment.is_on_device else tensor, state, copy)
+            # the device casts gradients and copies of any dtype
+            if not one_pass.takes(work._replace(gradient=None, copy=None)):
+                return no_pass
             updates.append(_Update(one_pass, work, tensor, gradient.factors))
-        known, pieces = self._known.get(segment, ((), ()))
-        lying = _lying(updates)
-        if len(known) != len(lying) or not all(map(is_, known, lying)):
-            for one_pass, work, *_ in updates:
-                # the device casts gradients and copies of any dtype
-                if not one_pass.takes(work._replace(gradient=None, copy=None)):
-                    return no_pass
-            lay_together(of_segment.unit, step.optimizer)
-            sums = None if of_segment.memory is None else of_segment.memory.bytes
-            pieces = pieces_of(segment, [taken(update.work)[0] for update in updates], sums)
-            self._have_lie(pieces)
-            self._known[segment] = _lying(updates), pieces
-        return pieces, updates
+        lay_together(of_segment.unit, step.optimizer)
+        return Visit(self, of_segment, self._pieces_of(of_segment, updates), updates, copies)
 
-    def _have_lie(self, pieces: Sequence[Piece]) -> None:
-        """Have pieces lie in the buffers by turns."""
+    def _pieces_of(
+        self,
+        of_segment: SegmentGradients,
+        updates: Sequence[_Update],
+    ) -> Sequence[Piece]:
+        """Return the pieces in which a segment visits, found anew if something of it lies elsewhere than it did."""
+        segment, gradients = of_segment.segment, of_segment.memory
+        state = segment.memory.beside["state"]
+        known = self._known.get(segment)
+        if known is not None and known[:2] == (state, gradients):
+            return known[2]
+        sums = None if gradients is None else gradients.bytes
+        pieces = pieces_of(segment, [taken(update.work)[0] for update in updates], sums)
         most = max(piece.nbytes for piece in pieces)
         if self.nbytes() < PIECES_AT_ONCE * most:
             self.close()
@@ -318,6 +256,18 @@ class Visits:
             self._turns = cycle(self._buffers)
         for piece in pieces:
             piece.lie_in(next(self._turns))
+        self._known[segment] = state, gradients, pieces
+        return pieces
+
+    def end_step(self) -> None:
+        """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
+        if self.why_not and not self.stats.visits:
+            warnings.warn(
+                "Units were to visit the device, to be stepped there, and the host has stepped "
+                f"them, which takes longer: {self.why_not}.",
+                stacklevel=2,
+            )
+        self.why_not = ""
 
     def nbytes(self) -> int:
         """Return the bytes of device memory for pieces."""

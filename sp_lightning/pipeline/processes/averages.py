@@ -32,7 +32,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     SegmentGradients,
     StepInBackward,
 )  # fmt: skip
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.processes.box import Reached
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.processes.sums import Run, SharedSums
@@ -221,7 +221,7 @@ class Averages:
         ticket = self._routes.leave(of_segment, landed, each.staging, each.begin)
         job = partial(add, run.share, landed.view(run.sum_dtype))
         trace = self._window.backend.trace
-        return trace.work(Kind.ADD, of_segment.unit.name, job, [ticket], 2 * nbytes, buffer.release)
+        return trace.work(Kind.ADD, of_segment.unit.name, Job(job, [ticket], 2 * nbytes, buffer.release))
 
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = ()) -> None:
         """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
@@ -233,9 +233,9 @@ class Averages:
             measured = sums.present
             tickets.append(Reached(box, counters[1:], number))  # of the others
         land = partial(sums.land, number, measured)
-        own = backend.work(land, tickets, cleanup=partial(sums.fail_unless_landed, number))
+        own = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # an error of its own is raised, and not waited for as if others were late
-        of_segment.wait_for(backend.work(_do_nothing, [own, Reached(box, counters, number)]))
+        of_segment.wait_for(backend.work(Job(after=[own, Reached(box, counters, number)])))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -291,7 +291,3 @@ class Averages:
             self._begin_pass()
             self.send_rest()
             self._adopt()
-
-
-def _do_nothing() -> None:
-    """Be done when what a job comes after is."""

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.optimizer.visit import Visit
 
 
 class Residency(enum.Enum):
@@ -33,6 +30,13 @@ class Residency(enum.Enum):
     """Copies to the device have been asked for; computing has yet to wait for their tickets."""
     READABLE = enum.auto()
     """Computing waits for the copy, so everything computed from now on sees the bytes."""
+
+
+class StepOnDevice(Protocol):
+    """A step of a unit that is made on the device when somebody has it begin (optimizer/visit.py)."""
+
+    def begin(self) -> Ticket:
+        """Begin it, and return the ticket of the new weights, which it puts in the unit's place."""
 
 
 class Unit:
@@ -72,7 +76,7 @@ class Unit:
         # whether its optimizer steps are made on the device, where state visits for them
         self.visits = False
         # such a step that has not begun: it brings new weights if it begins as the unit is loaded
-        self.visit: Visit | None = None
+        self.visit: StepOnDevice | None = None
         # whether it was stepped in backward, with the gradients of other processes, and `step()` is still to be called
         self.is_ahead = False
 
@@ -103,8 +107,8 @@ class Unit:
         for segment in segments:
             segment.prepare(pin)
         self.segments = segments
-        self.nbytes = sum(segment.nbytes for segment in self.segments)
-        self.is_followed = any(segment.is_followed for segment in self.segments)
+        self.nbytes = sum(segment.nbytes for segment in segments)
+        self.is_followed = any(segment.is_followed for segment in segments)
 
     def leave(self, is_over: bool) -> None:
         """Put the masters back after backward has reached it, but for its calls that are running.

@@ -260,7 +260,7 @@ class Window:
         unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
         step = unit.being_stepped if self._is_being_stepped(unit) else None
         if unit.visit is not None:
-            unit.uploads.append(unit.visit.begin_in_place())
+            unit.uploads.append(unit.visit.begin())
             step = None
         for segment in unit.segments:
             if segment.lying == segment.epoch:

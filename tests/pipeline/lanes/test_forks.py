@@ -17,6 +17,7 @@ from torch.optim import AdamW
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import HostBackend, Pipeline
+from sp_lightning.pipeline.lanes.lanes import Job
 
 from ...zoo.blocks import WIDTH, Block, chain
 from ..parts import RecordingBackend
@@ -55,8 +56,10 @@ def go_on() -> Iterator[threading.Event]:
     event, work = threading.Event(), HostBackend.work
     event.set()
 
-    def waiting(self: HostBackend, job: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
-        return work(self, lambda: (event.wait(60), job()), *args, **kwargs)  # type: ignore[arg-type]
+    def waiting(self: HostBackend, job: Job) -> Any:
+        action = job.action
+        job.action = lambda: (event.wait(60), action())[1]
+        return work(self, job)
 
     with patch.object(HostBackend, "work", waiting):
         yield event

@@ -13,6 +13,7 @@ from torch import nn
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, host_memory
 from sp_lightning.pipeline.lanes import devices
+from sp_lightning.pipeline.lanes.lanes import Job
 
 DEVICE = torch.device("meta")  # any device that is not the CPU
 
@@ -87,7 +88,7 @@ def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(
 def seen_by(backend: Any) -> int:
     """Torch's number of threads where the backend works on host memory."""
     seen: list[int] = []
-    backend.work(lambda: seen.append(torch.get_num_threads())).join()
+    backend.work(Job(lambda: seen.append(torch.get_num_threads()))).join()
     return seen[0]
 
 
@@ -102,7 +103,7 @@ def test_the_number_holds_in_one_thread_alone() -> None:
         thread.start()
         thread.join()
         assert (torch.get_num_threads(), later) == (usual, [usual])
-        backend.work(lambda: torch.ones(1 << 16).mul_(2)).join()
+        backend.work(Job(lambda: torch.ones(1 << 16).mul_(2))).join()
         assert seen_by(backend) == usual + 2
     finally:
         backend.close()
