@@ -56,7 +56,8 @@ class CallbackMixin(_Base):
             raise ValueError(f"`timeline_steps={timeline_steps}` must be at least 1.")
         self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
         self.timeline_steps = timeline_steps
-        self._steps: Generator[None, bool, None] | None = None  # of a run, some of which are recorded
+        # of a run, some of which are recorded
+        self._steps: Generator[None, bool, None] | None = None
         self._numbers: Breakdown | None = None  # of the latest recording
         self._times: dict[str, float] = {}  # what a recording has measured since the last log
         self._logged_step: int | None = None

@@ -251,7 +251,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
                 scopes.enter_context(pipeline.in_all_processes())
                 if measures:
                     scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
-            if kwargs.get("inputs") is not None and self.pipelines:  # the graph was built with others
+            # the graph was built with others
+            if kwargs.get("inputs") is not None and self.pipelines:
                 kwargs["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(kwargs["inputs"]))
             type(self.precision).backward(self.precision, loss, *args, **kwargs)
 
@@ -303,7 +304,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         module = _model_in(module)
         attached = self._attached.get(id(module))
         others = own_all_but_weights(state_dict, module)
-        if attached is not None and attached.meetings.follows:  # its weights are those of the first process
+        # its weights are those of the first process
+        if attached is not None and attached.meetings.follows:
             state_dict = others
             strict = False
         super().load_module_state_dict(module, state_dict, strict)

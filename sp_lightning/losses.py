@@ -92,7 +92,8 @@ def chunked_cross_entropy(
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     is_counted = labels != ignore_index
     flat = hidden.reshape(-1, weight.shape[1])
-    dtype = F.linear(flat[:0], weight[:0]).dtype  # that a linear layer computes in, with or without autocast
+    # that a linear layer computes in, with or without autocast
+    dtype = F.linear(flat[:0], weight[:0]).dtype
     counted = labels.masked_fill(~is_counted, 0).reshape(-1)
     losses: Tensor = _TokenLosses.apply(flat.to(dtype), weight, bias, counted, softcap)
     losses = losses.view_as(labels).masked_fill(~is_counted, 0)

@@ -187,7 +187,8 @@ class BackwardPass:
         """Abandon the pass if it has ended with an exception that the user has caught."""
         if self.running and self._callback() is None:
             with self._engine.at_work:
-                if self._callback() is None:  # asked again: meanwhile, another thread may have opened the next pass
+                # asked again: meanwhile, another thread may have opened the next pass
+                if self._callback() is None:
                     self.abandon()
 
     # ---------------------------------------------------------------------------------------------- gradients

@@ -112,7 +112,8 @@ class LandingBuffers:
             if not self._buffers:
                 made = [HostBuffer(size, self._backend, pin=True) for size in self._sizes]
                 self._buffers = [LandingBuffer(buffer, self._released) for buffer in made]
-            if nbytes > self._buffers[-1].bytes.nbytes:  # some weights were frozen, or lowered; it is used once
+            # some weights were frozen, or lowered; it is used once
+            if nbytes > self._buffers[-1].bytes.nbytes:
                 return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
             self._released.wait_for(lambda: self._fitting(nbytes))
             buffer = self._fitting(nbytes)[0]

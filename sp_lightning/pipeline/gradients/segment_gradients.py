@@ -158,7 +158,8 @@ class SegmentGradients:
         # what backward has brought, as long as it has not left the device
         self.gathered: dict[Gradient, Tensor] = {}
         self.missing = 0  # how many of the trained ones it has yet to bring
-        self.is_last = False  # whether nothing more may come of the weight that has brought one last
+        # whether nothing more may come of the weight that has brought one last
+        self.is_last = False
         self.is_on_device = False  # whether what the engine has stays there, for the unit's visit
         self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
         self.arrived: GradientMemory | None = None

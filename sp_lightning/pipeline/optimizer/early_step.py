@@ -45,7 +45,8 @@ class EarlyStep(Step):
     def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
-        if unit.resident or unit.apart or unit.handles:  # weights apart would have to wait for the step
+        # weights apart would have to wait for the step
+        if unit.resident or unit.apart or unit.handles:
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
@@ -76,7 +77,8 @@ class EarlyStep(Step):
     def acknowledge(self) -> None:
         """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
         if self.awaited:
-            self._steps.finish(self.awaited)  # of other processes, for which backward could not wait
+            # of other processes, for which backward could not wait
+            self._steps.finish(self.awaited)
             state = self.optimizer.state
             for parameter in parameters_of(self.optimizer):
                 if parameter in state and parameter not in self._had_state:

@@ -67,7 +67,8 @@ class Averages:
         self._routes = routes
         routes.staging.count *= 2  # for what comes as many as for what leaves
         self._processes = processes
-        self._sums: dict[SegmentGradients, SharedSums] = {}  # made in all processes as the first gradients come
+        # made in all processes as the first gradients come
+        self._sums: dict[SegmentGradients, SharedSums] = {}
         self._has_begun = False  # whether a pass of all processes is under way
         self._to_come: dict[SegmentGradients, SharedSums] = {}  # of this pass, in order
         self._ready: set[SegmentGradients] = set()

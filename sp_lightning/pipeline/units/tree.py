@@ -140,7 +140,8 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
     for owner in [*root.parameters(), *root.buffers()]:
         for part in parts_of(owner):
             is_plain = type(part.data) is Tensor and part.layout is torch.strided
-            if is_plain and not is_lazy(part) and (start := part.data_ptr()):  # none if empty, or a meta tensor
+            # none if empty, or a meta tensor
+            if is_plain and not is_lazy(part) and (start := part.data_ptr()):
                 last = sum(map(mul, (size - 1 for size in part.shape), part.stride()))
                 spans.append((str(part.device), start, start + (last + 1) * part.itemsize, id(owner)))
     tied: set[int] = set()
