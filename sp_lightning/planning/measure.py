@@ -164,16 +164,16 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     )
 
 
-def machine_of(engine: Engine, recording: Recording) -> Machine:
-    """Return the speed of copies and of the optimizer."""
-    to_device = _rate(recording, Kind.LOAD, Kind.FETCH)
-    to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)
+def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine:
+    """Return the speed of copies and of the optimizer; what is not recorded is as it was found before."""
+    to_device = _rate(recording, Kind.LOAD, Kind.FETCH) or before.to_device
+    to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD) or min(before.to_host, to_device)
     # steps are recorded by what they read and write beside state
     units = engine.arrangement.all_units
     recorded = sum(work_of(unit).step_bytes for unit in units)
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
-    host = _rate(recording, Kind.STEP) * moved / max(1, recorded)
-    return Machine(to_device, to_device if math.isinf(to_host) else to_host, host)
+    host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
+    return replace(before, to_device=to_device, to_host=to_host, host=host)
 
 
 def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:
@@ -217,10 +217,10 @@ def _seconds(spans: Sequence[Span]) -> float:
 
 
 def _rate(recording: Recording, *kinds: Kind) -> float:
-    """Return the bytes per second of this work."""
+    """Return the bytes per second of this work; 0 if there was none."""
     spans = [span for span in _of_kind(recording.spans, *kinds) if span.nbytes]
     seconds = _seconds(spans)
-    return sum(span.nbytes for span in spans) / seconds if seconds else math.inf
+    return sum(span.nbytes for span in spans) / seconds if seconds else 0.0
 
 
 def _ways_of_units(

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -109,10 +109,7 @@ class AutoPlanner(Planner):
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
         options, budget = engine.options, engine.budget
-        seen = asdict(machine_of(engine, measured.recording))
-        # what the recorded steps do not show is as it was found before
-        known = {name: rate for name, rate in seen.items() if rate != math.inf}
-        machine = replace(self._machine, **known)
+        machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
             machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
