@@ -82,7 +82,7 @@ class _Pass:
         self._living = set(choice.living)
         numbers = range(len(self._units))
         self._streams = [number < self._resident and number not in self._living for number in numbers]
-        self._ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
+        self._ways = workload.ways(choice)
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
         self._gradients = workload.gradients_to_host(choice)
         # where units are stepped that do not live on the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -84,6 +85,10 @@ class Workload:
     def gradients_stay(self) -> bool:
         """Whether gradients of units that visit stay on the device; if they are added up, they are on the host."""
         return self.micro_steps == 1
+
+    def ways(self, choice: Choice) -> Sequence[Way]:
+        """Return what becomes of each unit's activations."""
+        return choice.ways or [unit.ways[0] for unit in self.units]
 
     def gradients_to_host(self, choice: Choice) -> list[int]:
         """Return the bytes of each unit's gradients that go to the host; those of what is resident are last."""
