@@ -94,8 +94,6 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
 
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
 def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
-    if len(set(sizes)) == 1:
-        return sizes[0] * min(slots, len(sizes))
     return place_in_arena(sizes, slots)[1]
 
 

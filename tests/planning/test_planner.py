@@ -85,7 +85,7 @@ def test_the_planner_sees_when_the_optimizer_steps(training: dict[str, Any]) -> 
     trained = MACHINES[Lane.HOST].train(AutoPlanner(), **options, **training)
     assert trained.summary.plan is not None
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.1)
-    assert trained.seconds[-1] <= 1.01 * min(trained.seconds), "no step before the plan was faster"
+    assert trained.seconds[-1] <= 1.01 * min(trained.seconds[1:]), "no step before the plan was faster"
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(3, 1), (4, 2), ("auto", 2)])
