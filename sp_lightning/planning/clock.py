@@ -121,8 +121,7 @@ class _Pass:
             self._step()
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
-        seconds = max(self._compute.free, self._copying_seconds(self._bytes_on_host))
-        return seconds if self._steps else max(seconds, self._host.free)
+        return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
 
     def _copying_seconds(self, stepped: int) -> float:
         """Return how long all copies so far keep what they share busy: the link, and the memory of the host.

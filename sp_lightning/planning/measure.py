@@ -134,12 +134,13 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
     # a step that returns no loss has no backward
     steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
-    fastest = {phase: min(step.get(phase, 0.0) for step in steps) for phase in chain(*steps)}
+    fastest: dict[_Phase, float] = defaultdict(float)
+    fastest |= {phase: min(step[phase] for step in steps) for phase in set(chain(*steps))}
     units = [
         replace(
             measured_work(engine, unit, measured.trains),
-            forward_seconds=fastest.get((Kind.FORWARD, False, unit.name), 0.0),
-            backward_seconds=fastest.get((Kind.BACKWARD, True, unit.name), 0.0),
+            forward_seconds=fastest[Kind.FORWARD, False, unit.name],
+            backward_seconds=fastest[Kind.BACKWARD, True, unit.name],
             ways=ways,
         )
         for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
@@ -234,13 +235,13 @@ def _ways_of_units(
         policies.append("offload")
     units = engine.arrangement.units
     for unit in units:
-        again = fastest.get((Kind.FORWARD, True, unit.name), 0.0)
+        again = fastest[Kind.FORWARD, True, unit.name]
         calls = [footprints[member.name] for member in unit.members if member.name in footprints]
         if not calls:
             copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == unit.name]
             leaving = sum(span.nbytes for span in copies) // len(recording.steps)
             yield (Way("keep" if policy == "auto" else policy, 0, 0, leaving, repeating=again),)
             continue
-        again = again or fastest.get((Kind.FORWARD, False, unit.name), 0.0)
+        again = again or fastest[Kind.FORWARD, False, unit.name]
         is_last = unit is units[-1]  # backward needs it at once
         yield ways_of(calls, again, policies[:1] if is_last else policies, inputs_stay=unit is units[0])

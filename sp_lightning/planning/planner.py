@@ -75,7 +75,9 @@ class AutoPlanner(Planner):
             self.abandon()
         if validates:
             return planned and planned.plan
-        size = _input_bytes(engine)
+        auto = engine.activations.auto
+        # of inputs, or of activations where inputs are not measured
+        size = engine.meter.step_peak if auto is None else auto.input_bytes
         if planned is None or size > _MUCH_LARGER * planned.measured_size:
             measured = self._measure(engine)
             if measured is not None:
@@ -144,9 +146,3 @@ class AutoPlanner(Planner):
         if self._tell is not None:
             self._tell(plan)
         return plan
-
-
-def _input_bytes(engine: Engine) -> int:
-    """Return the bytes of inputs, or of activations where inputs are not measured."""
-    auto = engine.activations.auto
-    return engine.meter.step_peak if auto is None else auto.input_bytes

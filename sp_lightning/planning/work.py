@@ -15,9 +15,6 @@ Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
 or when all gradients have landed (clipping, a loss scaler)."""
 
-# a host whose memory gives less than its own steps take by this factor has none to spare for visits
-_SPARE_MEMORY = 1.3
-
 
 @dataclass(frozen=True)
 class Way:
@@ -106,11 +103,6 @@ class Machine:
     host: float  # of optimizer steps, for the host memory that they read and write
     both: float = math.inf  # of copies up and down together
     host_memory: float = math.inf  # which copies and the host's steps share
-
-    @property
-    def can_spare_memory(self) -> bool:
-        """Whether the host's memory gives visits anything beside its own steps."""
-        return self.host_memory >= _SPARE_MEMORY * self.host
 
     def visit(self, up: int, down: int) -> float:
         """Return the seconds of a visit that sends so many bytes: two pieces take turns, so lanes work side by side."""
