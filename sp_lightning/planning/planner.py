@@ -20,7 +20,6 @@ import torch
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
-from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
 from sp_lightning.planning.memory import first_host_bytes
@@ -83,7 +82,7 @@ class AutoPlanner(Planner):
             if measured is not None:
                 planned = _Planned(self._plan(engine, measured), size, measured, size)
                 self._plans[situation] = planned
-        if planned is not None and planned.plan.policies and size > planned.size:
+        if planned is not None and auto is not None and size > planned.size:
             # in the times that were measured
             planned.plan, planned.size = self._plan(engine, planned.measured), size
         return planned and planned.plan
@@ -130,9 +129,6 @@ class AutoPlanner(Planner):
             prediction = search(budget + error.missing)
         choice = prediction.choice
         living = [workload.everything[number] for number in choice.living]
-        policies: dict[str, Policy] = {}
-        if engine.activations.auto is not None:
-            policies = {unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)}
         plan = WindowPlan(
             k=choice.k,
             on_device=tuple(unit.name for unit in living),
@@ -141,7 +137,7 @@ class AutoPlanner(Planner):
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,
-            policies=policies,
+            policies={unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)},
         )
         if self._tell is not None:
             self._tell(plan)
