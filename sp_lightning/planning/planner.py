@@ -73,7 +73,7 @@ class AutoPlanner(Planner):
         if validates or situation != before:
             self.abandon()
         if validates:
-            return planned and planned.plan
+            return None if planned is None else planned.plan
         auto = engine.activations.auto
         # of inputs, or of activations where inputs are not measured
         size = engine.meter.step_peak if auto is None else auto.input_bytes
@@ -85,7 +85,7 @@ class AutoPlanner(Planner):
         if planned is not None and auto is not None and size > planned.size:
             # in the times that were measured
             planned.plan, planned.size = self._plan(engine, planned.measured), size
-        return planned and planned.plan
+        return None if planned is None else planned.plan
 
     @override
     def abandon(self) -> None:
