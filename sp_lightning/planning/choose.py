@@ -33,6 +33,8 @@ _POLICIES: tuple[Policy, ...] = ("recompute", "offload")
 # of the units that could keep their activations, and of those that could visit
 _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
+# a host whose memory gives less than its own steps take by this factor has none to spare for visits
+_SPARE_MEMORY = 1.3
 # of steps that take as long, the one with less work wins: what its lanes are busy counts by this part
 _EFFORT = 0.002
 
@@ -104,7 +106,7 @@ class _Search:
         self._host_room = host_room
         self._by_size = by_size
         everything = workload.everything
-        may_visit = machine.can_spare_memory and not by_size
+        may_visit = machine.host_memory >= _SPARE_MEMORY * machine.host and not by_size
         self._able_to_visit = [n for n, unit in enumerate(workload.units) if unit.visit_up and may_visit]
         # what is resident first
         in_order = (len(workload.units), *range(len(workload.units)))
@@ -188,7 +190,7 @@ class _Search:
         count = min(len(living), draft.living)
         living = _spread(count, living) if draft.is_spread else living[:count]
         able = [number for number in self._able_to_visit if number not in living]
-        first = len(self._workload.units) - max(1, draft.keeping)
+        first = len(self._workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
         return Choice(draft.k, living, _spread(round(draft.visits * len(able)), able), ways)
 

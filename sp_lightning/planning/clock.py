@@ -82,7 +82,7 @@ class _Pass:
         self._living = set(choice.living)
         numbers = range(len(self._units))
         self._streams = [number < self._resident and number not in self._living for number in numbers]
-        self._ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
+        self._ways = workload.ways(choice)
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
         self._gradients = workload.gradients_to_host(choice)
         # where units are stepped that do not live on the device
@@ -121,8 +121,7 @@ class _Pass:
             self._step()
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
-        seconds = max(self._compute.free, self._copying_seconds(self._bytes_on_host))
-        return seconds if self._steps else max(seconds, self._host.free)
+        return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
 
     def _copying_seconds(self, stepped: int) -> float:
         """Return how long all copies so far keep what they share busy: the link, and the memory of the host.

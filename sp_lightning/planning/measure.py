@@ -134,12 +134,13 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
     # a step that returns no loss has no backward
     steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
-    fastest = {phase: min(step.get(phase, 0.0) for step in steps) for phase in chain(*steps)}
+    fastest: dict[_Phase, float] = defaultdict(float)
+    fastest |= {phase: min(step[phase] for step in steps) for phase in set(chain(*steps))}
     units = [
         replace(
             measured_work(engine, unit, measured.trains),
-            forward_seconds=fastest.get((Kind.FORWARD, False, unit.name), 0.0),
-            backward_seconds=fastest.get((Kind.BACKWARD, True, unit.name), 0.0),
+            forward_seconds=fastest[Kind.FORWARD, False, unit.name],
+            backward_seconds=fastest[Kind.BACKWARD, True, unit.name],
             ways=ways,
         )
         for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
@@ -164,16 +165,16 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     )
 
 
-def machine_of(engine: Engine, recording: Recording) -> Machine:
-    """Return the speed of copies and of the optimizer."""
-    to_device = _rate(recording, Kind.LOAD, Kind.FETCH)
-    to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)
+def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine:
+    """Return the speed of copies and of the optimizer; what is not recorded is as it was found before."""
+    to_device = _rate(recording, Kind.LOAD, Kind.FETCH) or before.to_device
+    to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD) or min(before.to_host, to_device)
     # steps are recorded by what they read and write beside state
     units = engine.arrangement.all_units
     recorded = sum(work_of(unit).step_bytes for unit in units)
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
-    host = _rate(recording, Kind.STEP) * moved / max(1, recorded)
-    return Machine(to_device, to_device if math.isinf(to_host) else to_host, host)
+    host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
+    return replace(before, to_device=to_device, to_host=to_host, host=host)
 
 
 def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:
@@ -217,10 +218,10 @@ def _seconds(spans: Sequence[Span]) -> float:
 
 
 def _rate(recording: Recording, *kinds: Kind) -> float:
-    """Return the bytes per second of this work."""
+    """Return the bytes per second of this work; 0 if there was none."""
     spans = [span for span in _of_kind(recording.spans, *kinds) if span.nbytes]
     seconds = _seconds(spans)
-    return sum(span.nbytes for span in spans) / seconds if seconds else math.inf
+    return sum(span.nbytes for span in spans) / seconds if seconds else 0.0
 
 
 def _ways_of_units(
@@ -234,13 +235,13 @@ def _ways_of_units(
         policies.append("offload")
     units = engine.arrangement.units
     for unit in units:
-        again = fastest.get((Kind.FORWARD, True, unit.name), 0.0)
+        again = fastest[Kind.FORWARD, True, unit.name]
         calls = [footprints[member.name] for member in unit.members if member.name in footprints]
         if not calls:
             copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == unit.name]
             leaving = sum(span.nbytes for span in copies) // len(recording.steps)
             yield (Way("keep" if policy == "auto" else policy, 0, 0, leaving, repeating=again),)
             continue
-        again = again or fastest.get((Kind.FORWARD, False, unit.name), 0.0)
+        again = again or fastest[Kind.FORWARD, False, unit.name]
         is_last = unit is units[-1]  # backward needs it at once
         yield ways_of(calls, again, policies[:1] if is_last else policies, inputs_stay=unit is units[0])

@@ -57,8 +57,7 @@ def host_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for weights, gradients, optimizer state, and activations that wait there."""
     living = set(choice.living)
     on_host = sum(unit.host_bytes for number, unit in enumerate(workload.everything) if number not in living)
-    ways = choice.ways or [unit.ways[0] for unit in workload.units]
-    return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in ways)
+    return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in workload.ways(choice))
 
 
 def first_host_bytes(workload: Workload) -> int:
@@ -90,14 +89,11 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
     if workload.gradients_stay and choice.visiting:
         visiting = set(choice.visiting)
         staying = [unit.gradient_bytes * (number in visiting) for number, unit in enumerate(workload.units)]
-    ways = choice.ways or [unit.ways[0] for unit in workload.units]
-    return peak(ways, workload.turn_bytes, staying) + workload.outside_bytes
+    return peak(workload.ways(choice), workload.turn_bytes, staying) + workload.outside_bytes
 
 
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
 def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
-    if len(set(sizes)) == 1:
-        return sizes[0] * min(slots, len(sizes))
     return place_in_arena(sizes, slots)[1]
 
 

@@ -13,17 +13,16 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
-from sp_lightning.pipeline.options import Policy
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
-from sp_lightning.planning.memory import activation_bytes, first_host_bytes
+from sp_lightning.planning.memory import first_host_bytes
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Machine, UnitWork
 
@@ -31,29 +30,23 @@ _HOST_ROOM = 2  # of the host memory that is free, activations may wait in one p
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
 
-def _warn(result: WindowPlan | str) -> None:
-    if isinstance(result, str):
-        warnings.warn(result, stacklevel=2)
-
-
 @dataclass
 class _Planned:
-    """A plan for a situation, and the bytes of the inputs that its window and its policies are for."""
+    """A plan, and the steps that it was made by."""
 
-    plan: WindowPlan | None = None
-    window_size: int = -1
-    size: int = -1
-    measured: FirstSteps | None = None
+    plan: WindowPlan
+    size: int  # bytes of the inputs that it is for
+    measured: FirstSteps
+    measured_size: int  # bytes of their inputs
 
 
 class AutoPlanner(Planner):
     """Measures the first steps, then chooses what the user has left open (see `choose`)."""
 
-    def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[WindowPlan], None] | None = None) -> None:
+        self._tell = tell  # of each new plan
         # by what they are made for: the bytes of all units, and whether there is a backward
         self._plans: dict[tuple[tuple[UnitWork, ...], bool], _Planned] = {}
-        self._planned = _Planned()  # for what there is now
         self._layout: object = None
         self._units: tuple[UnitWork, ...] = ()
         self._trains = False
@@ -65,6 +58,7 @@ class AutoPlanner(Planner):
         arrangement, options = engine.arrangement, engine.options
         if "auto" not in (options.k, options.activations, options.optimizer_on):
             return None
+        before = self._units, self._trains
         if arrangement.layout is not self._layout:
             self._layout = arrangement.layout
             may_stream = engine.budget is not None and arrangement.units
@@ -72,21 +66,26 @@ class AutoPlanner(Planner):
         if not self._units:
             return None
         self._trains |= builds_graph
-        planned = self._plans.setdefault((self._units, self._trains), _Planned())
-        if planned is not self._planned:
-            self._planned = planned
-            self.abandon()
+        situation = self._units, self._trains
+        planned = self._plans.get(situation)
         # a validation step: its times would falsify the measurement
-        if builds_graph != self._trains:
+        validates = builds_graph != self._trains
+        if validates or situation != before:
             self.abandon()
-            return planned.plan
-        size = _input_bytes(engine)
-        if size > _MUCH_LARGER * planned.window_size:
-            self._measure(engine, planned)
-        if planned.measured is not None and planned.plan is not None and planned.plan.policies and size > planned.size:
+        if validates:
+            return None if planned is None else planned.plan
+        auto = engine.activations.auto
+        # of inputs, or of activations where inputs are not measured
+        size = engine.meter.step_peak if auto is None else auto.input_bytes
+        if planned is None or size > _MUCH_LARGER * planned.measured_size:
+            measured = self._measure(engine)
+            if measured is not None:
+                planned = _Planned(self._plan(engine, measured), size, measured, size)
+                self._plans[situation] = planned
+        if planned is not None and auto is not None and size > planned.size:
             # in the times that were measured
             planned.plan, planned.size = self._plan(engine, planned.measured), size
-        return planned.plan
+        return None if planned is None else planned.plan
 
     @override
     def abandon(self) -> None:
@@ -95,24 +94,20 @@ class AutoPlanner(Planner):
             with suppress(Exception):  # nobody looks at it, and what has failed raises where it is waited for
                 measuring.stop()
 
-    def _measure(self, engine: Engine, planned: _Planned) -> None:
-        """Plan anew once enough steps are measured."""
+    def _measure(self, engine: Engine) -> FirstSteps | None:
+        """Return the measured steps once there are enough."""
         if self._measuring is None:
             waits = self._trains and any(unit.step_bytes for unit in self._units)
             self._measuring = FirstSteps(engine, self._trains, waits)
         if self._measuring.go_on():
-            return
+            return None
         measured, self._measuring = self._measuring, None
-        planned.plan, planned.measured = self._plan(engine, measured), measured
-        planned.size = planned.window_size = _input_bytes(engine)
+        return measured
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
         options, budget = engine.options, engine.budget
-        seen = asdict(machine_of(engine, measured.recording))
-        # what the recorded steps do not show is as it was found before
-        known = {name: rate for name, rate in seen.items() if rate != math.inf}
-        machine = replace(self._machine, **known)
+        machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
             machine = probe(engine.backend, machine, engine.arrangement.is_pinned)
@@ -130,13 +125,10 @@ class AutoPlanner(Planner):
         try:
             prediction = search(budget)
         except TooLittleMemory as error:
-            self._tell(f"Superpipeline: {error}")
+            warnings.warn(f"Superpipeline: {error}", stacklevel=2)
             prediction = search(budget + error.missing)
         choice = prediction.choice
         living = [workload.everything[number] for number in choice.living]
-        policies: dict[str, Policy] = {}
-        if engine.activations.auto is not None:
-            policies = {unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)}
         plan = WindowPlan(
             k=choice.k,
             on_device=tuple(unit.name for unit in living),
@@ -145,14 +137,8 @@ class AutoPlanner(Planner):
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,
-            activation_bytes=activation_bytes(workload, choice),
-            policies=policies,
+            policies={unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)},
         )
-        self._tell(plan)
+        if self._tell is not None:
+            self._tell(plan)
         return plan
-
-
-def _input_bytes(engine: Engine) -> int:
-    """Return the bytes of inputs, or of activations where inputs are not measured."""
-    auto = engine.activations.auto
-    return engine.meter.step_peak if auto is None else auto.input_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -13,9 +14,6 @@ from sp_lightning.pipeline.options import Policy
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
 or when all gradients have landed (clipping, a loss scaler)."""
-
-# a host whose memory gives less than its own steps take by this factor has none to spare for visits
-_SPARE_MEMORY = 1.3
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,10 @@ class Workload:
         """Whether gradients of units that visit stay on the device; if they are added up, they are on the host."""
         return self.micro_steps == 1
 
+    def ways(self, choice: Choice) -> Sequence[Way]:
+        """Return what becomes of each unit's activations."""
+        return choice.ways or [unit.ways[0] for unit in self.units]
+
     def gradients_to_host(self, choice: Choice) -> list[int]:
         """Return the bytes of each unit's gradients that go to the host; those of what is resident are last."""
         staying = {*choice.living, *(choice.visiting if self.gradients_stay else ())}
@@ -101,11 +103,6 @@ class Machine:
     host: float  # of optimizer steps, for the host memory that they read and write
     both: float = math.inf  # of copies up and down together
     host_memory: float = math.inf  # which copies and the host's steps share
-
-    @property
-    def can_spare_memory(self) -> bool:
-        """Whether the host's memory gives visits anything beside its own steps."""
-        return self.host_memory >= _SPARE_MEMORY * self.host
 
     def visit(self, up: int, down: int) -> float:
         """Return the seconds of a visit that sends so many bytes: two pieces take turns, so lanes work side by side."""

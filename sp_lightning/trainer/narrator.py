@@ -61,15 +61,11 @@ class Narrator:
             self._lightning.info(plan)
         self._tells_outcome = is_new or is_fitting(trainer)
 
-    def measured(self, result: WindowPlan | str) -> None:
-        """Report the result of measuring the first steps: a plan, or why there is none."""
-        if isinstance(result, str):
-            if self._is_new("a warning"):
-                self._lightning.warn(result)
-            return
+    def measured(self, plan: WindowPlan) -> None:
+        """Report the plan that was made by measuring the first steps."""
         # without times, which differ each time
-        if self._is_new(result.window):
-            self._lightning.info(f"Superpipeline: {planned(result)}")
+        if self._is_new(plan.window):
+            self._lightning.info(f"Superpipeline: {planned(plan)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
         """Report what was streamed, if the plan was shown."""

@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
 from sp_lightning.pipeline.weights import buffers
-from sp_lightning.planning import Machine, UnitWork, Workload
 from sp_lightning.planning.measure import measured_work
+from sp_lightning.planning.work import Machine, UnitWork, Workload
 
 from .. import simulated
 from ..helpers import is_block, made_once

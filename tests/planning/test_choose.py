@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import gains, random_case
 
-from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, predict
-from sp_lightning.planning.choose import TooLittleMemory
+from sp_lightning.planning.choose import TooLittleMemory, choose
+from sp_lightning.planning.clock import predict
 from sp_lightning.planning.memory import first_host_bytes
-from sp_lightning.planning.work import Way
+from sp_lightning.planning.work import Choice, Machine, UnitWork, Way, Workload
 
 MIB = 1 << 20
 WAYS = (Way("keep", 60, 60), Way("recompute", 10, 60, repeating=0.5), Way("offload", 0, 60, leaving=60, under_way=60))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sp_lightning.pipeline import Lane
-from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
-from sp_lightning.planning.work import Way
+from sp_lightning.planning.clock import predict
+from sp_lightning.planning.work import Choice, Machine, UnitWork, Way, Workload
 
 from .. import simulated
 from ..simulated import UNIT_BYTES

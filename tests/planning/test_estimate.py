@@ -21,10 +21,12 @@ from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.pipeline import Lane
-from sp_lightning.planning import Choice, choose, predict
+from sp_lightning.planning.choose import choose
+from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import STATE, estimate
 from sp_lightning.planning.known import named_model
 from sp_lightning.planning.memory import activation_bytes, first_host_bytes, gradient_bytes, landing_bytes, weight_bytes
+from sp_lightning.planning.work import Choice
 from sp_lightning.trainer.steps import StepsMixin
 
 from ..helpers import unit_bytes

@@ -47,8 +47,7 @@ class WindowPlan:
     bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
     # expected device memory for weights, gradients on their way to the host and activations
     device_bytes: int = 0
-    activation_bytes: int = 0  # the part of it that activations take
-    # what becomes of each unit's activations, by the unit's name, if that was left to the planner
+    # what becomes of each unit's activations, by the unit's name; it is followed if that was left to the planner
     policies: Mapping[str, Policy] = field(default_factory=dict)
 
     @property

@@ -14,8 +14,8 @@ from torch import nn
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Job, Worker
-from sp_lightning.planning import Machine
 from sp_lightning.planning.rates import probe
+from sp_lightning.planning.work import Machine
 
 from ..parts import RecordingBackend, pretend_a_device
 
