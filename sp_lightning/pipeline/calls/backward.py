@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine
 
 
-_WATCHED_AT = "superpipeline"  # a key in a node's metadata
 GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its master's
 
 
@@ -108,7 +107,7 @@ def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since:
         if node is not None:
             nodes.add(node)
     for node in nodes:
-        if node.metadata.setdefault(_WATCHED_AT, now) >= since:
+        if node.metadata.setdefault("superpipeline", now) >= since:
             node.register_prehook(action)
 
 
@@ -197,7 +196,6 @@ class BackwardPass:
         """Let a twin require a gradient if its master does, and collect its gradients."""
         with torch.inference_mode(False):
             twin.parameter.requires_grad_(twin.weight.master.requires_grad)
-            twin.required_gradient = twin.parameter.requires_grad
             if not twin.parameter.requires_grad:
                 return
             weight = twin.weight

@@ -154,8 +154,8 @@ class Calls:
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         engine = self._engine
+        engine.graphs.scopes = 0
         if engine.at_work.is_forked:  # the exception, SystemExit say, is all that matters there
-            engine.graphs.scopes = 0
             return
         with engine.at_work:
             engine.stats.resets += 1
@@ -170,7 +170,6 @@ class Calls:
             engine.order.abandon()
             engine.window.abandon()
             engine.planner.abandon()
-            engine.graphs.scopes = 0
             engine.graphs.begin()
             engine.relax_guard()
 
@@ -296,11 +295,10 @@ class Calls:
             for entry in member.entries:
                 twin = entry.weight.twin
                 # the forward has frozen or thawed it
-                if twin.parameter.requires_grad != twin.required_gradient:
+                if twin.parameter.requires_grad != entry.weight.master.requires_grad:
                     entry.weight.master.requires_grad_(twin.parameter.requires_grad)
                     backward.follow_requires_grad(twin)
-            is_reached = member.unit is not None and member.unit.is_reached
-            if not member.running_calls and not is_reached:
+            if not (member.running_calls or (member.unit and member.unit.is_reached)):
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:
                 engine.activations.leave()

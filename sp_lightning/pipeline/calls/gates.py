@@ -64,7 +64,6 @@ _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the 
 _OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
-_ENGINE = "sp_lightning.pipeline."
 _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 _gates: dict[int, tuple[Calls, Member]] = {}
 
@@ -182,7 +181,9 @@ def keep_out_of_graphs(backend: Backend) -> None:
 def _prepare_to_be_compiled() -> None:
     # in graphs of units and of hooks; hiding a package would hide all modules in it
     visible = (autocast.__name__, leaf.__name__, leaf.__package__)
-    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
+    hide_from_dynamo(
+        name for name in list(sys.modules) if name.startswith("sp_lightning.pipeline.") and name not in visible
+    )
     call_before_compiling(_drain_backends)
 
 

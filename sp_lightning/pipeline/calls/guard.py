@@ -216,8 +216,9 @@ class Guard:
         """Make a member's weights resident if their unit cannot be brought, as a running call occupies its place."""
         for unit in member.needed:
             if self.window.is_blocked(unit):
-                for weight in {entry.weight: None for entry in member.entries if entry.weight.twin.unit is unit}:
-                    self._keep_on_device(weight)
+                for entry in member.entries:
+                    if entry.weight.twin.unit is unit:
+                        self._keep_on_device(entry.weight)
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
@@ -230,7 +231,12 @@ class Guard:
             if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
                 weight.casts = {}  # no backward adds gradients of these up with those of this cast
             weight.cast_in = graphs.current.number
-        return engine.learned.casts.note(weight, builds_graph, engine.backward.follow_requires_grad)
+        leaf = engine.learned.casts.note(weight, builds_graph, engine.backward.follow_requires_grad)
+        # autocast has had the lowered values before the weight was used as it is, and still has them
+        if leaf is not weight.twin.parameter:
+            with engine.at_work:
+                self.window.bring(weight.unit)
+        return leaf
 
     def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
         """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""

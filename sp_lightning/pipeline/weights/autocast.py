@@ -8,7 +8,8 @@ first one, in which they lie on the device in their own dtype.
 That is a guess: a hook may read `layer.weight`, a forward may switch autocast off, a layer may be called twice. So a
 leaf sees each operation that it is given to. It passes as the operand of what autocast casts, in each graph for as long
 as autocast's cache would have one cast of it. Whatever else a program does with a lowered weight gets it in its own
-dtype at once, which is how it is sent from then on. So numbers are those of plain autocast in every step.
+dtype at once, which is how it is sent from then on; what autocast has cast before stays cast for as long as it would.
+So numbers are those of plain autocast in every step.
 
 Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, or an earlier graph that
 may share its backward has one, this cast gets a leaf of its own over the same memory, and the weight is sent as it is
@@ -183,10 +184,14 @@ class LoweredParameter(EagerLeaf):
             is_casting = func in CASTING and "out" not in kwargs  # which autocast leaves alone
             leaves = list(instances_in((args, kwargs), cls))
             right = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
-            if all(kind is cls for kind in types) and all(right[id(leaf)] is leaf for leaf in leaves):
+            has_others = not set(types) <= {cls, Tensor}  # masters of another model, say
+            if not has_others and all(right[id(leaf)] is leaf for leaf in leaves):
                 return func(*args, **kwargs)
-            plain = {key: leaf.view_as(leaf) if type(leaf) is cls else leaf for key, leaf in right.items()}
-            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: plain.get(id(leaf), leaf))
+            for leaf in leaves:
+                # the operation is asked again: another cast would get a leaf of its own once more
+                if has_others or leaf.weight.lowered:
+                    right[id(leaf)] = right[id(leaf)].view_as(leaf)
+            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: right.get(id(leaf), leaf))
         return func(*args, **kwargs)
 
     def _to_cast(self) -> nn.Parameter:
@@ -200,8 +205,6 @@ class LoweredParameter(EagerLeaf):
             return self._as_is()
         if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
             return self
-        if self.dtype is not weight.compute_dtype:
-            return self._as_is()  # it was served, and may have been changed since
         builds_graph = self.requires_grad and torch.is_grad_enabled()
         return guard.note_cast(weight, builds_graph)
 

@@ -38,8 +38,6 @@ class Twin:
         self.weight = weight
         with torch.inference_mode(False):
             self.parameter = self._make_leaf(data)  # the leaf that graphs are built on
-        # whether the leaf required a gradient when the engine last set that
-        self.required_gradient = False
         # collects its gradients, once it requires one
         self.gradient_hook: RemovableHandle | None = None
         # writes of a forward that the master got by a write in place: these count once

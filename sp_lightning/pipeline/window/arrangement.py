@@ -276,7 +276,6 @@ class Arrangement:
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
             weight.other_twins.append(weight.twin)
-            weight.leaf_class = EagerLeaf
             # not over the place: a leaf counts what is written to the very tensor that it is made of
             weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))
         else:  # handles have the one that lies in its unit

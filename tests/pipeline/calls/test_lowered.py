@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -69,6 +69,7 @@ def out_of_autocasts_reach(block: Block, x: Tensor, y: Tensor) -> Tensor:
 
 AS_IT_IS: dict[str, Use] = {
     "norm": lambda block, x, y: y / block.w.norm(dim=1),
+    "norm, and the layer again": lambda block, x, y: block.layer(y / block.w.norm(dim=1)),
     "several": lambda block, x, y: y * block.w.float().norm(dim=1) * block.w.mean() * block.w[3:].t().std(),
     "a part twice": lambda block, x, y: y + F.linear(x, block.w[:4], block.layer.bias[:4]).repeat(1, 2),
     "a cast besides": lambda block, x, y: y + F.linear(x.bfloat16(), block.w.bfloat16()),
@@ -104,16 +105,25 @@ def test_a_new_use(name: str, policy: Policy, when: str, cache: bool) -> None:
     assert (lowered == 6) is (name in STILL_LOWERED or has_one_gradient)
 
 
+@pytest.mark.parametrize("use", AS_IT_IS.values(), ids=AS_IT_IS)
+def test_a_new_use_between_two_calls(use: Use) -> None:
+    """Autocast has one cast for both, whose gradients add up in bf16."""
+    assert_equal_to_plain(use, "later", cache=True, called=(0, 1, 0, 2, 1))
+
+
 def test_a_dispatch_mode_around_everything() -> None:
     """In backward it hands on operations with the leaf, which is not a new use of it."""
     with FlopCounterMode(display=False):
         assert assert_equal_to_plain(lambda block, x, y: y, "later", cache=False) == 6
 
 
-def assert_equal_to_plain(use: Use, when: str, cache: bool, policy: Policy = "keep") -> int:
+def assert_equal_to_plain(
+    use: Use, when: str, cache: bool, policy: Policy = "keep", called: Sequence[int] = (0, 1, 2)
+) -> int:
     """Tell a story plain and streamed; return how many weights are lowered in the end."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Block(use) for _ in range(3)])
+    blocks = [Block(use) for _ in range(3)]
+    plain = nn.Sequential(*[blocks[number] for number in called])
     model = copy.deepcopy(plain)
     expected = story(plain, when, cache)
     with attached(model, k=1, k_prime=1, units=Block, activations=policy, debug=False) as pipeline:
