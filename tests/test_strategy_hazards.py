@@ -78,8 +78,8 @@ def module() -> Base:
 def test_hazard_01_the_module_names_the_compute_device():
     module = L.LightningModule()
     module.layer = nn.Linear(2, 2)
-    pipeline = Pipeline(module, "meta:0", backend=RecordingBackend())
-    assert module.device == torch.device("meta:0")
+    pipeline = Pipeline(module, "meta", backend=RecordingBackend())
+    assert module.device == torch.device("meta")
     assert {p.device.type for p in module.parameters()} == {"cpu"}
     pipeline.detach()
     assert module.device == torch.device("cpu")
