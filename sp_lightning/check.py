@@ -25,7 +25,8 @@ from sp_lightning.planning import AutoPlanner
 
 _STEPS = 8
 _PLACED = ("units visit", "units live there")
-_ROUNDING = 1e-5  # of the largest weight: so far apart may two kernels for AdamW be after these steps
+# of the largest weight: so far apart may two kernels for AdamW be after these steps
+_ROUNDING = 1e-5
 
 
 @dataclass

@@ -134,7 +134,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         self.progress = ToldProgress(self.lightning)
         # by the identities of users' models, in the order in which they were set up
         self._attached: WeakValueDictionary[int, AttachedModel] = WeakValueDictionary()
-        self._clips_by_norm = False  # whether the loop has, so that gradients had better bring their norms
+        # whether the loop has, so that gradients had better bring their norms
+        self._clips_by_norm = False
         self._backward_sync_control = self  # type: ignore[assignment]
 
     @property

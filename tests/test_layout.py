@@ -124,10 +124,10 @@ def test_imports_point_one_way_within_the_engine():
 AT_MOST = {
     "# type: ignore": 23,
     "code lines of more than 100 columns, per mille": 27,
-    "files": 102,
+    "files": 101,
     "imports that lead back": 5,
     "lines of tests": 23_635,
-    "tokens": 108_888,
+    "tokens": 108_829,
     "tokens of optim": 8_334,
     "tokens of pipeline": 8_680,
     "tokens of pipeline/activations": 9_045,
@@ -141,7 +141,7 @@ AT_MOST = {
     "tokens of pipeline/window": 5_723,
     "tokens of planning": 13_260,
     "tokens of the top": 10_191,
-    "tokens of timeline": 1_558,
+    "tokens of timeline": 1_499,
     "tokens of trainer": 6_505,
 }
 

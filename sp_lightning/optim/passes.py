@@ -108,7 +108,8 @@ def _run_kernels(passes: Sequence[Pass]) -> None:
             for step in steps
         ]  # fmt: skip
         arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
-        with _on_threads(min(len(ranges), torch.get_num_threads())):  # others would be woken, and waited for
+        # others would be woken, and waited for
+        with _on_threads(min(len(ranges), torch.get_num_threads())):
             step_ranges(kernel_of(kind), rule, scaling, *arrays, seed)
 
 

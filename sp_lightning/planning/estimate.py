@@ -290,7 +290,8 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int], policies:
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
     weights = sum(weight.nbytes for weight in unit.weights)
     masters = sum(weight.nbytes for weight in trained)
-    lowered = sum(weight.compute_bytes for weight in trained if weight.lowered)  # written to be sent
+    # written to be sent
+    lowered = sum(weight.compute_bytes for weight in trained if weight.lowered)
     gradients = sum(weight.compute_bytes for weight in trained)
     numbers = sum(weight.master.numel() for weight in trained)
     state = given.state_bytes(numbers, masters)

@@ -160,7 +160,8 @@ class Meetings:
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes
-        self._buffers_due = False  # whether DDP would send the first process's buffers before the next step
+        # whether DDP would send the first process's buffers before the next step
+        self._buffers_due = False
         self._meeting_due = False  # whether weights may have changed, which all have to see
 
     @property

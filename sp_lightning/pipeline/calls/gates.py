@@ -200,7 +200,8 @@ class OpenSteps(threading.local):
         self._scopes = ExitStack()
         self.calls = 0  # of models that are running, one inside of the other
         self.models: list[object] = []
-        self._on_top: SavedTensorHooks | None = None  # what the last one has left on top of torch's stack
+        # what the last one has left on top of torch's stack
+        self._on_top: SavedTensorHooks | None = None
 
     def may_begin(self) -> bool:
         """Tell whether no scope of the user's would end before a step that began now."""

@@ -156,7 +156,8 @@ class Arrangement:
         # all that streams or stays: units, what is resident, single weights
         self.in_window: list[Unit] = []
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
-        self.every_weight = [weight for unit in self.all_units for weight in unit.weights]  # wherever it lives
+        # wherever it lives
+        self.every_weight = [weight for unit in self.all_units for weight in unit.weights]
         self._choose_dtypes()
         for weight in self.every_weight:
             weight.twin = weight.twin_class(weight, weight.unit, backend.allocate(0).view(weight.dtype))
