@@ -81,7 +81,7 @@ def chunked_cross_entropy(
         >>> loss = chunked_cross_entropy(hidden, head.weight, tokens, shift=True)
         >>> loss.backward()
     """
-    arguments = locals()
+    arguments = dict(locals())  # a copy, as a debugger adds to what there is
     tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
         return handle_torch_function(chunked_cross_entropy, tensors, **arguments)
@@ -198,8 +198,8 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
     device = tensor.device.type
-    is_available = torch.amp.is_autocast_available(device)  # not on the meta device
-    return torch.autocast(device, enabled=False) if is_available else nullcontext()
+    # not on the meta device
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
