@@ -114,10 +114,10 @@ class _RegisteringFinder(MetaPathFinder):
         """Find a namespace where others do."""
         if fullname not in _ADAPTORS:
             return None
-        others = [other for other in sys.meta_path if other is not self]
-        found = (other.find_spec(fullname, path, target) for other in others)
+        found = (other.find_spec(fullname, path, target) for other in sys.meta_path if other is not self)
         spec = next(filter(None, found), None)
-        if spec is not None:
+        # a folder of a user's own has no loader yet
+        if spec is not None and spec.loader is not None:
             _register_after(spec)
         return spec
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import lightning.pytorch
 import pytest
@@ -169,3 +171,11 @@ def test_arguments_are_in_the_signature(taker):
         assert parameters[field.name].annotation == field.type
     with pytest.raises(TypeError, match="no argument 'kk'. Its options are k, k_prime, memory_budget"):
         taker(*[torch.nn.Linear(2, 2)] * inspect.isfunction(taker), kk=2)
+
+
+def test_a_folder_with_the_name_of_a_namespace_is_found_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a user's own, where that package is not installed: nothing of it is run, so nothing is registered."""
+    ours = sp_lightning._RegisteringFinder()
+    folder = ModuleSpec("pytorch_lightning", loader=None, is_package=True)
+    monkeypatch.setattr(sys, "meta_path", [ours, SimpleNamespace(find_spec=lambda *_: folder)])
+    assert ours.find_spec("pytorch_lightning", None) is folder
