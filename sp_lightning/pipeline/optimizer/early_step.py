@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, drop
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
-from sp_lightning.pipeline.optimizer.visit import Visit
 
 
 class EarlyStep(Step):
@@ -61,7 +60,7 @@ class EarlyStep(Step):
         if not unit.is_followed:  # else its step is counted
             self.use(of_segment.trained)
         steps.step(unit, self)
-        if isinstance(unit.visit, Visit):
+        if unit.visit is not None:
             unit.visit.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])

@@ -35,8 +35,8 @@ class Residency(enum.Enum):
 class StepOnDevice(Protocol):
     """A step of a unit that is made on the device when somebody has it begin (optimizer/visit.py)."""
 
-    def begin(self) -> Ticket:
-        """Begin it, and return the ticket of the new weights, which it puts in the unit's place."""
+    def begin(self, in_place: bool = True) -> Ticket:
+        """Begin it, and return the ticket of the new weights, which it puts in the unit's place if it is asked to."""
 
 
 class Unit:
@@ -83,7 +83,7 @@ class Unit:
     @property
     def every_weight(self) -> list[Weight]:
         """All of its weights, wherever they live."""
-        return [*self.weights, *self.weights_on_device]
+        return self.weights + self.weights_on_device
 
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory, and its weights' twins lie there."""
@@ -241,4 +241,4 @@ class Division:
 
     def all_units(self) -> list[Unit]:
         """Return the streamed units, and then the resident one if it holds anything."""
-        return [*self.units, *([self.resident] if self.resident.every_weight else [])]
+        return self.units + ([self.resident] if self.resident.every_weight else [])
