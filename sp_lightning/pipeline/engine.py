@@ -311,6 +311,7 @@ class Engine:
         """Relax the guard, once neither a step nor a backward pass is under way."""
         if not (self.graphs.scopes or self.backward.running):
             self.guard.in_step = False
+            self.guard.end_step()
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

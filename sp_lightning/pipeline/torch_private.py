@@ -15,14 +15,14 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable, forward_ad, profiler
+from torch.autograd import Function, Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
@@ -96,18 +96,61 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
-def make_parameters_of(cls: type[nn.Parameter]) -> None:
-    """Have `nn.Parameter(data)` take the instances of a class for Parameters: it asks for the very classes of torch's.
+def make_parameters_of(kinds: Sequence[type[nn.Parameter]], of_leaves: Sequence[type[nn.Parameter]]) -> None:
+    """Have `nn.Parameter(data)` take instances of these classes for Parameters.
 
-    Of others it wants a `detach` that returns what is a Parameter, too. Nothing else than its `__new__` is asked.
+    It asks for the very classes of torch's. Of others it wants a `detach` that returns what is a Parameter, too.
+    Nothing else than its `__new__` is asked. A Parameter that is made of a leaf may outlive what lies
+    in the leaf's place. So it gets memory of its own.
     """
     make = nn.Parameter.__new__
 
     @functools.wraps(make)
     def make_of(new: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
-        return make(new, data.detach() if type(data) is cls else data, requires_grad)
+        if type(data) in of_leaves:
+            data = data.detach().clone()
+        elif type(data) in kinds:
+            data = data.detach()
+        return make(new, data, requires_grad)
 
     nn.Parameter.__new__ = staticmethod(make_of)  # type: ignore[method-assign, assignment]
+
+
+def ask_classes(owner: Any, name: str, kinds: Sequence[type[nn.Parameter]]) -> None:
+    """Have a function of torch's ask these classes of arguments by `__torch_function__`, as most do for all classes.
+
+    Factories such as `torch.tensor` take any object, and do not ask those that are tensors.
+    """
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        return ask(kinds, function, args, kwargs)
+
+    setattr(owner, name, asking)
+    # `torch.jit.script` knows torch's functions by identity
+    known = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    if known is not None:
+        torch.jit._builtins._register_builtin(asking, known)
+
+
+def ask(
+    kinds: Sequence[type[nn.Parameter]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a function, by the `__torch_function__` of these classes if it is given an instance of one."""
+    given = [value for value in (*args, *kwargs.values()) if type(value) in kinds]
+    if given and torch.overrides.has_torch_function(given):
+        return torch.overrides.handle_torch_function(function, given, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., Any]]:
+    """Return what binds `apply` of custom autograd Functions to their classes: one of C, or a classmethod of Python."""
+    apply: Any = vars(kind)["apply"]
+    return lambda cls: apply.__get__(None, cls)
 
 
 def in_transform() -> bool:

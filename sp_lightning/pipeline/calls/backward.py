@@ -17,11 +17,11 @@ autograd function returns has a base from before its graph, or from inside of it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from itertools import chain, islice
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,22 +92,28 @@ class Graphs:
         return self.has_served or self.earlier_waiting()
 
 
-def before_backward(outputs: list[Tensor], action: Callable[[Any], None], since: int, now: int) -> None:
+def nodes_of(outputs: list[Tensor]) -> list[Node]:
+    """Return the nodes that made tensors, as they stay in the graph ([Note: before backward])."""
+    nodes: list[Node] = []
+    for output in outputs:
+        node, base = output.grad_fn, output._base
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
+        if node is not None:
+            nodes.append(node)
+    return nodes
+
+
+def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since: int, now: int) -> None:
     """Run an action before backward reaches the nodes with which a call made its outputs.
 
     A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
     whose weights would have to make room for this call's at the very moment at which they are needed. So `since` is the
     number of calls when this one began, and `now` that of all.
     """
-    nodes: set[Any] = set()
-    for output in outputs:
-        node, base = output.grad_fn, output._base
-        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
-            node = base.grad_fn
-        if node is not None:
-            nodes.add(node)
-    for node in nodes:
-        if node.metadata.setdefault("superpipeline", now) >= since:
+    for node in set(nodes):
+        metadata: Any = node.metadata  # a dictionary, not a method as typed
+        if metadata.setdefault("superpipeline", now) >= since:
             node.register_prehook(action)
 
 
@@ -143,6 +149,16 @@ def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 parts = [run_hooks(tensor_hooks(each.master), gradient)]
         gradients.append(parts[0] if parts else None)
     return tuple(gradients)
+
+
+class Reached(NamedTuple):
+    """A call that backward is about to reach; nodes hold it ([Note: what nodes hold])."""
+
+    member: weakref.ref[Member]
+    graph: Graph  # that the call has built
+    needed: Sequence[Unit]  # with whose weights it has computed
+    gives_weights: bool  # whether it has given one to a custom Function
+    bundle: Bundle | None
 
 
 class BackwardPass:
@@ -200,8 +216,8 @@ class BackwardPass:
                 return
             weight = twin.weight
             if twin.gradient_hook is None:
-                register = twin.parameter.register_post_accumulate_grad_hook
-                twin.gradient_hook = register(partial(self._collect, weight))  # type: ignore[no-untyped-call]
+                register: Any = Tensor.register_post_accumulate_grad_hook  # the leaf's own has it on the master
+                twin.gradient_hook = register(twin.parameter, partial(self._collect, weight))
             if weight not in self._refusing:  # gradients of graphs on the master itself
                 with without_torch_function():
                     node = get_gradient_edge(weight.master).node
@@ -227,21 +243,12 @@ class BackwardPass:
     # -------------------------------------------------------------------------------------------------- units
 
     @staticmethod
-    def reach(
-        engine_ref: weakref.ref[Engine],
-        member_ref: weakref.ref[Member],
-        graph: Graph,
-        needed: Sequence[Unit],
-        bundle: Bundle | None,
-        _gradients: tuple[Tensor, ...],
-    ) -> None:
-        """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward]).
-
-        The call has built the graph, and computed with the weights of `needed`.
-        """
-        engine, member = engine_ref(), member_ref()
+    def reach(engine_ref: weakref.ref[Engine], call: Reached, _gradients: tuple[Tensor, ...]) -> None:
+        """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward])."""
+        engine, member = engine_ref(), call.member()
         if engine is None or member is None:
             return  # if it matters, unpacking raises
+        graph, needed = call.graph, call.needed
         if graph.outdated:  # aliases that it may have lie where weights were
             raise outdated_graph_error(f"unit {member.unit_name!r}")
         if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
@@ -266,7 +273,12 @@ class BackwardPass:
             if unit.resident:
                 member.put_in_twins(backward.follow_requires_grad)
                 return
-            for other in unit.members:
+            if unit.is_used_up and call.gives_weights:
+                raise RuntimeError(
+                    f"A custom `autograd.Function` may read a weight of {member.unit_name!r} in backward, which the "
+                    "optimizer has stepped there already. Train with `overlap_optimizer=False`."
+                )
+            for other in () if unit.is_used_up else unit.members:
                 if all(map(_is_valid, set(other.needed).difference(needed))):
                     other.put_in_twins(backward.follow_requires_grad)
             # the backward of calls around it is not over either
@@ -274,7 +286,7 @@ class BackwardPass:
             backward._window.prefetch(backward.in_use)
         engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if not engine.activations.are_kept:
-            engine.activations.reach(bundle)
+            engine.activations.reach(call.bundle)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""

@@ -23,14 +23,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.backward import BackwardPass, before_backward
+from sp_lightning.pipeline.calls.backward import BackwardPass, Reached, before_backward, nodes_of
+from sp_lightning.pipeline.calls.functions import RunningCall, running_calls
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
 from sp_lightning.pipeline.optimizer.visit import Visit
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.window.order import Pass
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ class Calls:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # the units that each running call computes with, innermost call last
-        self._inside: list[list[Unit]] = []
+        self._inside: list[RunningCall] = []  # calls that are running, innermost last
 
     # -------------------------------------------------------------------------------------------------------- a step
 
@@ -94,6 +94,8 @@ class Calls:
             engine.backend.trace.begin_step()
             engine.activations.begin_step()
             engine.order.begin_step()
+            for unit in engine.window.units:
+                unit.has_aliases = unit.has_raw_readers = False
         engine.arrangement.unused_in_step = not goes_on
         engine.arm_guard()
         with engine.at_work:
@@ -230,20 +232,23 @@ class Calls:
     def _run(self, member: Member, compute: Callable[[], Any], autocast: torch.dtype | None) -> Any:
         # A forward that builds no graph casts weights for each use: the cache would keep those of all units.
         uncached = autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
-        number = self._enter(member)
+        call = self._enter(member)
+        running = running_calls.stack
+        running.append(call)
         try:
             if uncached:
                 torch.set_autocast_cache_enabled(False)
             with self._engine.saved.pushed():
                 # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-                return self._announce(member, compute(), number)
+                return self._announce(call, compute())
         finally:
+            running.pop()
             if uncached:
                 torch.set_autocast_cache_enabled(True)
             self._leave(member)
 
-    def _enter(self, member: Member) -> int:
-        """Bring what a call needs, put it in its place, and return the call's number.
+    def _enter(self, member: Member) -> RunningCall:
+        """Bring what a call needs, put it in its place, and return the call.
 
         What may raise comes first: the call has not begun then, and the user may go on with the step.
         """
@@ -252,7 +257,7 @@ class Calls:
         is_backward = in_backward()
         with engine.at_work:
             engine.graphs.calls += 1
-            number = engine.graphs.calls
+            call = RunningCall(member, member.needed, engine.graphs.calls, engine.arrangement.twins)
             engine.arrangement.unused_in_step = False
             member.entered += 1
             if backward.running and not is_backward:
@@ -263,6 +268,9 @@ class Calls:
                 engine.order.visit(member.index, Pass.BACKWARD if is_backward else forward)
             if self._inside:
                 engine.guard.unblock(member)
+            if is_backward and any(unit.is_used_up for unit in member.needed):
+                for entry in member.entries:
+                    engine.guard.refuse_if_stepped(entry.weight)
             for unit in member.needed:
                 engine.window.bring(unit)
             engine.window.prefetch([*member.needed, *backward.in_use])
@@ -271,12 +279,13 @@ class Calls:
             for unit in member.needed:
                 unit.users += 1
             member.running_calls += 1
-            member.called_in.update(*self._inside)
-            self._inside.append(member.needed)
+            for outer in self._inside:
+                member.called_in.update(outer.needed)
+            self._inside.append(call)
             member.put_in_twins(backward.follow_requires_grad)
             if len(self._inside) == 1 and not is_backward:
                 engine.backend.trace.begin(Kind.FORWARD, member.unit_name)
-            return number
+            return call
 
     def _leave(self, member: Member) -> None:
         engine = self._engine
@@ -287,7 +296,7 @@ class Calls:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
-            for unit in self._inside.pop():
+            for unit in self._inside.pop().needed:
                 unit.users -= 1
             is_backward = in_backward()
             if not self._inside and not is_backward:
@@ -298,6 +307,9 @@ class Calls:
                 if twin.parameter.requires_grad != entry.weight.master.requires_grad:
                     entry.weight.master.requires_grad_(twin.parameter.requires_grad)
                     backward.follow_requires_grad(twin)
+            for unit in member.needed:
+                if unit.has_aliases:  # which show what the forward has written
+                    engine.window.write_back(unit.weights)
             if not (member.running_calls or (member.unit and member.unit.is_reached)):
                 member.put_back_masters()
             if member.is_streamed and not engine.activations.are_kept:
@@ -306,9 +318,9 @@ class Calls:
 
     # --------------------------------------------------------------------------------------------------- its backward
 
-    def _announce(self, member: Member, output: Any, number: int) -> Any:
+    def _announce(self, call: RunningCall, output: Any) -> Any:
         """Have backward announce itself when it reaches this call, and clone outputs that lie in a place."""
-        engine = self._engine
+        engine, member = self._engine, call.member
         graphs = engine.graphs
         places = engine.arrangement.twins.keys()
 
@@ -324,11 +336,11 @@ class Calls:
                     f"superpipeline: {member.name!r} returns one of its weights in an object of a "
                     "class of its own. Return a clone of the weight, or name it in `resident`."
                 )
-        watched = [tensor for tensor in tensors if tensor.requires_grad]
-        if torch.is_grad_enabled() and watched:
+        nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
+        if nodes:
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
-            needed = self._inside[-1]
-            action = partial(BackwardPass.reach, ref(engine), ref(member), graphs.current, needed, bundle)
-            before_backward(watched, action, number, graphs.calls)
+            reached = Reached(ref(member), graphs.current, call.needed, call.gives_weights, bundle)
+            action = partial(BackwardPass.reach, ref(engine), reached)
+            before_backward(nodes, action, call.number, graphs.calls)
         return output

@@ -12,18 +12,25 @@ which lie on the host. An operation on one gets the weight on the device, in mem
 right; from when weights are placed next it is a device parameter. The same goes for a weight that autocast lowers and
 that is used in its own dtype, too (autocast.py): it is sent in that from then on. Reading attributes and
 writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all that happens while an
-optimizer steps.
+optimizer steps. But while the module tree has the leaf in place of the master, the leaf is the weight, whatever is done
+with the master ([Note: one weight, two Parameters] in leaf.py).
+
+*In backward, refuse what is too late.* A unit may be stepped there as soon as its gradients are complete. Nobody can
+read the weights of this step any more then: it raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
+from sp_lightning.pipeline.calls.functions import see_all_uses
 from sp_lightning.pipeline.gradients.segment_gradients import drop
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
@@ -31,10 +38,13 @@ from sp_lightning.pipeline.torch_private import (
     in_backward,
     in_transform,
     make_parameters_of,
+    storage_key,
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
-from sp_lightning.pipeline.weights.leaf import CopiedPlainly
+from sp_lightning.pipeline.weights.autocast import LoweredParameter
+from sp_lightning.pipeline.weights.departed import DepartedLeaf
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -50,6 +60,7 @@ _OF_THE_MASTER = {
 
 # the guards of masters and their weights, by the identity of the masters
 _guarded: dict[int, tuple[Guard, Weight]] = {}
+_guards: WeakSet[Guard] = WeakSet()  # of models that are attached
 
 
 class HostParameter(CopiedPlainly):
@@ -80,7 +91,29 @@ class HostParameter(CopiedPlainly):
             return func(*args, **kwargs)
 
 
-make_parameters_of(HostParameter)
+_LEAVES = (EagerLeaf, LoweredParameter, TwinParameter)
+make_parameters_of((HostParameter, DepartedLeaf), _LEAVES)
+see_all_uses((HostParameter, DepartedLeaf, LoweredParameter))
+
+
+def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Have a module take the master where a forward gives it a leaf: the name outlives the call."""
+    if isinstance(parameter, TwinParameter):
+        return parameter.weight.master
+    with without_torch_function():
+        key = 0 if parameter is None else storage_key(parameter)
+    for guard in _guards:
+        twin = guard.places.get(key)
+        if twin is not None:
+            raise RuntimeError(
+                f"A forward gives {type(module).__name__} a Parameter {name!r} over the memory of weight "
+                f"{twin.weight.name!r} on the device, which other weights get after the call. Make it of a clone: "
+                "`nn.Parameter(weight.detach().clone())`."
+            )
+    return None
+
+
+register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-type]
 
 
 def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -102,11 +135,14 @@ class Guard:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
         self.window = engine.window
+        self.places = engine.arrangement.twins  # all twins, by the identity of their memory
         self._engine = engine
         self._weights: list[Weight] = []
+        self._served: list[Weight] = []  # in this step, outside of their modules
 
     def install(self, weights: Iterable[Weight]) -> None:
         """Guard the masters of weights."""
+        _guards.add(self)
         self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         for weight in self._weights:
             weight.guard = self
@@ -115,6 +151,7 @@ class Guard:
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
+        _guards.discard(self)
         for weight in self._weights:
             weight.master.__class__ = nn.Parameter
             weight.guard = None
@@ -129,8 +166,11 @@ class Guard:
             # of several models there may be, each with its own guard
             found = [_guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
             means_masters = means_the_master(name, args, kwargs)
-            if not (means_masters or optimizer_steps.depth) and any(guard.in_step for guard, _ in found):
+            in_step = not optimizer_steps.depth and any(guard.in_step for guard, _ in found)
+            if in_step and not means_masters:
                 return _run_on_device(func, args, kwargs)
+            if in_step and any(weight.places for _, weight in found):
+                return _run_on_leaves(func, args, kwargs)
             for guard, weight in found:
                 guard.before_access(weight, means_masters)
         with without_torch_function():
@@ -142,6 +182,7 @@ class Guard:
         if self._engine.at_work.is_forked:
             self._check_in_fork(weight)
             return
+        self.refuse_if_stepped(weight)
         if self.in_step:
             with self._engine.at_work:
                 window.finish_optimizer(unit)
@@ -153,6 +194,17 @@ class Guard:
         if writes:
             for copied_from in {unit, weight.twin.unit}:
                 window.note_write(copied_from)
+            if self.in_step:
+                unit.has_aliases = True
+
+    def refuse_if_stepped(self, weight: Weight) -> None:
+        """Raise if a weight was stepped in the backward pass that is under way, and is to be read."""
+        if self._engine.stream.is_used_up(weight) and not optimizer_steps.depth:
+            raise RuntimeError(
+                f"Weight {weight.name!r} is used in backward after the optimizer has stepped it there, "
+                "because nobody was expected to read weights whose gradients are complete. Train with "
+                "`overlap_optimizer=False`."
+            )
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
@@ -195,6 +247,7 @@ class Guard:
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device in its own dtype, for an operation outside of its unit."""
         engine = self._engine
+        self.refuse_if_stepped(weight)
         with engine.at_work:
             self.window.finish_optimizer(weight.unit)
             engine.arrangement.unused_in_step = False
@@ -210,7 +263,18 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
-            return weight.twin.parameter
+            leaf = weight.twin.parameter
+            if isinstance(leaf, DepartedLeaf):
+                leaf.__class__ = weight.leaf_class  # type: ignore[assignment]
+                self._served.append(weight)
+            return leaf
+
+    def end_step(self) -> None:
+        """Have leaves stand for nothing any more that were served outside of their modules."""
+        for weight in self._served:
+            if not weight.places:
+                weight.twin.parameter.__class__ = DepartedLeaf
+        self._served.clear()
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their unit cannot be brought, as a running call occupies its place."""
@@ -276,6 +340,21 @@ def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _serve(master: HostParameter) -> nn.Parameter:
     guard, weight = _guarded[id(master)]
     return guard.serve(weight)
+
+
+def _run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that means masters, some of which have leaves in the module tree."""
+    if name_of(func) == "data":  # of which leaves have their own
+        leaf = _leaf_in_tree(args[0])
+        return leaf.data if func.__name__ == "__get__" else setattr(leaf, "data", args[1])
+    with without_torch_function():
+        args, kwargs = replace_instances((args, kwargs), HostParameter, _leaf_in_tree)
+    return func(*args, **kwargs)
+
+
+def _leaf_in_tree(master: HostParameter) -> nn.Parameter:
+    _, weight = _guarded[id(master)]
+    return weight.twin.parameter if weight.places else master
 
 
 def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:

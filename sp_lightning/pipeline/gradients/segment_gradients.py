@@ -172,12 +172,12 @@ class SegmentGradients:
     def consume(self) -> None:
         """Note that the unit is stepped with them, before `step()` is called."""
         assert self.held, self.unit.name
-        self.is_consumed = True
+        self.is_consumed = self.unit.is_used_up = True
 
     def acknowledge_step(self) -> None:
         """Note that `step()` was called, or never will be, for the step that has consumed them."""
         assert self.is_consumed, self.unit.name
-        self.is_consumed = False
+        self.is_consumed = self.unit.is_used_up = False
 
     def stay(self) -> None:
         """Note that what the engine has of them stays on the device."""

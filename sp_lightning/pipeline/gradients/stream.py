@@ -54,6 +54,11 @@ class GradientStream:
         self._by_segment = by_segment
         self.of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
 
+    def is_used_up(self, weight: Weight) -> bool:
+        """Tell whether an optimizer has stepped a weight in backward, and its `step()` is yet to be called."""
+        gradient = self.of.get(weight)
+        return gradient is not None and gradient.of_segment.is_consumed
+
     # ------------------------------------------------------------------------------------------ while backward runs
 
     def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
@@ -73,10 +78,11 @@ class GradientStream:
     def _awaits_others(self, of_segment: SegmentGradients) -> bool:
         """Tell whether gradients leave only when backward has left their unit, so that it can be stepped with them.
 
-        An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients.
+        An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients. So
+        may a custom Function any weight that it was given.
         """
         unit = of_segment.unit
-        is_needed = unit.handles > 0 or len(of_segment.trained) < len(unit.weights)
+        is_needed = unit.handles > 0 or unit.has_raw_readers or len(of_segment.trained) < len(unit.weights)
         return is_needed and self.early is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:

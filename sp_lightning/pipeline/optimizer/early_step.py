@@ -44,8 +44,8 @@ class EarlyStep(Step):
     def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
-        # weights apart would have to wait for the step
-        if unit.resident or unit.apart or unit.handles:
+        # weights apart would have to wait for the step, and an alias must not show it before backward is over
+        if unit.resident or unit.apart or unit.handles or unit.has_aliases:
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained

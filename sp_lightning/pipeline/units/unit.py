@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -70,6 +71,10 @@ class Unit:
         self.residency = Residency.ABSENT  # whether its bytes are on the device
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
         self.suspect = False  # whether its masters may have changed since they were last checked
+        # whether somebody has an alias of a master that was taken in this step, and may read it
+        self.has_aliases = False
+        # whether a custom Function was given one of its weights in this step, and may read it in backward
+        self.has_raw_readers = False
         self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
@@ -79,6 +84,8 @@ class Unit:
         self.visit: StepOnDevice | None = None
         # whether it was stepped in backward, with the gradients of other processes, and `step()` is still to be called
         self.is_ahead = False
+        # whether it was stepped in backward, and `step()` is still to be called: nobody can read its weights meanwhile
+        self.is_used_up = False
 
     @property
     def every_weight(self) -> list[Weight]:
@@ -128,6 +135,7 @@ class Entry:
     parameters: dict[str, nn.Parameter | None]
     key: str
     weight: Weight
+    has_leaf: bool = False  # whether a leaf was put there, and is to be replaced by the master again
 
     @property
     def is_in_place(self) -> bool:
@@ -170,6 +178,10 @@ class Member:
             # else `functional_call` has put another tensor there
             if entry.parameters.get(entry.key) is master:
                 entry.parameters[entry.key] = twin.parameter
+                entry.has_leaf = True
+                if entry.weight.places == 0 and entry.weight.leaf_departs:
+                    twin.parameter.__class__ = entry.weight.leaf_class
+                entry.weight.places += 1
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
@@ -178,13 +190,15 @@ class Member:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
         for entry in self.entries:
             weight = entry.weight
+            if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
+                continue
+            entry.has_leaf = False
             current = entry.parameters.get(entry.key)
-            if current is None or current is weight.master:
-                continue
-            if weight.twin.unit.resident and not resident_too:
-                continue
             if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
                 entry.parameters[entry.key] = weight.master
+            weight.places -= 1
+            if weight.places == 0 and weight.leaf_departs:
+                weight.twin.parameter.__class__ = DepartedLeaf
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 

@@ -43,6 +43,7 @@ from sp_lightning.pipeline.torch_private import (
     running_node,
     without_torch_function,
 )
+from sp_lightning.pipeline.weights.departed import OF_THE_LEAF
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -68,7 +69,7 @@ _NAMES = (
     "rnn_relu_cell",
 )  # fmt: skip
 CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
-_OF_THE_LEAF = {"grad", "_version", "untyped_storage"}
+_OF_THE_LEAF = {"grad", *OF_THE_LEAF}
 
 
 class Casts:

@@ -1,17 +1,26 @@
 """The leaf of a twin: a Parameter that stands in for the master while its unit computes.
 
+[Note: one weight, two Parameters]
+The one that the module tree has is the weight; whoever uses the other one gets it. A program may hold a master since
+`__init__` and use it within its module's call: the guard gives it the leaf (guard.py). And a program may keep a leaf
+beyond the call: once no module has it any more, its class is `DepartedLeaf` (departed.py), which gives the master. So a
+kept leaf never reads what others have put in its place.
+
 A forward may contain `self.weight.data.clamp_()`, which has to reach the master like any other change. So the leaf's
-`.data` shares its version. Attributes that users set on a Parameter, and its gradient, are those of the master.
+`.data` shares its version. Attributes that users set on a Parameter, its hooks, and its gradient are those of the
+master.
 
 `torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 class CopiedPlainly(nn.Parameter):
@@ -22,12 +31,24 @@ class CopiedPlainly(nn.Parameter):
         return nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
 
 
+class WithMaster(Protocol):
+    """A weight, as far as its leaf has to know it."""
+
+    name: str
+    master: nn.Parameter
+
+
 class TwinParameter(CopiedPlainly):
     """A Parameter that counts what is written to its `.data`."""
 
-    __slots__ = ("twin_of",)
+    __slots__ = ("weight",)
 
-    twin_of: str  # the weight's name
+    weight: WithMaster
+
+    @property
+    def twin_of(self) -> str:
+        """The weight's name."""
+        return self.weight.name
 
     @property
     def data(self) -> Tensor:
@@ -36,27 +57,43 @@ class TwinParameter(CopiedPlainly):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if values is self or (values.data_ptr() == self.data_ptr() and values.dtype is self.dtype):
-            return  # `module.float()` had nothing to convert
-        raise RuntimeError(
-            f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, or a "
-            "conversion of its module) while it is on the device. Write into it "
-            "(`weight.data.copy_(...)`), or convert it between steps."
+        self._refuse_other_memory(values)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Give it the memory that it has, as `parametrize` does; a leaf gets no other."""
+        self._refuse_other_memory(source if not (args or kwargs) else None)
+        return self
+
+    def _refuse_other_memory(self, values: object) -> None:
+        """Raise unless values are those that it has: `module.float()` may have nothing to convert."""
+        is_same = values is self or (
+            isinstance(values, Tensor) and values.data_ptr() == self.data_ptr() and values.dtype is self.dtype
         )
+        if not is_same:
+            raise RuntimeError(
+                f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, "
+                "`weight.set_(...)`, or a conversion of its module) while it is on the device. Write "
+                "into it (`weight.data.copy_(...)`), or convert it between steps."
+            )
 
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """Register a hook on the master, which keeps it when another leaf stands for the weight."""
+        return self.weight.master.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
 
-class WithMaster(Protocol):
-    """A weight, as far as its leaf has to know it."""
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook on the master, which has the accumulated gradient."""
+        master = self.weight.master
+        return master.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
 
-    master: nn.Parameter
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what users have set, and not the weight: Parameters of all classes are pickled as ordinary ones."""
+        return vars(self)
 
 
 class EagerLeaf(TwinParameter):
     """The leaf of a weight of a model that is not compiled: the attributes that users set are those of the master."""
 
-    __slots__ = ("weight",)
-
-    weight: WithMaster
+    __slots__ = ()
 
     @property
     def grad(self) -> Tensor | None:
@@ -66,7 +103,3 @@ class EagerLeaf(TwinParameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self.weight.master.grad = gradient
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle what users have set, and not the weight: Parameters of all classes are pickled as ordinary ones."""
-        return vars(self)

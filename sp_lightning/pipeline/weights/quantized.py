@@ -83,6 +83,7 @@ class QuantizedWeight(Weight):
     """A quantized weight of the model, whose memory is a tensor of bytes."""
 
     twin_class = QuantizedTwin
+    leaf_departs = False
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
@@ -47,9 +48,8 @@ class Twin:
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
         weight = self.weight
         leaf = weight.leaf_class(data, requires_grad=False)
-        leaf.twin_of = weight.name  # it may outlive this object
+        leaf.weight = weight  # the leaf may outlive this object
         if isinstance(leaf, EagerLeaf):
-            leaf.weight = weight
             leaf.__dict__ = weight.master.__dict__
         return leaf
 
@@ -65,7 +65,7 @@ class Twin:
     def _lay_leaf(self) -> None:
         # past its own setter, which dynamo would compile: torch 2.14 cannot
         _DATA.__set__(self.parameter, self.data)
-        self.parameter.__class__ = self.weight.leaf_class
+        self.parameter.__class__ = self.weight.leaf_class if self.weight.places else DepartedLeaf
 
     @property
     def is_replaced(self) -> bool:
@@ -100,7 +100,7 @@ class Twin:
         with without_torch_function():
             if self.parameter.requires_grad:
                 # it runs before the accumulation, which would complain of shapes
-                self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+                Tensor.register_hook(self.parameter, refuse)  # type: ignore[no-untyped-call]
 
 
 class WeightGuard(Protocol):
@@ -119,6 +119,8 @@ class Weight:
     unit: Unit
     twin: Twin
     twin_class = Twin
+    # whether its leaf stands for the master while no module has it ([Note: one weight, two Parameters] in leaf.py)
+    leaf_departs = True
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
@@ -138,6 +140,7 @@ class Weight:
         self.guard: WeightGuard | None = None
         self.replacements = 0  # how often the master was found in other memory
         self.lives = False  # whether the master is on the device, and has left host memory
+        self.places = 0  # how many places of the module tree have a leaf of it now
         # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
         self.other_twins: list[Twin] = []
 
@@ -203,7 +206,12 @@ class Weight:
 
     @property
     def is_converted(self) -> bool:
-        """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
+        """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`.
+
+        `torch.utils.swap_tensors` changes its class, too, even if it looks the same.
+        """
+        if self.guard is not None and type(self.master) is nn.Parameter:
+            return True
         return self.master.data_ptr() != self._address and _form(self.master) != _form(self.home)
 
 

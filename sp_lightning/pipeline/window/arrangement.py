@@ -273,6 +273,7 @@ class Arrangement:
         weight.compute_dtype = weight.dtype
         segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
         unit = Unit(weight.name, resident=True)
+        unit.weights = [weight]
         unit.send([Segment([weight], segment.piece_of(weight, self._backend))], pin=False)
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:

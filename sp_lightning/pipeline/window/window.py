@@ -186,6 +186,8 @@ class Window:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         self.settled = False
         self._discard(unit)
+        if unit.is_reached:
+            unit.leave(is_over=False)  # its place is given away: modules must not read leaves over it
         if not unit.conflicts:
             self._outdated[unit] = None
         for segment in unit.segments:

@@ -272,6 +272,55 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         plain_step(model, optimizer)
 
 
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "a weight": lambda model: model[3].weight.norm(),
+    "an alias": lambda model: model[3].weight.detach(),
+    "data": lambda model: model[3].weight.data,
+    "a call": lambda model: model[3](X),
+    "a leaf that is kept": lambda model: model.kept.norm(),
+}
+
+
+@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_weights_that_backward_has_stepped_is_an_error(read: Callable[[nn.Module], Any], k: int) -> None:
+    """They are another step's by then, and their place on the device may have another unit's bytes."""
+    with attached(model := chain(), k=k) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        optimizer.zero_grad()
+        model[3].register_forward_pre_hook(lambda *_: model.__dict__.update(kept=model[3].weight))
+        first = model[0](X)
+        first.register_hook(lambda gradient: read(model))
+        loss = model[1:](first).square().mean()
+        wrong = r"Weight '3.weight' is used in backward after the optimizer has stepped it.*overlap_optimizer=False"
+        with pytest.raises(RuntimeError, match=wrong), pipeline.optimizers.stepping_in_backward(optimizer):
+            loss.backward()
+
+
+def test_a_unit_whose_weight_has_an_alias_is_stepped_after_backward() -> None:
+    """Somebody may read it in backward."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer, found = adam(model), []
+        for number in range(3):
+            optimizer.zero_grad()
+            with nullcontext() if pipeline is None else pipeline.step():
+                alias = model[3].weight.detach()
+                first = model[0](X)
+                first.register_hook(lambda gradient, alias=alias: found.append(alias.norm()))
+                loss = model[1:](first).square().mean()
+            in_backward = nullcontext()
+            if pipeline is not None and number:
+                in_backward = pipeline.optimizers.stepping_in_backward(optimizer)
+            with in_backward:
+                loss.backward()
+            optimizer.step()
+        return [*found, *everything(model, optimizer)]
+
+    assert check_story(story, chain).steps_in_backward == 2 * 4
+
+
 @pytest.mark.parametrize(
     "change",
     [
