@@ -45,7 +45,7 @@ class Leaf(nn.Module):
 
     KINDS = (
         "block", "dropout", "linear", "batchnorm", "stash", "scale", "lstm", "view", "norm", "counts", "chance",
-        *ADAPTED,
+        "average", "hook", *ADAPTED,
     )  # fmt: skip
 
     def __init__(self, kind: str) -> None:
@@ -63,13 +63,16 @@ class Leaf(nn.Module):
             self.inner = Stashing(inplace=True)
         elif kind == "lstm":
             self.inner = nn.LSTM(WIDTH, WIDTH)
-        elif kind in ("view", "norm"):
+        elif kind in ("view", "norm", "hook"):
             self.inner = nn.Linear(WIDTH, WIDTH)
         elif kind in ADAPTED:
             self.inner = Adapted(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
         else:
             self.inner = nn.Identity()
         self.scale = nn.Parameter(torch.randn(WIDTH)) if kind in ("scale", "counts", "chance") else None
+        # held past the module, and written to in its call
+        self.average = nn.Parameter(torch.zeros(WIDTH), requires_grad=False) if kind == "average" else None
+        self.held = [self.average]
         self.calls: list[int] = []
         self.chance = random.Random(0) if kind == "chance" else None
 
@@ -85,7 +88,20 @@ class Leaf(nn.Module):
         if self.kind == "view":
             return self.inner(x[:, None])[:, 0]
         if self.kind == "norm":
+            self.__dict__["kept"] = self.inner.weight
             return self.inner(x) / (1 + self.inner.weight.norm())
+        if self.kind == "average":
+            with torch.no_grad():
+                self.held[0].mul_(0.5).add_(x.mean(0))
+            return x + self.average.clone()
+        if self.kind == "hook":
+            y = self.inner(x)
+            if y.requires_grad:
+                y.register_hook(lambda gradient: gradient / (1 + self.inner.weight.detach().norm().item()))
+            return y
+        if self.kind == "stash":
+            self.__dict__["output"] = self.inner(x)
+            return self.output
         return self.inner(x) if self.scale is None else x * self.scale
 
 
@@ -123,6 +139,23 @@ def run_twice(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return run_chain(parts, run_chain(parts, x).tanh())
 
 
+def run_kept(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """Weights that leaves had in their calls are used after these."""
+    x = run_chain(parts, x)
+    for part in parts:
+        if isinstance(part, Leaf) and part.kind == "norm":
+            x = x / (1 + part.kept.norm())
+    return x
+
+
+def run_aside(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """What a leaf has computed is found on it, and not in what it returns."""
+    for part in parts:
+        y = part(x)
+        x = part.__dict__.pop("output", y)
+    return x
+
+
 def run_inplace_residual(parts: nn.ModuleList, x: Tensor) -> Tensor:
     """The last part is a leaf of kind "view", whose output may be changed in place."""
     y = run_chain(parts, x)
@@ -150,6 +183,8 @@ NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
     "branches": run_branches,
     "given": run_given,
     "twice": run_twice,
+    "kept": run_kept,
+    "aside": run_aside,
     "inplace": run_inplace_residual,
     "some": run_some,
     "checkpoint": partial(run_checkpointed, reentrant=False),
