@@ -67,7 +67,7 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
         expected = gradients_of_one_step(pipeline)
         full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
         with full, pytest.raises(torch.OutOfMemoryError, match="full"):
-            pipeline._engine.rearrange(None)
+            pipeline._engine.rearrange()
         assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
         if goes_on:
             assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
@@ -214,7 +214,7 @@ def test_a_graph_of_earlier_places_is_refused(frozen: bool, change: str) -> None
         x = torch.ones(2, 8, requires_grad=True)
         with pipeline.step():
             loss = model(x).sum() if frozen else model.loss(x)
-        getattr(pipeline._engine, change)(None)
+        getattr(pipeline._engine, change)()
         with pytest.raises(RuntimeError, match=f"{name} of a graph that was built before"):
             loss.backward()
 

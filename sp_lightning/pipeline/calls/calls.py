@@ -203,7 +203,7 @@ class Calls:
             finally:
                 member.put_back_masters()
         autocast = autocast_dtype(engine.device.type)
-        if autocast != engine.arrangement.autocast:
+        if autocast is not member.autocast:
             engine.adapt_to_autocast(member, autocast)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
@@ -326,6 +326,7 @@ class Calls:
                 )
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if torch.is_grad_enabled() and watched:
+            graphs.current.is_built = True
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]

@@ -34,7 +34,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
-from sp_lightning.pipeline.weights.leaf import CopiedPlainly
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -247,6 +247,14 @@ class Guard:
         """Send a weight in its own dtype from when it is placed next; if it is lowered now, make it resident."""
         self._engine.learned.casts.used_as_is.add(id(weight.master))
         if weight.lowered:
+            self._make_resident(weight)
+
+    def keep_as_is_for_now(self, weight: Weight) -> None:
+        """Have a lowered weight be in its own dtype until weights are placed next: autocast is off for its module."""
+        if weight.cast_in == self._engine.graphs.current.number:
+            self.keep_as_is(weight)  # what the graph has cast already stays cast
+        else:
+            weight.leaf_class = EagerLeaf  # nobody looks at how it is used
             self._make_resident(weight)
 
     def _make_resident(self, weight: Weight) -> None:

@@ -155,6 +155,8 @@ class Member:
         self.called_in: set[Unit] = set()  # units of other calls that its calls were inside of
         self.running_calls = 0  # how many of its calls are under way
         self.entered = 0  # how many times it has been called since it was attached
+        # the dtype that autocast casts to in its calls, for which its weights were placed; None without autocast
+        self.autocast: torch.dtype | None = None
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
 
