@@ -265,6 +265,10 @@ class Calls:
                 engine.guard.unblock(member)
             for unit in member.needed:
                 engine.window.bring(unit)
+            if member.calls_to_watch[member.module.training]:
+                member.calls_to_watch[member.module.training] -= 1
+                for unit in member.needed:
+                    unit.watch()
             engine.window.prefetch([*member.needed, *backward.in_use])
             if member.is_streamed and not engine.activations.are_kept:
                 engine.activations.enter(member)
@@ -289,6 +293,8 @@ class Calls:
             member.running_calls -= 1
             for unit in self._inside.pop():
                 unit.users -= 1
+                if unit.fingerprint is not None and not unit.users:
+                    engine.window.find_unseen_writes(unit)
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 engine.backend.trace.end()

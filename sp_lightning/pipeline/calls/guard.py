@@ -210,6 +210,10 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
+            training = engine.module.training
+            if weight.uses_to_watch[training] and unit.fingerprint is None:
+                weight.uses_to_watch[training] -= 1
+                unit.watch()
             return weight.twin.parameter
 
     def unblock(self, member: Member) -> None:

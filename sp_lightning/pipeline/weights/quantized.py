@@ -72,10 +72,7 @@ class QuantizedTwin(Twin):
         places = [place.data_ptr() for place in self._places]
         if self._version_of_parts() != self._version_seen or lying != places:
             _lay(self.parameter, self._places)
-            raise RuntimeError(
-                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other "
-                "memory. Change or convert it before training, or between steps."
-            )
+            raise _written(self.weight)
         return False
 
 
@@ -104,6 +101,10 @@ class QuantizedWeight(Weight):
         _lay(self.master, places)
         self.host = self.home = host
 
+    def receive(self, arrived: Tensor) -> None:
+        """Raise: nobody trains it."""
+        raise _written(self)
+
     def lies_in(self, memory: Tensor) -> bool:
         """Tell whether the parts of the master lie just where this tensor does."""
         start = memory.data_ptr()
@@ -124,6 +125,13 @@ class QuantizedWeight(Weight):
     def is_converted(self) -> bool:
         """Whether the master was converted, given other memory, or made trainable."""
         return self.master.requires_grad or not self.lies_in(self.home)
+
+
+def _written(weight: Weight) -> RuntimeError:
+    return RuntimeError(
+        f"A forward wrote to the quantized weight {weight.name!r}, or gave it other "
+        "memory. Change or convert it before training, or between steps."
+    )
 
 
 def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:
