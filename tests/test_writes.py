@@ -257,6 +257,22 @@ class WritesToBuffer(Block):
         return super().forward(x * self.average.mean())
 
 
+class NormsLazily(Block):
+    """Has buffers without a shape until its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyBatchNorm1d(affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.lazy(x))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_buffers_of_lazy_modules(activations: str) -> None:
+    assert_same_story(train, lambda: Chain([NormsLazily() for _ in range(3)]), activations=activations)
+
+
 @pytest.mark.parametrize("calls_before", [1, 4])
 def test_buffers_that_are_written_to_later(calls_before: int) -> None:
     """By then, a unit's first call has shown nothing."""

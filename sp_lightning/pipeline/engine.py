@@ -33,7 +33,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
-from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.autocast import Autocasts
@@ -165,7 +165,7 @@ class Engine:
             stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
         on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
-        self.meter.uncounted = set(map(storage_key, on_device))
+        self.meter.leave_out(on_device)
         self.living.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)

@@ -49,15 +49,18 @@ def over_a_backend(model: nn.Module) -> Iterator[tuple[Pipeline, RecordingBacken
 
 @pytest.mark.parametrize("where", ["upload", "download"])
 def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
-    """The error surfaces, the next step is right, and detach works."""
+    """The error surfaces, the next step is right and has all buffers, and detach works."""
     with over_a_backend(model := layers()) as (pipeline, backend):
         expected = gradients_of_one_step(pipeline)
+        staging = pipeline._engine.stream.routes.staging
+        room = staging.nbytes()
         with torch.no_grad():
             next(model.parameters()).add_(0)
         backend.fail_next(where, OSError("the bus is gone"))
         with pytest.raises(OSError, match="the bus is gone"):
             gradients_of_one_step(pipeline)
         assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
+        assert staging.nbytes() == room
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

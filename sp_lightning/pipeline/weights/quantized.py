@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.torch_private import parts_of
+from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter is frozen and of a class of its own, and all that it consists of can be moved."""
-    if type(parameter) is nn.Parameter or parameter.requires_grad:
+    """Tell whether a parameter is frozen, of a class that knows how to move it, and consists of what can be moved."""
+    knows_how = contains_others(parameter) or type(parameter).to is not Tensor.to
+    if parameter.requires_grad or not knows_how:
         return False
     parts = parts_of(parameter)
     others = vars(parameter).values()
