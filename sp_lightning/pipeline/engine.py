@@ -290,11 +290,12 @@ class Engine:
         """Follow a member's call under another autocast than its weights were placed for."""
         autocasts = self.learned.autocasts
         known = autocasts.common([member.name])
-        if known is not dtype and member.name not in autocasts.mixed:
+        is_new = known is not dtype and member.name not in autocasts.mixed
+        if is_new and (member.is_streamed or self.arrangement.unused_in_step):
             seen = [self.arrangement.streamed_members[number].name for number in self.order.used()]
             if member.name in seen:
                 autocasts.mix(member.name)
-            elif self._may_place_before(member):
+            elif self._may_place_now():
                 with self.at_work:
                     self.window.write_back_all()
                 autocasts.switch(known, dtype, seen)
@@ -310,15 +311,15 @@ class Engine:
             else:
                 self.guard.keep_as_is_for_now(weight)
 
-    def _may_place_before(self, member: Member) -> bool:
-        """Tell whether weights may get other places within a step, before a member's call."""
+    def _may_place_now(self) -> bool:
+        """Tell whether weights may get other places within a step: no graph, and no call, needs them where they are."""
         arrangement, graphs = self.arrangement, self.graphs
-        if graphs.waiting() or self.backward.running or arrangement.is_lent_out():
+        if graphs.waiting() or graphs.current.is_built or self.backward.running or arrangement.is_lent_out():
             return False
+        # of several processes, each may train other modules: they place weights when they meet
         if self.processes is not None and torch.is_grad_enabled():
-            return False  # each may call other modules: they place weights when they meet
-        is_inside = any(other.running_calls for other in arrangement.members)
-        return arrangement.unused_in_step or (member.is_streamed and not (graphs.current.is_built or is_inside))
+            return False
+        return not any(member.running_calls for member in arrangement.members)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""

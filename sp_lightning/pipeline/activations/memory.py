@@ -85,8 +85,11 @@ class Meter:
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Count the memory of these tensors no longer, and that of all others."""
-        there = [parts_of(tensor)[0] for tensor in tensors if storage_key(tensor)]
-        self.uncounted = {storage_key(part): StorageWeakRef(part.untyped_storage()) for part in there}  # type: ignore[no-untyped-call]
+        self.uncounted = {}
+        for tensor in tensors:
+            if key := storage_key(tensor):
+                storage = parts_of(tensor)[0].untyped_storage()
+                self.uncounted[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def hold(self, tensor: Tensor) -> Held | None:
         """Count the memory of a tensor until the returned object is dropped; None if it does not count."""

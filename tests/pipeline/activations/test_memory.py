@@ -19,8 +19,8 @@ def test_an_activation_in_the_place_of_a_replaced_buffer_counts() -> None:
         meter.leave_out([buffer])
         assert meter.hold(buffer[1:]) is None
         del buffer
-        held = [meter.hold(torch.ones(4)) for _ in range(1000)]
-        assert None not in held
+        activations = [torch.ones(4) for _ in range(1000)]
+        assert all(meter.hold(activation) is not None for activation in activations)
 
 
 def test_a_wait_for_the_device_is_counted() -> None:
