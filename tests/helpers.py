@@ -362,7 +362,7 @@ class Run:
     def rebuild(self) -> None:
         """Have the engine arrange units anew."""
         if self.pipe is not None:
-            self.pipe._engine.rearrange(self.pipe.arrangement.autocast)
+            self.pipe._engine.rearrange()
 
     def note(self, label: str, value: Any) -> None:
         """Write down one tensor."""

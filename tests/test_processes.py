@@ -73,6 +73,9 @@ def mixed_precision() -> None:
     assert_as_ddp(Silent, precision="bf16-mixed", gradient_clip_val=0.1)
     assert_as_ddp(Descends, precision="16-mixed", accumulate_grad_batches=2, compare=assert_close_trace)
     assert_as_ddp(precision="bf16-true")
+    for InFP32.kind in ("in all", "in one"):
+        assert_as_ddp(InFP32, precision="bf16-mixed", limit_val_batches=1)
+        assert InFP32.lowered == {"blocks.1", "blocks.2", "blocks.3"}
 
 
 def options() -> None:
@@ -147,6 +150,27 @@ class Silent(Base):
     """Nobody looks at gradients, so units are stepped in backward."""
 
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+class InFP32(Silent):
+    """Its first block computes in fp32, in all processes or in one."""
+
+    kind = "in all"
+    lowered: ClassVar[set[str]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        enabled = self.kind == "in one" and self.global_rank == 0
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x)
+
+    def on_train_end(self) -> None:
+        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        if pipeline is not None:
+            weights = pipeline.arrangement.weights
+            InFP32.lowered = {weight.name[:8] for weight in weights if weight.lowered} - {"head.wei", "head.bia"}
 
 
 class Descends(Base):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -46,16 +47,48 @@ WRITES: dict[str, Write] = {
 }
 
 
+@torch.no_grad()
+def as_statistics(weight: nn.Parameter) -> None:
+    inputs = torch.linspace(-1, 1, 2 * weight.numel()).view(2, -1)
+    mean = weight if weight.dim() == 1 else weight.data.view(-1)
+    F.batch_norm(inputs, mean, torch.ones(weight.numel()), training=True)
+
+
+def by_numpy(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[...] *= 0.9
+
+
+@torch.no_grad()
+def by_a_fused_optimizer(weight: nn.Parameter) -> None:
+    options = {"weight_decay": 0.1, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_([weight], [torch.ones(weight.shape)], [], **options, **flags)
+
+
+@torch.no_grad()
+def with_the_version_preserved(weight: nn.Parameter) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(0.9)
+
+
+UNCOUNTED: dict[str, Write] = {
+    "statistics": as_statistics,
+    "numpy": by_numpy,
+    "fused optimizer": by_a_fused_optimizer,
+    "version preserved": with_the_version_preserved,
+}
+
+
 class Writes(Block):
     """Writes to one of its weights in its forward, from some call on."""
 
-    def __init__(self, write: Write, calls_before: int = 0, frozen: bool = False) -> None:
+    def __init__(self, write: Write, calls_before: int = 0, frozen: bool = False, trains: bool = False) -> None:
         super().__init__()
-        self.write, self.calls_before = write, calls_before
+        self.write, self.calls_before, self.trains = write, calls_before, trains
         self.up.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.calls_before <= 0:
+        if self.calls_before <= 0 and self.training >= self.trains:
             self.write(self.up.weight)
         self.calls_before -= 1
         return super().forward(x)
@@ -84,10 +117,46 @@ def writers(write: Write, **options: bool | int) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*changes its weights in place")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", [*WRITES, *UNCOUNTED])
 def test_weights(name: str, activations: str) -> None:
     """They are written back to the host, and a forward that does so does not run again."""
-    assert_same_story(train, partial(writers, WRITES[name]), activations=activations)
+    write = {**WRITES, **UNCOUNTED}[name]
+    assert_same_story(train, partial(writers, write), activations=activations)
+
+
+def after_evaluations(run: Run) -> None:
+    """As Lightning's sanity check: a forward that has shown nothing there may write in training."""
+    run.model.eval()
+    for number in range(3):
+        run.evaluate(f"check {number}")
+    run.model.train()
+    train(run)
+
+
+def outside_of_units(run: Run, write: Write) -> None:
+    """In a step, before the unit of the weight is called."""
+    for number in range(4):
+        with run.step():
+            write(run.model.blocks[1].norm.weight)
+            run.note(f"output {number}", run.model(run.rows(number)))
+    note_state(run.trace, "end", run.model, [])
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize("kind", ["frozen", "resident", "served", "lowered", "after evaluations"])
+def test_writes_that_torch_does_not_count(kind: str, name: str) -> None:
+    """Running statistics that are Parameters stayed as they were when training began."""
+    write = UNCOUNTED[name]
+    stories: dict[str, Callable[[Run], None]] = {
+        "served": partial(outside_of_units, write=write),
+        "lowered": partial(train, autocast=True),
+        "after evaluations": after_evaluations,
+    }
+    if kind == "served":
+        write = clamp
+    build = partial(writers, write, frozen=kind == "frozen", trains=kind == "after evaluations")
+    resident = ("blocks.1",) if kind == "resident" else ()
+    assert_same_story(stories.get(kind, train), build, resident=resident)
 
 
 @pytest.mark.parametrize("resident", [(), ("blocks.1",)])
@@ -186,6 +255,22 @@ class WritesToBuffer(Block):
             self.write(self.average)
         self.calls_before -= 1
         return super().forward(x * self.average.mean())
+
+
+class NormsLazily(Block):
+    """Has buffers without a shape until its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyBatchNorm1d(affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.lazy(x))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_buffers_of_lazy_modules(activations: str) -> None:
+    assert_same_story(train, lambda: Chain([NormsLazily() for _ in range(3)]), activations=activations)
 
 
 @pytest.mark.parametrize("calls_before", [1, 4])

@@ -33,9 +33,10 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
-from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.weights.autocast import Autocasts
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
@@ -80,7 +81,7 @@ class Engine:
         self._sums_gradients = processes is not None and processes.trains
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.learned = Learned()  # findings from past steps, for when weights are placed next
+        self.learned = Learned((), Autocasts())  # findings from past steps, for when weights are placed next
         box = None if processes is None else processes.box
         self.memory = HostMemory(backend, box, progress)
         self.graphs = Graphs()
@@ -101,8 +102,8 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
-    def arrange(self, autocast: torch.dtype | None) -> None:
-        """Divide the module into units, and take it over, with weights placed for what autocast lowers them to."""
+    def arrange(self) -> None:
+        """Divide the module into units, and take it over."""
         arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend)
         self.arrangement = arrangement
         members = arrangement.streamed_members
@@ -116,7 +117,7 @@ class Engine:
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
-        self.place(autocast)
+        self.place()
         self.activations.measure_anew(self.budget is not None)
         move_all_but_parameters(self.module, self.device)
         if self.options.compile:
@@ -137,23 +138,23 @@ class Engine:
         self.living.bring_home(self.module)
         self.memory.keep([])
 
-    def rearrange(self, autocast: torch.dtype | None) -> None:
+    def rearrange(self) -> None:
         """Give the module back, and take it over as it is now: it is another tree."""
         self._is_arranged = False
         self.uninstall()
-        self.learned = Learned(self.learned.divided)
+        self.learned = Learned(self.learned.divided, self.learned.autocasts)
         self.plan = self.activations.auto = None
-        self.arrange(autocast)
+        self.arrange()
 
     # ------------------------------------------------------------------------------------------------------- placing it
 
-    def place(self, autocast: torch.dtype | None) -> None:
+    def place(self) -> None:
         """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
         arrangement = self.arrangement
         self._is_arranged = False
         self._leave_places()
         arrangement.leave_places()
-        arrangement.choose(autocast, self.plan)
+        arrangement.choose(self.plan)
         self.living.follow(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
@@ -164,7 +165,7 @@ class Engine:
             stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
         on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
-        self.meter.uncounted = set(map(storage_key, on_device))
+        self.meter.leave_out(on_device)
         self.living.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
@@ -205,9 +206,8 @@ class Engine:
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
         """Place weights anew if there is a reason to, unless a graph is `waiting` for its backward."""
-        autocast = self.arrangement.autocast
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
-            self.rearrange(autocast)
+            self.rearrange()
         if waiting:
             return
         # first, as what it drops would have to be shown if weights got other places
@@ -220,7 +220,7 @@ class Engine:
             for weight in self.arrangement.weights:
                 is_converted |= weight.is_converted
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
-            self.rearrange(autocast)
+            self.rearrange()
         if torch.is_grad_enabled():
             with without_torch_function():
                 self.learned.note_trained(self.arrangement.every_weight)
@@ -267,7 +267,7 @@ class Engine:
         if not self.learned.conclude(arrangement.units, called):
             return
         if self.learned.divided != arrangement.divided:
-            self.rearrange(arrangement.autocast)
+            self.rearrange()
         else:  # the plan was made for other units
             self._follow(None, anew=True)
             self.activations.measure_anew(self.budget is not None)
@@ -280,20 +280,46 @@ class Engine:
         """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
         before, self.plan = self.plan, plan
         if anew or (before and before.window) != (plan and plan.window):
-            self.place(self.arrangement.autocast)
+            self.place()
         elif plan is not None and self.arrangement.layout.window is before:
             self.arrangement.layout.window = plan
         if self.activations.auto is not None:
             self.activations.auto.policies = {} if plan is None else plan.policies
 
-    def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> None:
-        """Follow a change of autocast that is found in a member's call."""
-        if self.arrangement.unused_in_step and not (self.graphs.waiting() or self.arrangement.is_lent_out()):
-            self.place(autocast)
-            self.activations.measure_anew(self.budget is not None)
-            return
+    def adapt_to_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
+        """Follow a member's call under another autocast than its weights were placed for."""
+        autocasts = self.learned.autocasts
+        known = autocasts.common([member.name])
+        is_new = known is not dtype and member.name not in autocasts.mixed
+        if is_new and (member.is_streamed or self.arrangement.unused_in_step):
+            seen = [self.arrangement.streamed_members[number].name for number in self.order.used()]
+            if member.name in seen:
+                autocasts.mix(member.name)
+            elif self._may_place_now():
+                with self.at_work:
+                    self.window.write_back_all()
+                autocasts.switch(known, dtype, seen)
+                self.place()
+                self.activations.measure_anew(self.budget is not None)
+                return
+            elif member.is_streamed:
+                autocasts.noted[member.name] = dtype
+                self.learned.outdated = True
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
-            self.guard.keep_as_is(weight)  # one step uses the unit both with and without autocast
+            if member.name in autocasts.mixed:
+                self.guard.keep_as_is(weight)
+            else:
+                self.guard.keep_as_is_for_now(weight)
+
+    def _may_place_now(self) -> bool:
+        """Tell whether weights may get other places within a step: no graph, and no call, needs them where they are."""
+        arrangement, graphs = self.arrangement, self.graphs
+        if graphs.waiting() or graphs.current.is_built or self.backward.running or arrangement.is_lent_out():
+            return False
+        # of several processes, each may train other modules: they place weights when they meet
+        if self.processes is not None and torch.is_grad_enabled():
+            return False
+        return not any(member.running_calls for member in arrangement.members)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""

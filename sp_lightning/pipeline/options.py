@@ -16,7 +16,7 @@ for _power, _prefix in enumerate("kmgt", 1):
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
 Policy: TypeAlias = Literal["keep", "recompute", "offload"]
-"""What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
+"""What becomes of what a unit saves for backward: it stays on the GPU, is computed again, or waits in CPU memory."""
 
 ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 

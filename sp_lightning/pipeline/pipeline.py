@@ -112,7 +112,8 @@ class Pipeline:
         if processes is not None:
             processes.broadcast_module(self.module)
         # what is on now is likely to be on in steps, too
-        self._parts.arrange(autocast_dtype(self.device.type))
+        self._parts.learned.autocasts.default = autocast_dtype(self.device.type)
+        self._parts.arrange()
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)

@@ -190,7 +190,8 @@ def storage_key(tensor: Tensor) -> int:
         tensor = parts_of(tensor)[0]
     try:
         key: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
+    # functorch's wrappers have no storage of their own, and buffers of lazy modules have none yet
+    except (NotImplementedError, RuntimeError, ValueError):
         return 0
     return key
 

@@ -49,15 +49,18 @@ def over_a_backend(model: nn.Module) -> Iterator[tuple[Pipeline, RecordingBacken
 
 @pytest.mark.parametrize("where", ["upload", "download"])
 def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
-    """The error surfaces, the next step is right, and detach works."""
+    """The error surfaces, the next step is right and has all buffers, and detach works."""
     with over_a_backend(model := layers()) as (pipeline, backend):
         expected = gradients_of_one_step(pipeline)
+        staging = pipeline._engine.stream.routes.staging
+        room = staging.nbytes()
         with torch.no_grad():
             next(model.parameters()).add_(0)
         backend.fail_next(where, OSError("the bus is gone"))
         with pytest.raises(OSError, match="the bus is gone"):
             gradients_of_one_step(pipeline)
         assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
+        assert staging.nbytes() == room
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -67,7 +70,7 @@ def test_units_that_cannot_be_arranged_anew(goes_on: bool) -> None:
         expected = gradients_of_one_step(pipeline)
         full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
         with full, pytest.raises(torch.OutOfMemoryError, match="full"):
-            pipeline._engine.rearrange(None)
+            pipeline._engine.rearrange()
         assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
         if goes_on:
             assert all(map(torch.equal, gradients_of_one_step(pipeline), expected))
@@ -214,7 +217,7 @@ def test_a_graph_of_earlier_places_is_refused(frozen: bool, change: str) -> None
         x = torch.ones(2, 8, requires_grad=True)
         with pipeline.step():
             loss = model(x).sum() if frozen else model.loss(x)
-        getattr(pipeline._engine, change)(None)
+        getattr(pipeline._engine, change)()
         with pytest.raises(RuntimeError, match=f"{name} of a graph that was built before"):
             loss.backward()
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
@@ -120,7 +121,7 @@ class Surroundings:
         self._buffers: list[tuple[ref[nn.Module], str, Tensor, int | None]] = []
         for module in modules:
             for name, buffer in module._buffers.items():
-                if buffer is None:
+                if buffer is None or is_lazy(buffer):
                     continue
                 if buffer.layout is torch.strided and buffer.nbytes <= _SMALL:
                     self._buffers.append((ref(module), name, _copy(buffer), None))

@@ -6,15 +6,16 @@ Counting costs the host some microseconds for each saved tensor, so under `"auto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.torch_private import parts_of, storage_key
 
 
 class Footprint(NamedTuple):
@@ -70,8 +71,8 @@ class Meter:
 
     def __init__(self, backend: Backend, stats: Stats, always: bool = True) -> None:
         self.counts = always  # whether it counts in this step
-        # the identities of buffers, and of weights that live on the device
-        self.uncounted: set[int] = set()
+        # the identities of buffers, and of weights that live on the device; held, as a buffer may be replaced
+        self.uncounted: dict[int, StorageWeakRef] = {}
         self.step_peak = 0  # the most bytes that were held since the step began
         self.always = always  # whether to count in all steps, from the next one on
         self._backend = backend
@@ -81,6 +82,14 @@ class Meter:
         self._peak = 0  # the most since
         # what is allocated whatever is computed; None if the device does not tell
         self._baseline: int | None = None
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count the memory of these tensors no longer, and that of all others."""
+        self.uncounted = {}
+        for tensor in tensors:
+            if key := storage_key(tensor):
+                storage = parts_of(tensor)[0].untyped_storage()
+                self.uncounted[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def hold(self, tensor: Tensor) -> Held | None:
         """Count the memory of a tensor until the returned object is dropped; None if it does not count."""

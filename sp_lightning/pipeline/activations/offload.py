@@ -154,9 +154,10 @@ class HostPool:
     also serves what is smaller, and those that are too small make room for a larger one.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, stats: Stats) -> None:
         self.held = 0  # bytes that the pool has
         self._backend = backend
+        self._stats = stats
         self._buffers: set[HostBuffer] = set()
         self._free: list[HostBuffer] = []  # by their size
 
@@ -167,6 +168,7 @@ class HostPool:
         if place < len(self._free):
             return self._free.pop(place)
         if self._free:  # all too small: they make room
+            self._stats.host_syncs += 1
             self._backend.drain()  # the device may still be reading what was given back
             self._release(self._free)
         free = available_host_memory()
@@ -203,7 +205,7 @@ class Offloader:
     """Sends saved activations to the host and fetches them for backward."""
 
     def __init__(self, backend: Backend, meter: Meter, stats: Stats) -> None:
-        self.pool = HostPool(backend)
+        self.pool = HostPool(backend, stats)
         self._backend = backend
         self._meter = meter
         self._stats = stats

@@ -57,6 +57,7 @@ class Graph:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.is_built = False  # whether a call has made nodes of it
         self.done = False  # whether a backward has run through it
         self.outdated = False  # whether weights have got other places since
 

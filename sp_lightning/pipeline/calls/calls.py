@@ -205,7 +205,7 @@ class Calls:
             finally:
                 member.put_back_masters()
         autocast = autocast_dtype(engine.device.type)
-        if autocast != engine.arrangement.autocast:
+        if autocast is not member.autocast:
             engine.adapt_to_autocast(member, autocast)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
@@ -273,6 +273,10 @@ class Calls:
                     engine.guard.refuse_if_stepped(entry.weight)
             for unit in member.needed:
                 engine.window.bring(unit)
+            if member.calls_to_watch[member.module.training]:
+                member.calls_to_watch[member.module.training] -= 1
+                for unit in member.needed:
+                    unit.watch()
             engine.window.prefetch([*member.needed, *backward.in_use])
             if member.is_streamed and not engine.activations.are_kept:
                 engine.activations.enter(member)
@@ -298,6 +302,8 @@ class Calls:
             member.running_calls -= 1
             for unit in self._inside.pop().needed:
                 unit.users -= 1
+                if unit.fingerprint is not None and not unit.users:
+                    engine.window.find_unseen_writes(unit)
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 engine.backend.trace.end()
@@ -338,6 +344,7 @@ class Calls:
                 )
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
+            graphs.current.is_built = True
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             reached = Reached(ref(member), graphs.current, call.needed, call.gives_weights, bundle)

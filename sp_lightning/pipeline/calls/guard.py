@@ -263,6 +263,10 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
+            training = engine.module.training
+            if weight.uses_to_watch[training] and unit.fingerprint is None:
+                weight.uses_to_watch[training] -= 1
+                unit.watch()
             leaf = weight.twin.parameter
             if isinstance(leaf, DepartedLeaf):
                 leaf.__class__ = weight.leaf_class  # type: ignore[assignment]
@@ -311,6 +315,14 @@ class Guard:
         """Send a weight in its own dtype from when it is placed next; if it is lowered now, make it resident."""
         self._engine.learned.casts.used_as_is.add(id(weight.master))
         if weight.lowered:
+            self._make_resident(weight)
+
+    def keep_as_is_for_now(self, weight: Weight) -> None:
+        """Have a lowered weight be in its own dtype until weights are placed next: autocast is off for its module."""
+        if weight.cast_in == self._engine.graphs.current.number:
+            self.keep_as_is(weight)  # what the graph has cast already stays cast
+        else:
+            weight.leaf_class = EagerLeaf  # nobody looks at how it is used
             self._make_resident(weight)
 
     def _make_resident(self, weight: Weight) -> None:

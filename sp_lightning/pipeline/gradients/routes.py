@@ -64,12 +64,14 @@ class StagingBuffers:
     def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
         self.reserve()
-        buffer = self._buffers.pop(0)
-        if buffer.ticket is not None:
-            self._backend.trace.wait(buffer.ticket, "gradients")
+        buffer = self._buffers[0]
+        # if this wait fails, so does the step, and what comes after that finds nothing under way
+        copy, buffer.ticket = buffer.ticket, None
+        if copy is not None:
+            self._backend.trace.wait(copy, "gradients")
         if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
             buffer = GradientMemory(self._backend.allocate(nbytes))
-        self._buffers.append(buffer)
+        self._buffers = [*self._buffers[1:], buffer]
         return buffer
 
     def nbytes(self) -> int:

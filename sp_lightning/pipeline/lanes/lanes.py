@@ -194,7 +194,10 @@ class Job(Ticket):
         except BaseException as error:
             self.error = error
         self.ended = time.perf_counter()
-        self.cleanup()
+        try:
+            self.cleanup()
+        except BaseException as error:
+            self.error = self.error or error
         self.finish()
 
     def finish(self) -> None:

@@ -29,9 +29,8 @@ class Run:
 
     share: Tensor
 
-    def __init__(self, gradients: Sequence[Gradient], processes: int) -> None:
-        weight = gradients[0].weight
-        self.dtype, self.sum_dtype = weight.compute_dtype, weight.dtype
+    def __init__(self, gradients: Sequence[Gradient], dtype: torch.dtype, processes: int) -> None:
+        self.dtype, self.sum_dtype = dtype, gradients[0].weight.dtype
         self._begins: dict[Gradient, int] = {}
         end = 0
         for gradient in gradients:
@@ -66,9 +65,9 @@ class SharedSums:
         box = masters.shared.box
         alike: dict[tuple[torch.dtype, torch.dtype], list[Gradient]] = {}
         for gradient in gradients:
-            dtypes = gradient.weight.compute_dtype, gradient.weight.dtype
+            dtypes = of_segment.segment.dtypes[gradient.weight], gradient.weight.dtype
             alike.setdefault(dtypes, []).append(gradient)
-        self.runs = [Run(each, box.count) for each in alike.values()]
+        self.runs = [Run(each, dtype, box.count) for (dtype, _), each in alike.items()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
         sizes.append(len(gradients) * torch.float32.itemsize)
         begins, nbytes = lay_out(sizes)

@@ -174,7 +174,7 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
             return tensor
         if id(tensor) not in moved:
             # validation may come first, training later
-            with torch.inference_mode(tensor.is_inference()):
+            with torch.inference_mode(not is_lazy(tensor) and tensor.is_inference()):
                 moved[id(tensor)] = tensor, tensor.to(device)
         return moved[id(tensor)][1]
 

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.segment import Segment
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Twin, Weight
+
+_ROW = 1024  # numbers in a row of what a fingerprint is made of
 
 
 class Residency(enum.Enum):
@@ -70,6 +73,8 @@ class Unit:
         self.users = 0
         self.residency = Residency.ABSENT  # whether its bytes are on the device
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
+        # of its bytes before the call inside of it, if that is watched for writes that torch does not count
+        self.fingerprint: Tensor | None = None
         self.suspect = False  # whether its masters may have changed since they were last checked
         # whether somebody has an alias of a master that was taken in this step, and may read it
         self.has_aliases = False
@@ -95,6 +100,7 @@ class Unit:
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory, and its weights' twins lie there."""
         self.place, begin = place, 0
+        self.fingerprint = None
         for segment in self.segments:
             segment.place = place[begin : begin + segment.nbytes]
             begin += segment.nbytes
@@ -117,6 +123,19 @@ class Unit:
         self.nbytes = sum(segment.nbytes for segment in segments)
         self.is_followed = any(segment.is_followed for segment in segments)
 
+    def watch(self) -> None:
+        """Notice changes of its bytes, which can be read, until it is asked for them."""
+        if self.fingerprint is None and self.nbytes:
+            self.fingerprint = _fingerprint(self.place)
+
+    def has_changed(self) -> bool:
+        """Tell whether its bytes have changed while it was watched, which goes on if a call is inside of it."""
+        if self.fingerprint is None:
+            return False
+        before, after = self.fingerprint, _fingerprint(self.place)
+        self.fingerprint = after if self.users else None
+        return not torch.equal(before, after)
+
     def leave(self, is_over: bool) -> None:
         """Put the masters back after backward has reached it, but for its calls that are running.
 
@@ -126,6 +145,15 @@ class Unit:
         for member in self.members:
             if not member.running_calls:
                 member.put_back_masters(resident_too=is_over)
+
+
+def _fingerprint(memory: Tensor) -> Tensor:
+    """Return sums of memory, as whole numbers, over rows and over columns: changes within a row show in columns."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        numbers = memory.view(torch.int32)
+        even = numbers.numel() // _ROW * _ROW
+        rows = numbers[:even].view(-1, _ROW)
+        return torch.cat([rows.sum(0), rows.sum(1), numbers[even:]])
 
 
 @dataclass
@@ -163,6 +191,10 @@ class Member:
         self.called_in: set[Unit] = set()  # units of other calls that its calls were inside of
         self.running_calls = 0  # how many of its calls are under way
         self.entered = 0  # how many times it has been called since it was attached
+        # how many more calls are watched for writes that torch does not count, in evaluation and in training
+        self.calls_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
+        # the dtype that autocast casts to in its calls, for which its weights were placed; None without autocast
+        self.autocast: torch.dtype | None = None
         # the compiled function that runs its forward; None if `compile=True` does not apply to it
         self.compiled: Callable[..., Any] | None = None
 

@@ -16,12 +16,18 @@ may share its backward has one, this cast gets a leaf of its own over the same m
 from the next arrangement on.
 
 Code that torch compiles tells nothing, so no weight of a model with such code is lowered.
+
+[Note: autocast of each module]
+A stem may run in fp32 where blocks run in bf16, and an evaluation in fp32 where training runs in bf16. So each module
+has a dtype of its own, as last seen in its call, and its weights are placed for that. A module that is called otherwise
+is placed for it from the next step on. If nothing is in use yet, this is the switch of a whole evaluation: weights are
+placed at once, and the modules that were called like this one follow it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +78,46 @@ CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAM
 _OF_THE_LEAF = {"grad", *OF_THE_LEAF}
 
 
+class Autocasts:
+    """The dtypes that autocast casts to where modules are called, by their names ([Note: autocast of each module])."""
+
+    def __init__(self) -> None:
+        self.default: torch.dtype | None = None  # of modules that were not noted
+        self.noted: dict[str, torch.dtype | None] = {}  # as last seen, of modules that were called under another one
+        # modules that are called under several in one step, or in several processes: they count as being under none
+        self.mixed: set[str] = set()
+
+    def common(self, names: Iterable[str]) -> torch.dtype | None:
+        """Return the dtype that calls of these modules cast to; None if they have none in common.
+
+        A module that was not noted counts only if none was: it may be called by its parts alone.
+        """
+        dtypes = {self.noted[name] for name in names if name in self.noted} or {self.default}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def mix(self, name: str) -> None:
+        """Note that a module is called under several."""
+        self.mixed.add(name)
+        self.noted[name] = None
+
+    def switch(self, before: torch.dtype | None, after: torch.dtype | None, seen: Collection[str]) -> None:
+        """Expect modules that were called under one dtype under another, but for those `seen` in this step."""
+        for name in seen:
+            self.noted.setdefault(name, self.default)
+        for name, dtype in self.noted.items():
+            if dtype is before and name not in self.mixed and name not in seen:
+                self.noted[name] = after
+        if self.default is before:
+            self.default = after
+
+    def agree(self, others: Iterable[Autocasts]) -> None:
+        """Learn what other processes have noted."""
+        for other in others:
+            for name, dtype in other.noted.items():
+                if name in other.mixed or self.noted.setdefault(name, dtype) is not dtype:
+                    self.mix(name)
+
+
 class Casts:
     """What is known of how autocast uses weights, from attach to detach; masters are known by identity."""
 
@@ -81,17 +127,26 @@ class Casts:
         self.has_news = False  # whether a step has shown another one that can be sent lowered
         self._probe: nn.Parameter | None = None
 
-    def choose_dtypes(self, module: nn.Module, sent_together: Iterable[Sequence[Weight]], dtype: torch.dtype) -> None:
-        """Decide which weights are sent in autocast's dtype, and of which a step has to show how they are used."""
+    def choose_dtypes(
+        self,
+        module: nn.Module,
+        sent_together: Iterable[Sequence[Weight]],
+        autocasts: Mapping[Weight, torch.dtype],
+    ) -> None:
+        """Decide which weights are sent in autocast's dtype, and of which a step has to show how they are used.
+
+        `autocasts` has the dtype for each weight whose modules are called under autocast.
+        """
         self.lowered |= weights_of_cast_layers(module)
         parts = [part for part in module.modules() if isinstance(part, WITH_FAST_PATH)]
         as_is = self.used_as_is | {id(parameter) for part in parts for parameter in part.parameters()}
         for weights in sent_together:
-            watched = [weight for weight in weights if weight.dtype is torch.float32 and id(weight.master) not in as_is]
+            watched = [weight for weight in weights if weight in autocasts and id(weight.master) not in as_is]
+            watched = [weight for weight in watched if weight.dtype is torch.float32]
             casts = [weight for weight in watched if id(weight.master) in self.lowered]
             are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in weights)
             for weight in casts if are_many else ():  # else most would be copied for the sake of a few
-                weight.compute_dtype = dtype
+                weight.compute_dtype = autocasts[weight]
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 

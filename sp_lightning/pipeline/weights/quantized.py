@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.torch_private import parts_of
+from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter is frozen and of a class of its own, and all that it consists of can be moved."""
-    if type(parameter) is nn.Parameter or parameter.requires_grad:
+    """Tell whether a parameter is frozen, of a class that knows how to move it, and consists of what can be moved."""
+    knows_how = contains_others(parameter) or type(parameter).to is not Tensor.to
+    if parameter.requires_grad or not knows_how:
         return False
     parts = parts_of(parameter)
     others = vars(parameter).values()
@@ -72,10 +73,7 @@ class QuantizedTwin(Twin):
         places = [place.data_ptr() for place in self._places]
         if self._version_of_parts() != self._version_seen or lying != places:
             _lay(self.parameter, self._places)
-            raise RuntimeError(
-                f"A forward wrote to the quantized weight {self.weight.name!r}, or gave it other "
-                "memory. Change or convert it before training, or between steps."
-            )
+            raise _written(self.weight)
         return False
 
 
@@ -105,6 +103,10 @@ class QuantizedWeight(Weight):
         _lay(self.master, places)
         self.host = self.home = host
 
+    def receive(self, arrived: Tensor) -> None:
+        """Raise: nobody trains it."""
+        raise _written(self)
+
     def lies_in(self, memory: Tensor) -> bool:
         """Tell whether the parts of the master lie just where this tensor does."""
         start = memory.data_ptr()
@@ -125,6 +127,13 @@ class QuantizedWeight(Weight):
     def is_converted(self) -> bool:
         """Whether the master was converted, given other memory, or made trainable."""
         return self.master.requires_grad or not self.lies_in(self.home)
+
+
+def _written(weight: Weight) -> RuntimeError:
+    return RuntimeError(
+        f"A forward wrote to the quantized weight {weight.name!r}, or gave it other "
+        "memory. Change or convert it before training, or between steps."
+    )
 
 
 def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:

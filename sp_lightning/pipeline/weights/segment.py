@@ -51,6 +51,8 @@ class Segment:
 
     def prepare(self, pin: bool) -> None:
         """Have ready what is sent, in the dtypes in which weights are sent now."""
+        # the same in all processes, also if one of them gets a weight as it is within a step
+        self.dtypes = {weight: weight.compute_dtype for weight in self.weights}
         # where each weight begins in what is sent, and how much that is
         self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in self.weights])
         # for each weight the copy that is sent; None where the master itself is

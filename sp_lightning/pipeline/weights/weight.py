@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 _DATA: Any = Tensor.data
+USES_TO_WATCH = 2
+"""How many uses are watched for writes that torch does not count (see window.py), in each mode."""
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -139,6 +141,10 @@ class Weight:
         # what code outside of the engine finds at its master; None when detached
         self.guard: WeightGuard | None = None
         self.replacements = 0  # how often the master was found in other memory
+        # whether a forward has written to it in a way that torch does not count
+        self.changes_unseen = False
+        # how many more uses outside of modules are watched for that, in evaluation and in training
+        self.uses_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
         self.lives = False  # whether the master is on the device, and has left host memory
         self.places = 0  # how many places of the module tree have a leaf of it now
         # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
@@ -171,6 +177,10 @@ class Weight:
         self.master.data = host
         self.host = self.home = host
         self._address = host.data_ptr()
+
+    def receive(self, arrived: Tensor) -> None:
+        """Give the master values that a forward has written on the device."""
+        self.master.copy_(arrived)  # as torch counts it
 
     def leave_device(self, unit: Unit) -> None:
         """Let go of its place on the device in a unit, and of the twins that graphs have besides."""

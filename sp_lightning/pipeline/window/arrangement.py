@@ -21,7 +21,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import is_compiled
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.autocast import Casts
+from sp_lightning.pipeline.weights.autocast import Autocasts, Casts
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment, sent_together
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -34,13 +34,14 @@ class Learned:
     The step in which something is found is right without it; the parts that find it see to that.
     """
 
-    def __init__(self, divided: Iterable[str] = ()) -> None:
+    def __init__(self, divided: Iterable[str], autocasts: Autocasts) -> None:
         self.used_outside: set[str] = set()  # weights that are used outside of their unit
         # names of units in the order in which the first step called them; None before that
         self.order: list[str] | None = None
         # modules that are not called themselves, only their children are: this is another division
         self.divided = set(divided)
         self.casts = Casts()  # how autocast uses weights
+        self.autocasts = autocasts  # under which autocast modules are called
         # weights that were used outside of their unit since weights were placed
         self.touched_outside: list[Weight] = []
         self.outdated = False  # whether something was learned for which weights have other places
@@ -99,9 +100,10 @@ class Learned:
         casts = self.casts.lowered, self.casts.used_as_is
         own = [[name for name, master in masters.items() if master in known] for known in casts]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
-        everyones = processes.gather((own, self.used_outside, self.divided, self.has_news, order))
+        everyones = processes.gather((own, self.used_outside, self.divided, self.has_news, self.autocasts, order))
         self.order = everyones[0][-1]
-        for others, used_outside, divided, outdated, _ in everyones:
+        for others, used_outside, divided, outdated, autocasts, _ in everyones:
+            self.autocasts.agree([autocasts])
             for known, names in zip(casts, others, strict=True):
                 known.update(masters[name] for name in names)
             self.used_outside |= used_outside
@@ -124,7 +126,6 @@ class Arrangement:
         memory: HostMemory,
         backend: Backend,
     ) -> None:
-        self.autocast: torch.dtype | None = None
         # whether torch compiles the module or parts of it
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True  # whether nothing of it has been used yet in this step
@@ -174,13 +175,12 @@ class Arrangement:
 
     # ------------------------------------------------------------------------------------------------ what is chosen
 
-    def choose(self, autocast: torch.dtype | None, plan: WindowPlan | None) -> None:
+    def choose(self, plan: WindowPlan | None) -> None:
         """Choose how weights are sent, which ones live on the device or are resident, and how all share the device.
 
         Raises:
             ValueError: It does not fit.
         """
-        self.autocast = autocast
         division, learned = self._division, self._learned
         for unit in self.all_units:
             unit.weights, unit.weights_on_device = unit.every_weight, []
@@ -201,9 +201,21 @@ class Arrangement:
             weight.compute_dtype = weight.dtype
             # compiled code does not show how it uses weights
             weight.leaf_class = TwinParameter if self.compiled else EagerLeaf
-        if self.autocast is not None and not self.compiled:  # resident weights do not travel
+        autocasts = self._autocasts()
+        if autocasts and not self.compiled:  # resident weights do not travel
             parts = [part for unit in self.units for part in sent_together(unit.weights)]
-            self._learned.casts.choose_dtypes(self._module, parts, self.autocast)
+            self._learned.casts.choose_dtypes(self._module, parts, autocasts)
+
+    def _autocasts(self) -> dict[Weight, torch.dtype]:
+        """Return the dtype that autocast casts to wherever a weight is used; weights without one are left out."""
+        known = self._learned.autocasts
+        users: dict[Weight, list[str]] = {}
+        for member in self.members:
+            member.autocast = known.common([member.name])
+            for entry in member.every_entry if member.unit is not None else ():
+                users.setdefault(entry.weight, []).append(member.name)
+        found = {weight: known.common(names) for weight, names in users.items()}
+        return {weight: dtype for weight, dtype in found.items() if dtype is not None}
 
     # ----------------------------------------------------------------------------------------------- how it is done
 

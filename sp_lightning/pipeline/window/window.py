@@ -20,6 +20,11 @@ waits for it, and guards stay until then.
 A forward may write to its weights (`nn.Embedding(max_norm=...)`), so may a checkpoint within it that backward runs
 again, a hook, and code outside of units through a view. The masters get that when the device's copy is to be
 discarded, when the step ends, or when somebody looks at them.
+
+[Note: writes that torch does not count]
+Some operations write without a new version: `F.batch_norm` its running statistics, numpy, fused optimizers. So the
+first uses of a unit compare fingerprints of its bytes, before a call and after it, in training mode and in evaluation
+mode. A weight that changes unseen is compared with its master whenever others are asked for their version.
 """
 
 from __future__ import annotations
@@ -121,6 +126,7 @@ class Window:
             unit.suspect = True
             unit.residency = Residency.ABSENT
             unit.uploads.clear()
+            unit.fingerprint = None
             for segment in unit.segments:
                 segment.lying = NOTHING
 
@@ -303,15 +309,19 @@ class Window:
         """Write back what was written to any weights on the device."""
         for unit in self.units:
             if unit.residency is Residency.READABLE:
-                self.write_back(unit.weights)
+                for segment in unit.segments:
+                    self.write_back(segment.weights)
 
     def write_back(self, weights: Iterable[Weight]) -> None:
         """Copy those of the weights that were written to on the device to their masters."""
         for weight in weights:
             twin = weight.twin
-            if not twin.is_touched():
+            is_readable = twin.unit.residency is Residency.READABLE
+            if twin.unit.fingerprint is not None:
+                self.find_unseen_writes(twin.unit)
+            if not (twin.is_touched() or (weight.changes_unseen and is_readable)):
                 continue
-            if twin.unit.residency is not Residency.READABLE:
+            if not is_readable:
                 raise RuntimeError(
                     f"Weight {weight.name!r} was changed in backward after the optimizer had "
                     "stepped it there, which this change should have preceded. Train with "
@@ -319,7 +329,19 @@ class Window:
                 )
             self._write_to_master(weight)
 
-    def _write_to_master(self, weight: Weight) -> None:
+    def find_unseen_writes(self, unit: Unit) -> None:
+        """Look for writes to a unit since it is watched, and write those to masters that torch has not counted."""
+        is_readable = unit.residency is Residency.READABLE
+        self.stats.host_syncs += is_readable and self.backend.device.type != "cpu"
+        if not (unit.has_changed() and is_readable):
+            return
+        for segment in unit.segments:
+            for weight in segment.weights:
+                if weight.twin.unit is unit and not (weight.lowered or weight.twin.is_touched()):
+                    weight.changes_unseen |= self._write_to_master(weight)
+
+    def _write_to_master(self, weight: Weight) -> bool:
+        """Copy a weight to its master, and tell whether that has changed."""
         twin = weight.twin
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
@@ -329,11 +351,11 @@ class Window:
             # clamped to where it was
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
                 twin.note_unchanged()
-                return
+                return False
             assert not weight.lowered, "what writes to a weight gets it as it is"
             if weight.unit.is_followed:
                 raise written_by_follower(weight)
-            weight.master.copy_(arrived)  # as torch counts it
+            weight.receive(arrived)
         twin.note_unchanged()
         twin.write_backs += 1
         self.stats.write_backs += 1
@@ -342,3 +364,4 @@ class Window:
             for segment in twin.unit.segments:
                 if not segment.sends_copies:
                     segment.note_written_back()
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -233,3 +233,82 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
             assert unit_bytes(pipeline) == [nbytes] * 4
             assert pipeline.stats.bytes_to_device == pipeline.stats.loads * nbytes > 0
         assert made_once(pipeline._engine) == life
+
+
+class Mixed(nn.Module):
+    """A stem in fp32, and blocks in autocast's dtype, of which one may share the stem's weight."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+        if shared:
+            self.blocks[2].weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.stem(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Shrinking(nn.Linear):
+    """Writes to its weight in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+TRAIN, TRAIN_IN_FP32 = (True, True), (True, False)  # whether it trains, and whether autocast is on
+PHASES = {
+    "training": [TRAIN] * 8,
+    "evaluation-too": [TRAIN, TRAIN, (False, True), (False, True)] * 2,
+    "evaluation-in-fp32": [TRAIN, TRAIN, (False, False), (False, False)] * 3,
+    "evaluation-first": [(False, False), (False, False), TRAIN, TRAIN] * 3,
+    "training-in-fp32": [TRAIN, TRAIN, TRAIN_IN_FP32, TRAIN_IN_FP32] * 3,
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("attached_under", [False, True])
+@pytest.mark.parametrize("name", PHASES)
+def test_each_module_has_the_dtype_that_it_is_called_under(name: str, attached_under: bool, shared: bool) -> None:
+    """One module without autocast had all weights sent as they are, for good."""
+
+    def step(runner: nn.Module, training: bool, enabled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        optimizer = SGD(runner.parameters(), 0.1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.set_grad_enabled(training):
+            loss = runner(torch.randn(2, 16)).float().square().mean()
+        if training:
+            loss.backward()
+        gradients = [p.grad.clone() for p in runner.parameters() if training]
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach(), *gradients]
+
+    torch.manual_seed(0)
+    plain = Mixed(shared)
+    plain.stem.__class__ = nn.Linear if shared else Shrinking
+    model = copy.deepcopy(plain)
+    with ExitStack() as scopes:
+        with torch.autocast("cpu", torch.bfloat16, enabled=attached_under):
+            pipeline = scopes.enter_context(attached(model, k=2, units=(nn.Linear, Shrinking), debug=False))
+        for number, (training, enabled) in enumerate(PHASES[name]):
+            if number % 4 == 0:
+                before = pipeline.stats.arrangements
+            pipeline.stats.bytes_to_device = 0
+            assert all(map(torch.equal, step(model, training, enabled), step(plain, training, enabled))), number
+            if number % 2 == 0:
+                device_bytes = pipeline.arrangement.layout.device_bytes
+                continue
+            # the second step of its kind
+            assert pipeline.summary().lowered == (6 - shared if enabled else 0)
+            assert training or pipeline.arrangement.layout.device_bytes == device_bytes, "nothing was kept"
+            assert number < 4 or pipeline.stats.arrangements - before <= 2
+            if training and not shared:  # at most, all are loaded in the forward, and all but the last two in backward
+                stem, block = 4 * 16 * 16, (2 if enabled else 4) * 16 * 16
+                assert unit_bytes(pipeline) == [stem, *[block] * 6]
+                assert pipeline.stats.bytes_to_device <= 2 * stem + 10 * block

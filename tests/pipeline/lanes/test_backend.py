@@ -49,6 +49,9 @@ def test_an_error_surfaces_where_it_is_waited_for() -> None:
     for job in (failed, after):
         with pytest.raises(OSError, match="no such memory"):
             job.join()
+    with pytest.raises(OSError, match="no such memory"):
+        worker.submit(Job(cleanup=fail)).join()
+    worker.submit(Job()).join()
     worker.close()
     assert done == ["first cleanup", "second cleanup", "another"]
     assert names() == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -60,6 +61,33 @@ def test_one_with_another_tensor_beside_it_lives_on_the_device() -> None:
     model = quantized(PackedLinear)
     weight_of(model).codes = weight_of(model).data
     assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
+
+
+class Statistic(nn.Parameter):
+    """A frozen class of a user's own, which knows nothing of quantization."""
+
+
+def test_one_of_another_class_lives_on_the_device_and_may_be_written_to() -> None:
+    """It was called a quantized weight, to which a forward must not write."""
+
+    class Averages(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistic = Statistic(torch.zeros(WIDTH), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.statistic.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            return super().forward(x + self.statistic)
+
+    model = Chain(Averages() for _ in range(3))
+    plain = copy.deepcopy(model)
+    with attached(model, units=Averages) as pipeline:
+        assert len(pipeline.arrangement.unmanaged) == 3
+        for _ in range(2):
+            assert torch.equal(gradient(model), gradient(plain))
+            assert isinstance(model.blocks[0].statistic, Statistic)
+            assert torch.equal(model.blocks[2].statistic, plain.blocks[2].statistic)
 
 
 def load(model: Chain, other: Chain) -> None:
