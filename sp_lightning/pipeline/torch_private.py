@@ -128,13 +128,28 @@ def contains_others(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
+_PARTS_OF_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor consists of: those that it contains, or only itself."""
-    if not contains_others(tensor):
+    """Return the plain tensors that a tensor consists of: those that it contains, or only itself.
+
+    A sparse one has no storage. What it lies in has a public name only for some layouts, and if it is coalesced.
+    """
+    if contains_others(tensor):
+        container: Any = tensor
+        names, _ = container.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
+    if tensor.layout not in _PARTS_OF_SPARSE:
         return [tensor]
-    container: Any = tensor
-    names, _ = container.__tensor_flatten__()
-    return [part for name in names for part in parts_of(getattr(tensor, name))]
+    values = tensor.detach()
+    return [getattr(values, name)() for name in _PARTS_OF_SPARSE[tensor.layout]]
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -150,6 +165,15 @@ def storage_key(tensor: Tensor) -> int:
     except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
     return key
+
+
+def alias_count(key: int) -> int:
+    """Return how many tensors lie in a storage, by its identity; Python sees only those that are objects.
+
+    Torch counts the storage's own object as well, once there is one.
+    """
+    alone = torch.empty(1)
+    return torch._C._storage_Use_Count(key) - torch._C._storage_Use_Count(storage_key(alone)) + 1
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

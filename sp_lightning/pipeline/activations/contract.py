@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.operands import tensors_in
+from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import storage_key
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger

@@ -34,8 +34,8 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import (
     scope_that_ends_before_backward,
     storage_key,
