@@ -1,0 +1,213 @@
+"""Looks at what a unit has and is given, around its first forwards: does a forward change what a second one would read?
+
+[Note: what a look compares]
+A picture of a value is what its pickle would hold, at any depth. Besides, an object is compared by its attributes and
+slots, whatever its own `__getstate__` or `__reduce__` leaves out. Tensors are compared by identity, version and bytes,
+as kernels write to running statistics without a version; large ones by identity and version. A module that is not part
+of the unit, but is given or kept somewhere, is looked into like any object. Few kinds stand for themselves: classes,
+functions, enums, locks, weak references, torch's dtypes and operators, loggers. What has no pickle counts as changed,
+so that a kind which nobody has thought of is on the safe side.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import enum
+import hashlib
+import io
+import logging
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from threading import Lock, RLock
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+from weakref import CallableProxyType, ProxyType, ref
+
+import numpy
+import torch
+from torch import Tensor, fx, nn
+
+from sp_lightning.pipeline.tensors_in import STATE_OF_MODULES
+from sp_lightning.pipeline.torch_private import parts_of, without_torch_function
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
+
+SMALL = 1 << 16
+"""Bytes of a buffer that is copied for the second forward: running statistics are smaller, tables larger."""
+_COMPARED_BYTES = 1 << 24  # of a tensor, in a look
+_MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
+# what cannot change
+_PLAIN = frozenset({
+    type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, type(...), type(NotImplemented),
+})  # fmt: skip
+# what may have a state in which no forward is interested, or that nobody sees
+_BY_IDENTITY = (
+    type, enum.Enum, ModuleType, FunctionType, logging.Logger, torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
+    torch.Stream, torch.Event, fx.Graph,
+)  # fmt: skip
+_EXACTLY_BY_IDENTITY = frozenset({ref, ProxyType, CallableProxyType, type(Lock()), type(RLock()), object})
+
+
+def may_change(value: Any) -> bool:
+    """Tell whether what is given to a unit may be another until backward, whoever changes it."""
+    kind = type(value)
+    if kind in (MethodType, BuiltinFunctionType):
+        return may_change(value.__self__)
+    if kind is frozenset:
+        return any(map(may_change, value))
+    if isinstance(value, Tensor):  # in whose place another one is given, without attributes that a user has set
+        return not isinstance(value, nn.Parameter) and bool(attributes_of(value))
+    return not (kind in _PLAIN or isinstance(value, (nn.Module, numpy.generic)) or _stands_for_itself(value))
+
+
+def _stands_for_itself(value: Any) -> bool:
+    return type(value) in _EXACTLY_BY_IDENTITY or isinstance(value, _BY_IDENTITY)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots as well."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items():
+            if type(member) is MemberDescriptorType:
+                with suppress(AttributeError):  # nothing is there
+                    found[name] = member.__get__(value)
+    return found
+
+
+class Look:
+    """A look at modules and at what their call is given, before a forward ([Note: what a look compares])."""
+
+    def __init__(self, modules: Sequence[nn.Module], given: Sequence[Any]) -> None:
+        self._modules = modules
+        self._given = [value for value in given if not may_change(value)]  # as for others, the unit keeps anyway
+        self._large = [
+            buffer
+            for module in modules
+            for buffer in module._buffers.values()
+            if buffer is not None and not is_small(buffer)
+        ]
+        self._seen: list[Any] = []  # held, so that no other object gets the identity of one
+        self._before = dict(self._read())
+
+    def obstacle(self) -> str | None:
+        """Return what keeps the forward, which is over, from running again, as a phrase; None if nothing was seen."""
+        before, after = self._before, dict(self._read())
+        for key in {**before, **after}:
+            if before.get(key) != after.get(key):
+                return key[1]
+        return None
+
+    def _read(self) -> Iterator[tuple[tuple[int, str], object]]:
+        """Yield pictures by a number and what a difference means."""
+        yield (
+            (0, "draws random numbers that are not torch's"),
+            self._picture([random.getstate(), numpy.random.get_state()]),
+        )
+        yield (0, "changes what it is given"), self._picture(self._given)
+        yield (0, "changes a large buffer in place"), self._picture(self._large)
+        for number, module in enumerate(self._modules):
+            yield (number, "replaces a part of itself"), [*map(id, module._modules.values())]
+            for name, parameter in module._parameters.items():
+                managed = isinstance(parameter, CopiedPlainly)
+                does = f"changes or replaces its parameter {name!r}"
+                yield (number, does), id(parameter) if managed else self._picture(parameter)
+            state = attributes_of(module)
+            state["[...]"] = _items_of(module)
+            for name, value in state.items():
+                if name not in STATE_OF_MODULES:
+                    does = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
+                    yield (number, does), self._picture(value)
+
+    def _picture(self, value: Any) -> object:
+        file = io.BytesIO()
+        reader = _Reader(file)
+        reader.seen = self._seen
+        reader.known = set(map(id, self._modules))
+        try:
+            with torch.no_grad():
+                reader.dump(value)
+        except Exception:  # whatever a class's own code raises
+            return object()  # which is equal to no other
+        return hashlib.blake2b(file.getbuffer()).digest()
+
+
+class _Reader(pickle.Pickler):
+    """Pickles what is to be compared, to bytes that nobody reads back."""
+
+    seen: list[Any]
+    known: set[int]
+    objects = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what is compared instead of a value; None if that is its pickle."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return None
+        self.objects += 1
+        if self.objects > _MOST_OBJECTS:
+            raise pickle.PicklingError("there is too much to compare")
+        if kind is torch.Generator:
+            return value.get_state().numpy().tobytes()
+        if kind is numpy.ndarray and not value.dtype.hasobject:
+            return str(value.dtype), value.shape, _digest(value)
+        if id(value) in self.known or isinstance(value, CopiedPlainly) or _stands_for_itself(value):
+            self.seen.append(value)
+            return id(value), _version(value) if isinstance(value, Tensor) else 0
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return the parts of an object's picture, as its reduction: what it keeps back is in it, too."""
+        self.seen.append(value)
+        state: list[Any] = [id(value), attributes_of(value)]
+        if isinstance(value, Tensor):
+            state += [_version(value), tuple(value.shape), [*map(_digest_of_tensor, parts_of(value))]]
+        elif isinstance(value, nn.Module):
+            state.append(_items_of(value))
+        else:
+            reduce = copyreg.dispatch_table.get(type(value))
+            own = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
+            # a name, or a tuple in which items come by iterators
+            state.append(own if isinstance(own, str) else [*own[:3], *map(list, filter(None, own[3:5]))])
+        return _object_of, (), state
+
+
+def _object_of() -> None:
+    """Stand for what would make an object of a picture."""
+
+
+def _items_of(module: nn.Module) -> list[Any] | None:
+    """Return what a module holds that is a container, too."""
+    if isinstance(module, dict):
+        return list(module.items())
+    return list(module) if isinstance(module, (list, set)) else None
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Tell whether a tensor is small, and lies in memory that can be copied."""
+    return tensor.layout is torch.strided and tensor.nbytes <= SMALL
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a tensor's version; that of a master once what is under way with it is done, as for any other reader."""
+    if tensor.is_inference():
+        return 0
+    if isinstance(tensor, TwinParameter):
+        with without_torch_function():
+            return tensor._version
+    return tensor._version
+
+
+def _digest_of_tensor(tensor: Tensor) -> bytes | None:
+    """Return a digest of a plain tensor's bytes; None if it is too large, or has none."""
+    with without_torch_function():
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.nbytes > _COMPARED_BYTES:
+            return None
+        plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
+        return _digest(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _digest(array: numpy.ndarray[Any, Any]) -> bytes:
+    return hashlib.blake2b(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)).digest()
