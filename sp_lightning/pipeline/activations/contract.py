@@ -25,7 +25,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline.activations.looks import is_small, may_change
+from sp_lightning.pipeline.activations.looks import is_small_buffer, may_change
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
@@ -183,21 +183,34 @@ class Surroundings:
             for reference, training, buffers in self._modules:
                 module = reference()
                 if module is not None:  # else it was replaced since
-                    scopes.callback(_put, module, module.training, dict(module._buffers))
-                    _put(module, training, {name: _copy_of_small(buffer) for name, buffer in buffers.items()})
+                    found = dict(vars(module)), dict(module._parameters), dict(module._buffers)
+                    scopes.callback(_leave_as_found, module, *found)
+                    vars(module)["training"] = training
+                    module._buffers.clear()
+                    module._buffers.update({name: _copy_of_small(buffer) for name, buffer in buffers.items()})
             yield
 
 
-def _put(module: nn.Module, training: bool, buffers: dict[str, Tensor | None]) -> None:
-    """Give a module its mode, and these buffers alone."""
-    vars(module)["training"] = training
+def _leave_as_found(
+    module: nn.Module,
+    attributes: dict[str, Any],
+    parameters: dict[str, nn.Parameter | None],
+    buffers: dict[str, Tensor | None],
+) -> None:
+    """Give a module the attributes that it had before a second forward, which may have ended halfway."""
+    current = vars(module)
+    for name in current.keys() - attributes.keys():
+        del current[name]
+    current.update(attributes)
     module._buffers.clear()
     module._buffers.update(buffers)
+    # not those that are there: they may be others by now, as they are sent in another dtype
+    module._parameters.update({name: value for name, value in parameters.items() if name not in module._parameters})
 
 
 def _copy_of_small(buffer: Tensor | None) -> Tensor | None:
     """Return a copy of a buffer; a large one as it is."""
-    if buffer is None or not is_small(buffer):
+    if buffer is None or not is_small_buffer(buffer):
         return buffer
     return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 

@@ -33,8 +33,7 @@ from sp_lightning.pipeline.tensors_in import STATE_OF_MODULES
 from sp_lightning.pipeline.torch_private import parts_of, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
-SMALL = 1 << 16
-"""Bytes of a buffer that is copied for the second forward: running statistics are smaller, tables larger."""
+_SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED_BYTES = 1 << 24  # of a tensor, in a look
 _MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
 # what cannot change
@@ -87,7 +86,7 @@ class Look:
             buffer
             for module in modules
             for buffer in module._buffers.values()
-            if buffer is not None and not is_small(buffer)
+            if buffer is not None and not is_small_buffer(buffer)
         ]
         self._seen: list[Any] = []  # held, so that no other object gets the identity of one
         self._before = dict(self._read())
@@ -111,9 +110,10 @@ class Look:
         for number, module in enumerate(self._modules):
             yield (number, "replaces a part of itself"), [*map(id, module._modules.values())]
             for name, parameter in module._parameters.items():
-                managed = isinstance(parameter, CopiedPlainly)
                 does = f"changes or replaces its parameter {name!r}"
-                yield (number, does), id(parameter) if managed else self._picture(parameter)
+                # a weight of ours is there as its master or as its twin
+                is_ours = isinstance(parameter, CopiedPlainly)
+                yield (number, does), is_ours or self._picture(parameter)
             state = attributes_of(module)
             state["[...]"] = _items_of(module)
             for name, value in state.items():
@@ -185,9 +185,9 @@ def _items_of(module: nn.Module) -> list[Any] | None:
     return list(module) if isinstance(module, (list, set)) else None
 
 
-def is_small(tensor: Tensor) -> bool:
-    """Tell whether a tensor is small, and lies in memory that can be copied."""
-    return tensor.layout is torch.strided and tensor.nbytes <= SMALL
+def is_small_buffer(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a buffer that is copied for the second forward: it is small, and lies in memory."""
+    return not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.nbytes <= _SMALL
 
 
 def _version(tensor: Tensor) -> int:
