@@ -56,7 +56,9 @@ def may_change(value: Any) -> bool:
         return may_change(value.__self__)
     if kind is frozenset:
         return any(map(may_change, value))
-    if isinstance(value, Tensor):  # in whose place another one is given, without attributes that a user has set
+    if kind is Tensor:  # in whose place another one is given, without attributes that a user has set
+        return bool(value.__dict__)
+    if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter) and bool(attributes_of(value))
     return not (kind in _PLAIN or isinstance(value, (nn.Module, numpy.generic)) or _stands_for_itself(value))
 
@@ -210,4 +212,4 @@ def _digest_of_tensor(tensor: Tensor) -> bytes | None:
 
 
 def _digest(array: numpy.ndarray[Any, Any]) -> bytes:
-    return hashlib.blake2b(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)).digest()
+    return hashlib.blake2b(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8).data).digest()
